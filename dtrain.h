@@ -106,9 +106,8 @@
        src/tape/elementwise.c               Elementwise operations and losses
        src/tape/checkpointing.c             Activation checkpointing
        src/tape/arena.c                     The tape's memory
-       src/optim/clip.c                     Norm and clipping
+       src/optim/scaler.c                   Gradient norm, clipping, loss scaling
        src/optim/optim_internal.h           The optimizer's structure
-       src/optim/scaler.c                   Loss scaling
        src/optim/optimizer.c                Optimizers: AdamW, SGD
        src/optim/schedule.c                 Learning rates
        src/train/sampler.c                  Samplers
@@ -1045,7 +1044,7 @@ typedef struct dtrain_strategy_desc {
     uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                   activations (dtrain_trainer_plan_activations), the process */
+                                   activations (dtrain_trainer_plan), the process */
     uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
                                    0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
     uint64_t init_seed;         /* for parameters the library initialises */
@@ -1464,29 +1463,28 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -
  * them, and not finite exactly when a gradient is not. So all ranks step or skip together, and it
  * costs no collective. */
 
-/* Start from dtrain_loss_scaler_defaults(). */
+/* A field of zero takes its default. */
 typedef struct dtrain_loss_scaler_desc {
-    float initial_scale;      /* 65536 */
-    float growth_factor;      /* 2 */
-    float backoff_factor;     /* 0.5 */
-    uint32_t growth_interval; /* 2000: good steps in a row before the scale grows */
-    uint32_t hysteresis;      /* 1: every overflow lowers the scale, as in torch. n: the nth one
+    float initial_scale;      /* 0 = 65536 */
+    float growth_factor;      /* 0 = 2 */
+    float backoff_factor;     /* 0 = 0.5 */
+    uint32_t growth_interval; /* good steps in a row before the scale grows; 0 = 2000 */
+    uint32_t hysteresis;      /* 0 = 1: every overflow lowers the scale, as in torch. n: the nth one
                                  since it grew and those that follow do, as in DeepSpeed */
-    float minimum_scale;      /* 1: what would fall below is an error */
+    float minimum_scale;      /* what would fall below is an error; 0 = 1 */
 } dtrain_loss_scaler_desc;
 
 /* Plain data: copy it, save it, compare it. */
 typedef struct dtrain_loss_scaler {
-    dtrain_loss_scaler_desc desc;
-    float scale;            /* of the next step's backward */
-    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
-    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
-    uint32_t bad_steps;     /* overflows in a row */
-    uint64_t skipped_steps; /* overflows since init */
+    dtrain_loss_scaler_desc desc; /* its defaults filled in */
+    float scale;                  /* of the next step's backward */
+    uint32_t good_steps;          /* in a row, since the scale last grew or a step overflowed */
+    uint32_t bad_left;            /* the scale falls at the overflow that finds 1 here */
+    uint32_t bad_steps;           /* overflows in a row */
+    uint64_t skipped_steps;       /* overflows since init */
 } dtrain_loss_scaler;
 
-DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
-/* Initialise a scaler; desc NULL = defaults. Nothing is allocated. */
+/* Initialise a scaler; desc NULL = all defaults, which are those of torch. Nothing is allocated. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc);
 /* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales
@@ -1540,7 +1538,9 @@ typedef struct dtrain_optimizer_desc {
                                 Adam", ICML 2021). 0 = of all steps */
 } dtrain_optimizer_desc;
 
+/* Return the defaults of AdamW (Loshchilov and Hutter, ICLR 2019), which are those of torch. */
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
+/* Return the defaults of SGD: no momentum, no weight decay. */
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 
 /* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
@@ -1549,14 +1549,22 @@ DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
+/* Free an optimizer and its state; NULL is ignored. */
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
 /* Update the parameters once, with every gradient multiplied by grad_scale on its way in, and
  * publish them: collective where anything is sharded. A rate or scale that is not finite, or a
  * negative rate, is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
-/* Bytes of this rank's state, wherever it is. */
-DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
+
+typedef struct dtrain_optimizer_info {
+    uint32_t kind;        /* dtrain_optimizer_kind */
+    uint64_t step_count;  /* updates made */
+    uint64_t state_bytes; /* of this rank's moments, wherever they are */
+} dtrain_optimizer_info;
+/* Tell what an optimizer has done and holds; all zero for an optimizer of NULL. */
+DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
+                                       dtrain_optimizer_info *info);
 
 typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_CONSTANT = 0,
@@ -1564,14 +1572,14 @@ typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_COSINE = 2
 } dtrain_schedule_kind;
 
-/* A learning rate for every step, counted from 0. Warm-up: lr * (step + 1) / warmup_steps. Then
- * from lr at warmup_steps to min_lr at total_steps, along a line or half a cosine; min_lr after
- * that. */
+/* Learning rates of a run. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
+ * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
     int64_t warmup_steps, total_steps;
 } dtrain_schedule;
+/* Return the learning rate of a step, counted from 0. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
 
 typedef enum dtrain_lr_scaling {
@@ -1591,7 +1599,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * A sampler says which index comes when, a dataset what a file of tokens holds, a loader which
  * tokens make a sample. Nothing here communicates: every rank reads its own share. */
 
-/* Which of item_count items one rank gets: number by number those of
+/* Says which of item_count items one rank gets: number by number those of
  * torch.utils.data.DistributedSampler. */
 typedef struct dtrain_sampler_desc {
     uint32_t rank, rank_count; /* rank_count 0 = 1 */
@@ -1599,14 +1607,11 @@ typedef struct dtrain_sampler_desc {
     uint64_t seed; /* low 32 bits of seed + epoch are used */
     bool shuffle, drop_last;
 } dtrain_sampler_desc;
-/* Return how many indices each rank gets per epoch; 0 after an argument error. */
-DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc);
-/* Write the indices of one epoch: indices (dtrain_sampler_count). scratch (item_count) is used when
- * shuffling. */
+/* Write the indices of one epoch: indices (*count), in the order of torch.randperm when shuffling.
+ * With indices NULL only *count is written: it is the same on every rank and in every epoch.
+ * scratch (item_count) is used when shuffling, which takes fewer than 2^32 / 20 items. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
-                                                int64_t *scratch, int64_t *indices);
-/* Write a permutation of 0 to n - 1: that of torch.randperm on the CPU for n below 2^32 / 20. */
-DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out);
+                                                int64_t *scratch, int64_t *indices, int64_t *count);
 
 typedef struct dtrain_dataset dtrain_dataset;
 
@@ -1618,14 +1623,16 @@ typedef struct dtrain_dataset_desc {
     int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
     const char *path;
 } dtrain_dataset_desc;
+/* Open a token file. Only its header is read: ids are checked when they are read. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
+/* Close a token file; NULL is ignored. Loaders that read it are destroyed before. */
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
 
 typedef struct dtrain_dataset_info {
     int64_t token_count, vocab_count;
 } dtrain_dataset_info;
-/* All zero for a dataset of NULL. */
+/* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
 /* Read tokens (count), from position first on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
@@ -1646,8 +1653,10 @@ typedef struct dtrain_loader_desc {
     bool in_order; /* no shuffling: for evaluation */
     dtrain_dataset *dataset;
 } dtrain_loader_desc;
+/* Create a loader for one rank of the world; the dataset must outlive it. Local. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
+/* Free a loader; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
 /* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
  * token later. A call that failed can be repeated. */
@@ -1658,7 +1667,7 @@ typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
     uint64_t position; /* samples handed out so far, by all ranks together */
 } dtrain_loader_info;
-/* All zero for a loader of NULL. */
+/* Tell the samples of an epoch and the position; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
 /* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
@@ -1692,7 +1701,7 @@ typedef struct dtrain_trainer_desc {
     float clip;             /* global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
-    /* All zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16, otherwise no loss scaling. */
+    /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags. */
     dtrain_loss_scaler_desc loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout */
@@ -1735,6 +1744,7 @@ typedef struct dtrain_step_record {
  * scale. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
+/* Free a trainer and its tape; NULL is ignored. */
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 /* Take one step. Collective; record may be NULL. A rank that is more than twice slower than the
  * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
@@ -1743,34 +1753,31 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
  * gives up. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Evaluate: the mean loss without gradients over `batches` calls of next_batch, averaged over
+/* Evaluate the mean loss without gradients over `batches` calls of next_batch, averaged over
  * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
  * user. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
-/* The trainer's tape, for passes of the host's own between two steps. */
+/* Return the trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
-/* Predict the memory of activations, and with them the total, by running the loss forwards and
- * backwards on the plan device, where kernels do nothing. desc is that of the trainer to come: only
- * loss, user and the fields of the tape are read, so it can be asked before there is a strategy.
- * The loss reads its inputs, so their buffers must be there; what is in them does not matter. Under
- * autocast, parameters need their count or shape. Local. */
-DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
-                                                         const dtrain_trainer_desc *desc,
-                                                         dtrain_memory *memory);
-
-/* Predict a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
- * workspace is what the process held before the model came. Local; needs a next_batch. */
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory);
+/* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
+ * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
+ * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
+ * desc wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and
+ * workspace is what the process held before the model came. The loss reads its inputs, so their
+ * buffers must be there; what is in them does not matter. Under autocast, parameters need their
+ * count or shape. Local; needs a next_batch, which is not called. */
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_memory *memory);
 
 typedef struct dtrain_plan_batch_desc {
     uint32_t max_batch; /* 0 = 65536 */
     /* Called with a batch: from here on the loss builds micro-batches of so many samples, with
      * buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
-    const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan_activations */
+    const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan; no strategy is counted */
     dtrain_param *params;
     size_t param_count;
     const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
@@ -1779,7 +1786,7 @@ typedef struct dtrain_plan_batch_desc {
 /* Find the largest micro-batch whose step fits, to be asked before anything of the model is
  * allocated:
  *
- *     dtrain_strategy_plan + dtrain_trainer_plan_activations(batch) <= memory_limit - other_bytes
+ *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
  * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
  * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch. The
@@ -1791,9 +1798,9 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
 
-/* Split a global batch: *batch_each, at most `batch` and as large as possible, and *micro_batches
- * make *batch_each * *micro_batches * ranks = global_batch. A global batch that ranks does not
- * divide is an error that names the nearest. Local. */
+/* Split a global batch into micro-batches: *batch_each, at most `batch` and as large as possible,
+ * and *micro_batches make *batch_each * *micro_batches * ranks = global_batch. A global batch that
+ * ranks does not divide is an error that names the nearest. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
                                                     int ranks, uint32_t *batch_each,
                                                     uint32_t *micro_batches);
@@ -1804,7 +1811,7 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
 
 /* Metrics
  *
- * Reports a run: a line on the terminal, a file of JSON lines, and a summary. Call
+ * Report a run: a line on the terminal, a file of JSON lines, and a summary. Call
  * dtrain_metrics_step with each record of the trainer, and dtrain_metrics_finish at the end. */
 
 typedef struct dtrain_metrics dtrain_metrics;
@@ -1836,11 +1843,12 @@ typedef struct dtrain_summary {
     double scaling;                           /* (step - exposed) / step: an upper estimate */
     uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;
+/* Tell what the run has come to so far, on any rank. */
 DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
-/* Ends the progress line, writes a last JSON object with the summary and "final": true, and closes
+/* End the progress line, write a last JSON object with the summary and "final": true, and close
  * the file. DTRAIN_ERROR_FILE when lines were lost on the way. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
-/* Finishes, if that was not done, and frees. Safe on NULL. */
+/* Finish, if that was not done, and free; NULL is ignored. */
 DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* What an author of an operation or a backend needs besides. */
@@ -16644,10 +16652,10 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
 }
 
 /* ================================================================================================
- * src/optim/clip.c
+ * src/optim/scaler.c
  * ==============================================================================================*/
 
-/* Norm and clipping
+/* Gradient norm, clipping, loss scaling
  *
  * The norm is one number from all shards, added in double in registration order: the same bits on
  * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by a
@@ -16674,38 +16682,34 @@ struct dtrain_optimizer {
     dtrain_optimizer_desc desc;
     dtrain_allocator allocator;
     dtrain_device *device;
+    dtrain_strategy *strategy;
     const dtrain_shard *shards; /* (shard_count), the strategy's */
     size_t shard_count;
-    dtrain_strategy *strategy;
     dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty */
     size_t tensor_count;
-    float *state;
-    size_t state_bytes; /* of moments and buffers alone, wherever they are */
-    float *host;        /* offloaded: the block that state is in ... */
-    size_t host_bytes;
-    int64_t stage; /* ... and elements of a stage, two of which it begins with */
+    float *block; /* state; offloaded it is page-locked host memory, and holds more: optimizer.c */
+    size_t block_bytes, state_bytes; /* state_bytes: of moments and buffers alone */
+    int64_t stage;                   /* offloaded: elements of a stage */
+    bool offloaded;
     uint64_t step_count;
 };
 
-/* optim/clip.c */
-DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__grad_norm(dtrain_strategy *strategy, double *norm);
-DTRAIN__PRIVATE float dtrain__clip_factor(float norm, float max_norm);
-
 /* optim/scaler.c */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what);
 
 /* optim/optimizer.c */
 DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer,
                                                               float lr, float grad_scale);
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
-                                                    const dtrain_step_scalars *now,
-                                                    const dtrain_step_scalars *device_scalars);
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
+                                                       const dtrain_optimizer_tensor *piece,
+                                                       const dtrain_step_scalars *now,
+                                                       const dtrain_step_scalars *device_scalars);
 
-/* Adds the squares of the shards that are in host memory, or of the others: on the device that is
- * nearer to them, where total (1) is. Each of those that share a copy of the model has all of what
- * is whole: one of them counts it. */
+/* Add the squares of the shards that are in host memory, or of the others, on the device that is
+ * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
+ * sharded: the first of them counts it. */
 static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -16729,8 +16733,8 @@ static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host
     return DTRAIN_OK;
 }
 
-/* Left in strategy->sum_squares, device memory, without those in host memory; nobody waits. What
- * every rank of a sharded strategy holds a copy of is added by one of them. */
+/* Queue the sum of this rank's squares into strategy->sum_squares, device memory, without those in
+ * host memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
 {
     dtrain_device *device = strategy->device;
@@ -16738,13 +16742,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
     return dtrain__add_squares(strategy, false, strategy->sum_squares);
 }
 
-/* Ranks with different shards exchange their sums and add them in rank order: a sum of doubles
- * made by the communicator would not be exact. */
+/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
+ * communicator would not be exact. */
 static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
 {
     dtrain_comm *comm = strategy->shard_comm;
     int64_t bits;
-    if (!comm) return DTRAIN_OK;
     memcpy(&bits, total, sizeof bits);
     DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
     *total = 0;
@@ -16756,112 +16759,94 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__grad_norm(dtrain_strategy *strategy, double *norm)
+/* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
+ * and clips them. */
+static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
+                                             float loss_scale, float max_norm, float *norm,
+                                             float *factor)
 {
-    dtrain_device *device = strategy->device;
     double total;
+    float clip = 1;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!norm || !factor)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    dtrain_device *device = strategy->device;
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
                                   DTRAIN_COPY_DEVICE_TO_HOST));
     if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
-    *norm = sqrt(total);
+    if (strategy->shard_comm)
+        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
+    *norm = (float)(sqrt(total) / (double)loss_scale);
+    if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
+    *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
     return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE float dtrain__clip_factor(float norm, float max_norm)
-{
-    if (!dtrain_is_finite(norm) || !(max_norm > 0)) return 1;
-    const float factor = max_norm / (norm + 1e-6f);
-    return factor < 1 ? factor : 1; /* torch clamps it too */
 }
 
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
                                                float *norm, float *scale)
 {
-    double found;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_clip_grad_norm"));
-    if (!norm || !scale)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_clip_grad_norm: %s is NULL",
-                           norm ? "scale" : "norm");
-    DTRAIN__TRY(dtrain__grad_norm(strategy, &found));
-    *norm = (float)found;
-    *scale = dtrain__clip_factor(*norm, max_norm);
-    return DTRAIN_OK;
+    return dtrain__norm_and_factor(strategy, "dtrain_clip_grad_norm", 1, max_norm, norm, scale);
 }
 
-/* ================================================================================================
- * src/optim/scaler.c
- * ==============================================================================================*/
-
-/* Loss scaling
+/* ---- loss scaling
  *
- * Loss scaling: which scale the next backward gets, and unscaling before the update. */
+ * The scale is found while training. With a growth_interval of 4 and a hysteresis of 1:
+ *
+ *     step        0   1   2   3   4   5   6   7   8   9
+ *     overflow                    x                        step 4 is skipped
+ *     scale      64  64  64  64 128  64  64  64  64 128    grows after 4 good steps in a row
+ *
+ * Powers of two as factors change exponents alone: where nothing overflows or vanishes, a scaled
+ * run has the bits of one that is not. */
 
-DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void)
-{
-    dtrain_loss_scaler_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.initial_scale = 65536;
-    desc.growth_factor = 2;
-    desc.backoff_factor = 0.5f;
-    desc.growth_interval = 2000;
-    desc.hysteresis = 1;
-    desc.minimum_scale = 1;
-    return desc;
-}
-
-/* The reciprocal of a denormal may be infinite: the minimum is at least the least normal number. */
-static dtrain_result dtrain__check_scaler(const dtrain_loss_scaler_desc *desc)
-{
-    const char *wrong = NULL;
-    if (!dtrain_is_finite(desc->minimum_scale) || desc->minimum_scale < FLT_MIN)
-        wrong = "minimum_scale >= 1.18e-38";
-    if (!dtrain_is_finite(desc->initial_scale) || desc->initial_scale < desc->minimum_scale)
-        wrong = "a finite initial_scale >= minimum_scale";
-    if (!dtrain_is_finite(desc->growth_factor) || desc->growth_factor <= 1)
-        wrong = "a finite growth_factor > 1";
-    if (!dtrain_is_finite(desc->backoff_factor) || desc->backoff_factor <= 0 ||
-        desc->backoff_factor >= 1)
-        wrong = "0 < backoff_factor < 1";
-    if (!desc->growth_interval) wrong = "growth_interval >= 1";
-    if (!desc->hysteresis) wrong = "hysteresis >= 1";
-    if (!wrong) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_loss_scaler_init: expected %s; found initial_scale %g, growth_factor %g, "
-        "backoff_factor %g, growth_interval %u, hysteresis %u, minimum_scale %g; "
-        "start from dtrain_loss_scaler_defaults()",
-        wrong, (double)desc->initial_scale, (double)desc->growth_factor,
-        (double)desc->backoff_factor, (unsigned)desc->growth_interval, (unsigned)desc->hysteresis,
-        (double)desc->minimum_scale);
-}
-
+/* Fill in the defaults and check the rest. The reciprocal of a denormal may be infinite: the
+ * minimum is at least the least normal number. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc)
 {
+    dtrain_loss_scaler_desc d;
     if (!scaler)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loss_scaler_init: scaler is NULL");
     memset(scaler, 0, sizeof *scaler);
-    const dtrain_loss_scaler_desc resolved = desc ? *desc : dtrain_loss_scaler_defaults();
-    DTRAIN__TRY(dtrain__check_scaler(&resolved));
-    scaler->desc = resolved;
-    scaler->scale = resolved.initial_scale;
-    scaler->bad_left = resolved.hysteresis;
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    /* before they are compared with 0: with -ffast-math a NaN may be equal to it */
+    const bool finite = dtrain_is_finite(d.initial_scale) && dtrain_is_finite(d.growth_factor) &&
+                        dtrain_is_finite(d.backoff_factor) && dtrain_is_finite(d.minimum_scale);
+    if (d.initial_scale == 0) d.initial_scale = 65536;
+    if (d.growth_factor == 0) d.growth_factor = 2;
+    if (d.backoff_factor == 0) d.backoff_factor = 0.5f;
+    if (d.growth_interval == 0) d.growth_interval = 2000;
+    if (d.hysteresis == 0) d.hysteresis = 1;
+    if (d.minimum_scale == 0) d.minimum_scale = 1;
+    if (!finite || d.minimum_scale < FLT_MIN || d.initial_scale < d.minimum_scale ||
+        d.growth_factor <= 1 || d.backoff_factor <= 0 || d.backoff_factor >= 1)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_loss_scaler_init: expected finite initial_scale >= minimum_scale >= 1.18e-38, "
+            "growth_factor > 1 and 0 < backoff_factor < 1; found %g, %g, %g, minimum_scale %g",
+            (double)d.initial_scale, (double)d.growth_factor, (double)d.backoff_factor,
+            (double)d.minimum_scale);
+    scaler->desc = d;
+    scaler->scale = d.initial_scale;
+    scaler->bad_left = d.hysteresis;
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__scaler_usable(const dtrain_loss_scaler *scaler, const char *call)
 {
     if (scaler && scaler->scale > 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: scaler is %s", call,
-                       scaler ? "not initialised; call dtrain_loss_scaler_init first" : "NULL");
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: scaler is NULL or not initialised; call dtrain_loss_scaler_init first",
+                       call);
 }
 
+/* Refuse a loss scale for compressed gradients; what: the caller's word for the scale. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what)
 {
-    if (!strategy->desc.compression) return DTRAIN_OK;
+    if (!strategy || !strategy->desc.compression) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s: %s with a strategy that compresses gradients: what it keeps from step "
                        "to step has an earlier step's scale, and one overflow would stay in it; "
@@ -16874,39 +16859,25 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_unscale(const dtrain_loss_scaler *sc
                                                     float *norm, float *grad_scale, bool *found_inf)
 {
     const char *const call = "dtrain_loss_scaler_unscale";
-    double scaled;
     DTRAIN__TRY(dtrain__scaler_usable(scaler, call));
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!norm || !grad_scale || !found_inf)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
-                           !norm         ? "norm"
-                           : !grad_scale ? "grad_scale"
-                                         : "found_inf");
+    if (!found_inf) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: found_inf is NULL", call);
     DTRAIN__TRY(dtrain__check_scalable(strategy, call, "a loss scale"));
-    DTRAIN__TRY(dtrain__grad_norm(strategy, &scaled));
-    *norm = (float)(scaled / (double)scaler->scale);
+    DTRAIN__TRY(dtrain__norm_and_factor(strategy, call, scaler->scale, max_norm, norm, grad_scale));
     *found_inf = !dtrain_is_finite(*norm);
-    *grad_scale = dtrain__clip_factor(*norm, max_norm) / scaler->scale;
     return DTRAIN_OK;
-}
-
-static void dtrain__scaler_good(dtrain_loss_scaler *scaler)
-{
-    const dtrain_loss_scaler_desc *desc = &scaler->desc;
-    scaler->bad_steps = 0;
-    scaler->good_steps++;
-    if (scaler->good_steps < desc->growth_interval) return;
-    const float grown = scaler->scale * desc->growth_factor;
-    if (dtrain_is_finite(grown)) scaler->scale = grown;
-    scaler->good_steps = 0;
-    scaler->bad_left = desc->hysteresis;
 }
 
 DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, bool found_inf)
 {
     DTRAIN__TRY(dtrain__scaler_usable(scaler, "dtrain_loss_scaler_update"));
+    const dtrain_loss_scaler_desc *desc = &scaler->desc;
     if (!found_inf) {
-        dtrain__scaler_good(scaler);
+        scaler->bad_steps = 0;
+        if (++scaler->good_steps < desc->growth_interval) return DTRAIN_OK;
+        const float grown = scaler->scale * desc->growth_factor;
+        if (dtrain_is_finite(grown)) scaler->scale = grown;
+        scaler->good_steps = 0;
+        scaler->bad_left = desc->hysteresis;
         return DTRAIN_OK;
     }
     scaler->good_steps = 0;
@@ -16916,18 +16887,17 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
         scaler->bad_left--;
         return DTRAIN_OK;
     }
-    const float lower = scaler->scale * scaler->desc.backoff_factor;
-    if (lower >= scaler->desc.minimum_scale) {
-        scaler->scale = lower;
-        return DTRAIN_OK;
-    }
-    return dtrain_fail(
-        DTRAIN_ERROR_NUMERIC,
-        "dtrain_loss_scaler_update: expected finite gradients at a loss scale of %g, "
-        "found overflows in %u steps running, and a smaller scale would be below "
-        "minimum_scale %g; lower the learning rate, clip gradients, look at the "
-        "data, or train in bf16, which needs no scale",
-        (double)scaler->scale, (unsigned)scaler->bad_steps, (double)scaler->desc.minimum_scale);
+    const float lower = scaler->scale * desc->backoff_factor;
+    if (lower < desc->minimum_scale)
+        return dtrain_fail(
+            DTRAIN_ERROR_NUMERIC,
+            "dtrain_loss_scaler_update: expected finite gradients at a loss scale of %g, found "
+            "overflows in %u steps running, and a smaller scale would be below minimum_scale %g; "
+            "lower the learning rate, clip gradients, look at the data, or train in bf16, which "
+            "needs no scale",
+            (double)scaler->scale, (unsigned)scaler->bad_steps, (double)desc->minimum_scale);
+    scaler->scale = lower;
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -16936,6 +16906,15 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
 
 /* Optimizers: AdamW, SGD
  *
+ * With g = grad * grad_scale, t the step from 1, and the decay decoupled (Loshchilov and Hutter,
+ * "Decoupled Weight Decay Regularization", ICLR 2019):
+ *
+ *     AdamW   m = beta1 m + (1 - beta1) g        correction1 = 1 - beta1^t
+ *             v = beta2 v + (1 - beta2) g^2      correction2 = 1 - beta2^t
+ *             w = w (1 - lr decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
+ *     SGD     b = momentum b + g                 (b = g in step 1)
+ *             w = w (1 - lr decay) - lr (nesterov ? g + momentum b : b)
+ *
  * One fused kernel per shard reads gradient and state once and writes value and state once. State
  * is for this rank's shards only, one block, made at creation:
  *
@@ -16943,7 +16922,7 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *     SGD     | buffer of shard 0 .. pad | buffer of shard 1 ...       (nothing without momentum)
  *
  * Offloaded, the block is page-locked host memory, each shard's master copy comes before its state,
- * two stages for gradients before everything, and the update goes in chunks:
+ * two stages for gradients before everything, and the update goes in pieces:
  *
  *     down    | grad 0 | grad 1 | grad 2      | ...        into stage 0, 1, 0, ...
  *     CPU              | update 0 | update 1  | update 2
@@ -16951,39 +16930,13 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *
  * Values and gradients that are in host memory themselves are used where they are. */
 
-/* A part of one shard; begins as zeros. */
-typedef struct dtrain__update_piece {
-    size_t shard, tensor; /* next to be looked at */
-    int64_t next;         /* first element of it after this chunk */
-    const float *grad;    /* of this chunk, where the strategy keeps it */
-    float *value;
-    dtrain_optimizer_tensor part; /* this chunk, in host memory but for the gradient */
-} dtrain__update_piece;
-
-static bool dtrain__variance_stays(const dtrain_optimizer *optimizer);
-static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
-                                              dtrain_device *device,
-                                              const dtrain_optimizer_tensor *tensors, size_t count,
-                                              const dtrain_step_scalars *now,
-                                              const dtrain_step_scalars *device_scalars);
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
-static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer);
-static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc);
-static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer);
-static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p);
-static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes);
-static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
-                                         dtrain_optimizer_tensor *tensor, float **place);
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
                                             const dtrain_step_scalars *now);
-static bool dtrain__piece_next(const dtrain_optimizer *optimizer, dtrain__update_piece *chunk);
-static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
-                                        dtrain__update_piece *chunk, size_t i);
-static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
-                                      const dtrain__update_piece *chunk);
+static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
+static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer);
 
-/* A rate or scale that is not finite would destroy every parameter in one pass: it is refused
- * before the first is touched. Empty shards have no state and take no step. */
+/* Update the parameters and publish them. A rate or scale that is not finite would destroy every
+ * parameter in one pass: it is refused before the first is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale)
 {
@@ -16996,64 +16949,52 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
     const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
-    if (optimizer->strategy->offload.cpu)
+    if (optimizer->offloaded)
         DTRAIN__TRY(
             dtrain__strategy_keep(optimizer->strategy, dtrain__update_on_host(optimizer, &now)));
-    else DTRAIN__TRY(dtrain__optimizer_run(optimizer, &now, NULL));
+    else DTRAIN__TRY(dtrain__optimizer_update(optimizer, NULL, &now, NULL));
     optimizer->step_count++;
     return dtrain_strategy_publish(optimizer->strategy);
 }
 
-/* What changes from step to step, for the step that comes next. */
+/* Compute what changes from step to step, for the step that comes next. */
 DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer,
                                                               float lr, float grad_scale)
 {
     const dtrain_optimizer_desc *desc = &optimizer->desc;
-    const double step = (double)(optimizer->step_count + 1);
-    const double estimated =
-        dtrain__variance_stays(optimizer) ? (double)desc->variance_steps : step;
+    const uint64_t step = optimizer->step_count + 1;
+    /* of how many steps the second moments are */
+    const uint64_t seen =
+        desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
     dtrain_step_scalars scalars;
     memset(&scalars, 0, sizeof scalars);
     scalars.lr = lr;
     scalars.grad_scale = grad_scale;
     /* in double: in fp32, 1 - 0.999 has lost three digits already at step 1 */
-    scalars.correction1 = (float)(1 - pow((double)desc->beta1, step));
-    scalars.correction2 = (float)(1 - pow((double)desc->beta2, estimated));
+    scalars.correction1 = (float)(1 - pow((double)desc->beta1, (double)step));
+    scalars.correction2 = (float)(1 - pow((double)desc->beta2, (double)seen));
     return scalars;
 }
 
-/* In the step that comes next. */
-static bool dtrain__variance_stays(const dtrain_optimizer *optimizer)
-{
-    const uint64_t steps = optimizer->desc.variance_steps;
-    return steps > 0 && (uint64_t)optimizer->step_count >= steps;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_run(dtrain_optimizer *optimizer,
-                                                    const dtrain_step_scalars *now,
-                                                    const dtrain_step_scalars *device_scalars)
-{
-    return dtrain__optimizer_update(optimizer, optimizer->device, optimizer->tensors,
-                                    optimizer->tensor_count, now, device_scalars);
-}
-
-/* The update with the scalars given, or with those that `device_scalars` holds when it runs. The
- * first step of SGD fills the buffer with the gradient itself, as torch does. */
-static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
-                                              dtrain_device *device,
-                                              const dtrain_optimizer_tensor *tensors, size_t count,
-                                              const dtrain_step_scalars *now,
-                                              const dtrain_step_scalars *device_scalars)
+/* Update all tensors, or on the CPU the one piece of an offloaded one, with the scalars given, or
+ * with those that `device_scalars` holds when the kernel runs. A beta2 of 1 leaves second moments
+ * as they are. The first step of SGD fills the buffer with the gradient itself, as torch does. */
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
+                                                       const dtrain_optimizer_tensor *piece,
+                                                       const dtrain_step_scalars *now,
+                                                       const dtrain_step_scalars *device_scalars)
 {
     const dtrain_optimizer_desc *desc = &optimizer->desc;
+    dtrain_device *device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
     if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
+        const uint64_t steps = desc->variance_steps;
         dtrain_adamw_args args;
         memset(&args, 0, sizeof args);
-        args.tensor_count = count;
-        args.tensors = tensors;
+        args.tensor_count = piece ? 1 : optimizer->tensor_count;
+        args.tensors = piece ? piece : optimizer->tensors;
         args.lr = now->lr;
         args.beta1 = desc->beta1;
-        args.beta2 = dtrain__variance_stays(optimizer) ? 1 : desc->beta2;
+        args.beta2 = steps > 0 && optimizer->step_count >= steps ? 1 : desc->beta2;
         args.epsilon = desc->epsilon;
         args.correction1 = now->correction1;
         args.correction2 = now->correction2;
@@ -17063,8 +17004,8 @@ static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
     }
     dtrain_sgd_args args;
     memset(&args, 0, sizeof args);
-    args.tensor_count = count;
-    args.tensors = tensors;
+    args.tensor_count = piece ? 1 : optimizer->tensor_count;
+    args.tensors = piece ? piece : optimizer->tensors;
     args.lr = now->lr;
     args.momentum = desc->momentum;
     args.grad_scale = now->grad_scale;
@@ -17074,144 +17015,18 @@ static dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
     return device->ops->sgd(device, &args);
 }
 
-/* ---- creation ---------------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
-                                                 const dtrain_optimizer_desc *desc,
-                                                 dtrain_optimizer **out)
+DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
+                                       dtrain_optimizer_info *info)
 {
-    const dtrain_shard *shards;
-    size_t shard_count;
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: out is NULL");
-    *out = NULL;
-    if (!world || !strategy || !desc)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_optimizer_create: %s is NULL",
-                           !world      ? "world"
-                           : !strategy ? "strategy"
-                                       : "desc");
-    DTRAIN__TRY(dtrain__check_optimizer(desc));
-    DTRAIN__TRY(dtrain_strategy_shards(strategy, &shards, &shard_count));
-    const dtrain_allocator *allocator = &world->allocator;
-    dtrain_optimizer *optimizer =
-        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
-    if (!optimizer) return DTRAIN_ERROR_MEMORY;
-    optimizer->desc = *desc;
-    optimizer->allocator = *allocator;
-    optimizer->device = dtrain_world_device(world);
-    optimizer->strategy = strategy;
-    optimizer->shards = shards;
-    optimizer->shard_count = shard_count;
-    dtrain_result result = dtrain__optimizer_state(optimizer);
-    if (result == DTRAIN_OK) result = dtrain__optimizer_tensors(optimizer);
-    if (result == DTRAIN_OK) *out = optimizer;
-    else dtrain_optimizer_destroy(optimizer);
-    return result;
-}
-
-/* Comparisons are written so that NaN fails them. */
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
-{
-    const char *wrong = NULL;
-    if (desc->kind != DTRAIN_OPTIMIZER_ADAMW && desc->kind != DTRAIN_OPTIMIZER_SGD)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
-            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
-            (unsigned)desc->kind);
-    if (!(desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay)))
-        wrong = "weight_decay >= 0";
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
-        if (!(desc->beta1 >= 0 && desc->beta1 < 1)) wrong = "0 <= beta1 < 1";
-        if (!(desc->beta2 >= 0 && desc->beta2 < 1)) wrong = "0 <= beta2 < 1";
-        if (!(desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon))) wrong = "epsilon >= 0";
-    } else {
-        if (!(desc->momentum >= 0 && dtrain_is_finite(desc->momentum))) wrong = "momentum >= 0";
-        if (desc->nesterov && desc->momentum == 0) wrong = "momentum > 0 with nesterov";
-        if (desc->variance_steps) wrong = "variance_steps 0: SGD has no second moments";
-    }
-    if (!wrong) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_optimizer_create: expected %s; found beta1 %g, beta2 "
-                       "%g, epsilon %g, weight_decay %g, momentum %g",
-                       wrong, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
-                       (double)desc->weight_decay, (double)desc->momentum);
-}
-
-/* The products cannot overflow: a quarter of the address space holds the values, the layout saw to
- * it. */
-static dtrain_result dtrain__optimizer_state(dtrain_optimizer *optimizer)
-{
-    dtrain_device *device = optimizer->device;
-    void *memory;
-    size_t bytes = 0;
-    for (size_t i = 0; i < optimizer->shard_count; i++)
-        bytes += (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
-    bytes *= dtrain__state_tensors(&optimizer->desc);
-    if (optimizer->strategy->offload.cpu) return dtrain__offload_state(optimizer, bytes);
-    if (bytes == 0) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->alloc(device, bytes, &memory));
-    optimizer->state = (float *)memory;
-    optimizer->state_bytes = bytes;
-    return device->ops->zero(device, memory, bytes);
-}
-
-/* State tensors per shard. */
-static size_t dtrain__state_tensors(const dtrain_optimizer_desc *desc)
-{
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
-    return desc->momentum > 0 ? 1 : 0;
-}
-
-/* The optimizer's view of the shards; addresses do not change any more. */
-static dtrain_result dtrain__optimizer_tensors(dtrain_optimizer *optimizer)
-{
-    const size_t states = dtrain__state_tensors(&optimizer->desc);
-    float *state = optimizer->state;
-    optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
-        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
-    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        if (shard->count == 0) continue;
-        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
-        tensor->count = shard->count;
-        tensor->weight_decay = dtrain__decay_of(optimizer, shard->param);
-        tensor->value = shard->value;
-        tensor->grad = shard->grad;
-        DTRAIN__TRY(dtrain__take_master(optimizer, tensor, &state));
-        if (states > 0) tensor->m = state;
-        if (states > 1) tensor->v = state + dtrain__padded(shard->count);
-        if (state) state += states * (size_t)dtrain__padded(shard->count);
-    }
-    return DTRAIN_OK;
-}
-
-/* Biases and the scales of norms are 1-D: pulling them to zero does not regularise anything. */
-static float dtrain__decay_of(const dtrain_optimizer *optimizer, const dtrain_param *p)
-{
-    const bool skipped = (p->flags & DTRAIN_PARAM_NO_DECAY) || dtrain__param_dims(p) < 2;
-    return skipped ? 0.0f : optimizer->desc.weight_decay;
-}
-
-DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
-{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
     if (!optimizer) return;
-    const dtrain_allocator allocator = optimizer->allocator;
-    dtrain_device *device = optimizer->device;
-    if (optimizer->host) {
-        device->ops->synchronize(device); /* new values may still be on their way */
-        device->ops->host_free(device, optimizer->host, optimizer->host_bytes);
-    } else if (optimizer->state)
-        device->ops->free(device, optimizer->state, optimizer->state_bytes);
-    dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
-                 sizeof *optimizer->tensors);
-    dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
+    info->kind = optimizer->desc.kind;
+    info->step_count = optimizer->step_count;
+    info->state_bytes = optimizer->state_bytes;
 }
 
-DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer)
-{
-    return optimizer ? optimizer->state_bytes : 0;
-}
+/* ---- creation ---------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
 {
@@ -17233,113 +17048,203 @@ DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
     return desc;
 }
 
-/* ---- the update in host memory ----------------------------------------------------------------*/
-
-static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t state_bytes)
+DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
+                                                 const dtrain_optimizer_desc *desc,
+                                                 dtrain_optimizer **out)
 {
+    if (out) *out = NULL;
+    if (!world || !strategy || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_optimizer_create: world, strategy, desc or out is NULL");
+    DTRAIN__TRY(dtrain__check_optimizer(desc));
+    const dtrain_allocator *allocator = &world->allocator;
+    dtrain_optimizer *optimizer =
+        (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
+    if (!optimizer) return DTRAIN_ERROR_MEMORY;
+    optimizer->desc = *desc;
+    optimizer->allocator = *allocator;
+    optimizer->device = dtrain_world_device(world);
+    optimizer->strategy = strategy;
+    optimizer->offloaded = strategy->offload.cpu != NULL;
+    dtrain_result result =
+        dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
+    if (result == DTRAIN_OK) result = dtrain__optimizer_memory(optimizer);
+    if (result == DTRAIN_OK) *out = optimizer;
+    else dtrain_optimizer_destroy(optimizer);
+    return result;
+}
+
+/* Refuse a desc that does not come from one of the defaults or makes no sense. Comparisons are
+ * written so that NaN fails them. */
+static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+{
+    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
+    if (!adamw && desc->kind != DTRAIN_OPTIMIZER_SGD)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
+            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
+            (unsigned)desc->kind);
+    bool right = desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay);
+    if (adamw)
+        right = right && desc->beta1 >= 0 && desc->beta1 < 1 && desc->beta2 >= 0 &&
+                desc->beta2 < 1 && desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon);
+    else
+        right = right && desc->momentum >= 0 && dtrain_is_finite(desc->momentum) &&
+                !(desc->nesterov && desc->momentum == 0) && desc->variance_steps == 0;
+    if (right) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_optimizer_create: expected weight_decay >= 0; of AdamW beta1 and beta2 in [0, 1) "
+        "and epsilon >= 0; of SGD momentum >= 0, and > 0 with nesterov, and no variance_steps; all "
+        "finite. Found weight_decay %g, beta1 %g, beta2 %g, epsilon %g, momentum %g",
+        (double)desc->weight_decay, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
+        (double)desc->momentum);
+}
+
+/* Allocate the block, zeros, and make the optimizer's view of the shards: addresses do not change
+ * any more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
+ * anything. The products cannot overflow: a quarter of the address space holds the values, the
+ * layout saw to it. */
+static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
+{
+    const dtrain_optimizer_desc *desc = &optimizer->desc;
     dtrain_device *device = optimizer->device;
-    const size_t states = dtrain__state_tensors(&optimizer->desc);
-    void *memory;
-    const size_t bytes =
-        (size_t)dtrain__offloaded_state(&optimizer->strategy->layout, states, &optimizer->stage);
-    if (bytes == 0) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
-    memset(memory, 0, bytes);
-    optimizer->host = (float *)memory;
-    optimizer->host_bytes = bytes;
-    optimizer->state = optimizer->host + 2 * optimizer->stage;
-    optimizer->state_bytes = state_bytes;
+    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW, offloaded = optimizer->offloaded;
+    const size_t states = adamw ? 2 : desc->momentum > 0; /* of a shard */
+    for (size_t i = 0; i < optimizer->shard_count; i++)
+        optimizer->state_bytes +=
+            states * (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
+    optimizer->block_bytes = optimizer->state_bytes;
+    if (offloaded)
+        optimizer->block_bytes = (size_t)dtrain__offloaded_state(&optimizer->strategy->layout,
+                                                                 states, &optimizer->stage);
+    optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
+        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
+    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
+    if (optimizer->block_bytes) {
+        const size_t bytes = optimizer->block_bytes;
+        void *block;
+        DTRAIN__TRY(offloaded ? device->ops->host_alloc(device, bytes, &block)
+                              : device->ops->alloc(device, bytes, &block));
+        optimizer->block = (float *)block;
+        if (offloaded) memset(block, 0, bytes);
+        else DTRAIN__TRY(device->ops->zero(device, block, bytes));
+    }
+
+    float *next = dtrain__after(optimizer->block, 2 * optimizer->stage);
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        const int64_t padded = dtrain__padded(shard->count);
+        if (shard->count == 0) continue;
+        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
+        tensor->count = shard->count;
+        if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
+            tensor->weight_decay = desc->weight_decay;
+        tensor->value = shard->value;
+        tensor->grad = shard->grad;
+        if (offloaded && !dtrain__on_host(device, shard->value)) {
+            tensor->value = next;
+            next += padded;
+            DTRAIN__TRY(device->ops->copy(device, tensor->value, shard->value,
+                                          (size_t)shard->count * sizeof(float),
+                                          DTRAIN_COPY_DEVICE_TO_HOST));
+        }
+        if (states > 0) tensor->m = next;
+        if (states > 1) tensor->v = next + padded;
+        next = dtrain__after(next, (int64_t)states * padded);
+    }
     return DTRAIN_OK;
 }
 
-/* Offloaded values on the device get a master copy at *place, which moves on. */
-static dtrain_result dtrain__take_master(dtrain_optimizer *optimizer,
-                                         dtrain_optimizer_tensor *tensor, float **place)
+DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 {
+    if (!optimizer) return;
+    const dtrain_allocator allocator = optimizer->allocator;
     dtrain_device *device = optimizer->device;
-    if (!optimizer->host || dtrain__on_host(device, tensor->value)) return DTRAIN_OK;
-    float *value = tensor->value;
-    tensor->value = *place;
-    *place += dtrain__padded(tensor->count);
-    return device->ops->copy(device, tensor->value, value, (size_t)tensor->count * sizeof(float),
-                             DTRAIN_COPY_DEVICE_TO_HOST);
+    if (optimizer->block && optimizer->offloaded) {
+        device->ops->synchronize(device); /* new values may still be on their way */
+        device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
+    } else if (optimizer->block)
+        device->ops->free(device, optimizer->block, optimizer->block_bytes);
+    dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
+                 sizeof *optimizer->tensors);
+    dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
 }
 
-/* Every event is behind what compute had queued: when the first has happened, nobody reads old
- * values any more, neither from the device nor from the master copies. A stage is filled again when
- * the chunk that it held is done. */
+/* ---- the update in host memory ----------------------------------------------------------------*/
+
+typedef struct dtrain__update_piece {
+    dtrain_optimizer_tensor part; /* a part of a tensor, in host memory */
+    float *value;                 /* its values where the strategy keeps them */
+} dtrain__update_piece;
+
+/* Queue the way down of a piece: its gradient to a stage, unless that is in host memory; then the
+ * event that tells of it. */
+static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
+                                        dtrain__update_piece *piece, size_t slot)
+{
+    dtrain_device *device = optimizer->device;
+    const dtrain__offload *offload = &optimizer->strategy->offload;
+    if (!dtrain__on_host(device, piece->part.grad)) {
+        float *stage = optimizer->block + slot * (size_t)optimizer->stage;
+        DTRAIN__TRY(device->ops->copy_async(device, stage, piece->part.grad,
+                                            (size_t)piece->part.count * sizeof(float),
+                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
+        piece->part.grad = stage;
+    }
+    return device->ops->event_record(device, offload->arrived[slot], offload->down);
+}
+
+/* Update a piece when its gradient has come, and queue its new values' way up. Values that the
+ * strategy keeps in host memory come with the next gather. */
+static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
+                                        const dtrain__update_piece *piece, size_t slot,
+                                        const dtrain_step_scalars *now)
+{
+    dtrain_device *device = optimizer->device;
+    const dtrain__offload *offload = &optimizer->strategy->offload;
+    DTRAIN__TRY(dtrain__event_await(optimizer->strategy, offload->arrived[slot]));
+    DTRAIN__TRY(dtrain__optimizer_update(optimizer, &piece->part, now, NULL));
+    if (piece->value == piece->part.value) return DTRAIN_OK;
+    return device->ops->copy_async(device, piece->value, piece->part.value,
+                                   (size_t)piece->part.count * sizeof(float),
+                                   DTRAIN_COPY_HOST_TO_DEVICE, offload->up);
+}
+
+/* Update everything on the CPU. Every event is behind what compute had queued: when the first has
+ * happened, nobody reads old values any more, neither from the device nor from the master copies.
+ * One piece is updated while the next is on its way down, and a stage is filled again when the
+ * piece that it held is done. */
 static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
                                             const dtrain_step_scalars *now)
 {
     dtrain_strategy *strategy = optimizer->strategy;
-    const dtrain__offload *offload = &strategy->offload;
-    dtrain__update_piece chunks[2]; /* one being updated, one on its way */
-    memset(chunks, 0, sizeof chunks);
-    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
-    bool any = dtrain__piece_next(optimizer, &chunks[0]);
-    if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, &chunks[0], 0));
-    for (size_t i = 0; any; i++) {
-        dtrain__update_piece *chunk = &chunks[i & 1], *ahead = &chunks[1 - (i & 1)];
-        *ahead = *chunk;
-        any = dtrain__piece_next(optimizer, ahead);
-        if (any) DTRAIN__TRY(dtrain__piece_down(optimizer, ahead, i + 1));
-        DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i & 1]));
-        DTRAIN__TRY(dtrain__optimizer_update(optimizer, offload->cpu, &chunk->part, 1, now, NULL));
-        DTRAIN__TRY(dtrain__piece_up(optimizer, chunk));
-    }
-    return dtrain__stream_follow(strategy, NULL, offload->up);
-}
-
-/* False behind the last. Empty shards have no tensor. */
-static bool dtrain__piece_next(const dtrain_optimizer *optimizer, dtrain__update_piece *chunk)
-{
-    while (chunk->shard < optimizer->shard_count) {
-        const dtrain_shard *shard = &optimizer->shards[chunk->shard];
-        const int64_t first = chunk->next, left = shard->count - first;
-        if (left == 0) {
-            chunk->tensor += shard->count > 0;
-            chunk->shard++;
-            chunk->next = 0;
-            continue;
+    const dtrain_optimizer_tensor *tensor = optimizer->tensors;
+    dtrain__update_piece pieces[2];
+    size_t count = 0; /* sent for */
+    DTRAIN__TRY(dtrain__stream_follow(strategy, strategy->offload.down, NULL));
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        for (int64_t first = 0; first < shard->count; first += DTRAIN__PIECE) {
+            const size_t slot = count & 1;
+            dtrain__update_piece *piece = &pieces[slot];
+            piece->part = *tensor;
+            piece->part.count = dtrain__min(shard->count - first, DTRAIN__PIECE);
+            piece->part.grad += first;
+            piece->part.value += first;
+            piece->part.m = dtrain__after(piece->part.m, first);
+            piece->part.v = dtrain__after(piece->part.v, first);
+            piece->value = shard->value + first;
+            DTRAIN__TRY(dtrain__piece_down(optimizer, piece, slot));
+            if (count++)
+                DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, now));
         }
-        chunk->part = optimizer->tensors[chunk->tensor];
-        chunk->part.count = dtrain__min(left, DTRAIN__PIECE);
-        chunk->part.value += first;
-        chunk->part.m = dtrain__after(chunk->part.m, first);
-        chunk->part.v = dtrain__after(chunk->part.v, first);
-        chunk->grad = shard->grad + first;
-        chunk->value = shard->value + first;
-        chunk->next += chunk->part.count;
-        return true;
+        if (shard->count > 0) tensor++;
     }
-    return false;
-}
-
-/* Its gradient to stage i, or nothing where it is in host memory; then the event. */
-static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
-                                        dtrain__update_piece *chunk, size_t i)
-{
-    dtrain_device *device = optimizer->device;
-    const dtrain__offload *offload = &optimizer->strategy->offload;
-    chunk->part.grad = chunk->grad;
-    if (!dtrain__on_host(device, chunk->grad)) {
-        float *stage = optimizer->host + (i & 1) * (size_t)optimizer->stage;
-        chunk->part.grad = stage;
-        DTRAIN__TRY(device->ops->copy_async(device, stage, chunk->grad,
-                                            (size_t)chunk->part.count * sizeof(float),
-                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
-    }
-    return device->ops->event_record(device, offload->arrived[i & 1], offload->down);
-}
-
-static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
-                                      const dtrain__update_piece *chunk)
-{
-    dtrain_device *device = optimizer->device;
-    if (chunk->value == chunk->part.value) return DTRAIN_OK; /* gather brings it */
-    return device->ops->copy_async(device, chunk->value, chunk->part.value,
-                                   (size_t)chunk->part.count * sizeof(float),
-                                   DTRAIN_COPY_HOST_TO_DEVICE, optimizer->strategy->offload.up);
+    const size_t last = (count - 1) & 1;
+    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, now));
+    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
 }
 
 /* ================================================================================================
@@ -17350,7 +17255,13 @@ static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
  *
  * Learning rates: computed in double, so that every machine and world size gets the same bits. */
 
-/* In double, rounded once: the same number whatever machine or world size asks. */
+/* Follow the schedule at one step:
+ *
+ *     0 .. warmup - 1      lr (step + 1) / warmup
+ *     warmup .. total      from lr to min_lr, along a line or half a cosine
+ *     total ..             min_lr
+ *
+ * In double, rounded once: the same number whatever machine or world size asks. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
 {
     if (!schedule) return 0;
@@ -17381,7 +17292,13 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 /* Samplers
  *
  * The shuffle is Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of
- * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. */
+ * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. Ranks deal
+ * the order like cards, and its beginning is dealt again until all have the same number:
+ *
+ *     ten items, four ranks     order   9 4 1 6 0 2 3 8 5 7 | 9 4
+ *                               rank    0 1 2 3 0 1 2 3 0 1 | 2 3      three each
+ *
+ * with drop_last the last two, 5 and 7, are left out instead: two each. */
 
 /* ================================================================================================
  * src/train/data_internal.h
@@ -17389,125 +17306,93 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 
 /* An open token file. */
 
-/* The generator yields 32-bit numbers; from here on torch takes another algorithm. */
+/* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
+ * algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
+
+/* train/sampler.c */
+DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
 struct dtrain_dataset {
     dtrain_allocator allocator;
-    char *path; /* a copy: errors name it long after open */
-    size_t path_bytes;
+    const char *path; /* a copy behind the struct: errors name it long after open */
+    size_t bytes;     /* of both */
     int file;
     uint32_t token_bytes; /* 1, 2, 4 */
     int64_t file_bytes, header_bytes, token_count, vocab_count;
 };
 
-#define DTRAIN__MT_COUNT 624
+#define DTRAIN__MT_COUNT 624 /* words of the generator's state */
 
-typedef struct dtrain__mt19937 {
-    uint32_t state[DTRAIN__MT_COUNT];
-    uint32_t next; /* first number not handed out */
-} dtrain__mt19937;
-
-static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call);
-static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt);
-static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed);
-static void dtrain__mt_renew(dtrain__mt19937 *mt);
-
+/* Count what a rank gets, and deal it. The desc is checked on the way to the count: a program that
+ * asks for the number first learns everything there. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
-                                                int64_t *scratch, int64_t *indices)
+                                                int64_t *scratch, int64_t *indices, int64_t *count)
 {
-    DTRAIN__TRY(dtrain__sampler_check(desc, "dtrain_sampler_indices"));
-    int64_t count = dtrain_sampler_count(desc);
-    if (count == 0) return DTRAIN_OK;
-    if (!indices || (desc->shuffle && !scratch))
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_sampler_indices: %s is NULL, expected %lld numbers",
-            indices ? "scratch" : "indices", (long long)(indices ? desc->item_count : count));
-    if (desc->shuffle) DTRAIN__TRY(dtrain_randperm(desc->seed + epoch, desc->item_count, scratch));
+    if (!desc || !count || (indices && desc->shuffle && !scratch))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_sampler_indices: %s is NULL",
+                           !desc    ? "desc"
+                           : !count ? "count"
+                                    : "scratch, which shuffling needs,");
+    const int64_t items = desc->item_count, ranks = desc->rank_count ? desc->rank_count : 1;
+    if (desc->rank >= ranks)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_sampler_indices: rank is %u, expected 0 to %lld",
+                           (unsigned)desc->rank, (long long)(ranks - 1));
+    if (items < 0 || (desc->shuffle && items >= DTRAIN__RANDPERM_LIMIT))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_sampler_indices: item_count is %lld, expected 0 or more, and "
+                           "fewer than %lld to be shuffled",
+                           (long long)items, (long long)DTRAIN__RANDPERM_LIMIT);
+
+    /* ceil(items / ranks). Division first: items + ranks - 1 could overflow. */
+    *count = items / ranks + (items % ranks != 0 && !desc->drop_last);
+    if (!indices) return DTRAIN_OK;
+    if (desc->shuffle) dtrain__randperm(desc->seed + epoch, items, scratch);
 
     /* Padding repeats the order from its start, as often as it takes: position p is p mod n.
      * Unsigned, because the padded end may lie past INT64_MAX. */
-    uint64_t ranks = desc->rank_count ? desc->rank_count : 1;
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t place = ((uint64_t)i * ranks + desc->rank) % (uint64_t)desc->item_count;
+    for (int64_t i = 0; i < *count; i++) {
+        uint64_t place = ((uint64_t)i * (uint64_t)ranks + desc->rank) % (uint64_t)items;
         indices[i] = desc->shuffle ? scratch[place] : (int64_t)place;
     }
     return DTRAIN_OK;
 }
 
-/* ceil(items / ranks), or the whole division when the rest is dropped. Division first: items +
- * ranks - 1 could overflow. */
-DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc)
-{
-    if (dtrain__sampler_check(desc, "dtrain_sampler_count") != DTRAIN_OK) return 0;
-    int64_t ranks = desc->rank_count ? desc->rank_count : 1;
-    bool padded = desc->item_count % ranks != 0 && !desc->drop_last;
-    return desc->item_count / ranks + (padded ? 1 : 0);
-}
-
-static dtrain_result dtrain__sampler_check(const dtrain_sampler_desc *desc, const char *call)
-{
-    if (!desc) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc is NULL", call);
-    uint32_t ranks = desc->rank_count ? desc->rank_count : 1;
-    if (desc->rank >= ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: rank is %u, expected 0 to %u", call,
-                           (unsigned)desc->rank, (unsigned)(ranks - 1));
-    if (desc->item_count < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: item_count is %lld, expected 0 or more",
-                           call, (long long)desc->item_count);
-    return DTRAIN_OK;
-}
-
 /* ---- the shuffle ------------------------------------------------------------------------------*/
 
-DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out)
+/* Make the next 624 words. Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and
+ * in place: the words that wrap around are the ones renewed in this same pass, as the definition
+ * has it. */
+static void dtrain__mt_renew(uint32_t *s)
 {
-    dtrain__mt19937 mt;
-    if (n < 0 || n >= DTRAIN__RANDPERM_LIMIT || (n > 0 && !out))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_randperm: n is %lld, expected 0 to %lld and a buffer for them",
-                           (long long)n, (long long)DTRAIN__RANDPERM_LIMIT - 1);
-    for (int64_t i = 0; i < n; i++) out[i] = i;
-    dtrain__mt_seed(&mt, (uint32_t)seed);
-    for (int64_t i = 0; i < n - 1; i++) {
-        int64_t j = i + (int64_t)(dtrain__mt_draw(&mt) % (uint32_t)(n - i));
-        int64_t swapped = out[i];
-        out[i] = out[j];
-        out[j] = swapped;
-    }
-    return DTRAIN_OK;
-}
-
-static uint32_t dtrain__mt_draw(dtrain__mt19937 *mt)
-{
-    if (mt->next == DTRAIN__MT_COUNT) dtrain__mt_renew(mt);
-    uint32_t y = mt->state[mt->next++];
-    y ^= y >> 11;
-    y ^= (y << 7) & 0x9d2c5680u;
-    y ^= (y << 15) & 0xefc60000u;
-    return y ^ (y >> 18);
-}
-
-static void dtrain__mt_seed(dtrain__mt19937 *mt, uint32_t seed)
-{
-    mt->state[0] = seed;
-    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++) {
-        uint32_t before = mt->state[i - 1];
-        mt->state[i] = 1812433253u * (before ^ (before >> 30)) + i;
-    }
-    mt->next = DTRAIN__MT_COUNT;
-}
-
-/* Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and in place: the words that
- * wrap around are the ones renewed in this same pass, as the definition has it. */
-static void dtrain__mt_renew(dtrain__mt19937 *mt)
-{
-    uint32_t *s = mt->state;
     for (uint32_t i = 0; i < DTRAIN__MT_COUNT; i++) {
         uint32_t y = (s[i] & 0x80000000u) | (s[(i + 1) % DTRAIN__MT_COUNT] & 0x7fffffffu);
         s[i] = s[(i + 397) % DTRAIN__MT_COUNT] ^ (y >> 1) ^ ((y & 1) ? 0x9908b0dfu : 0);
     }
-    mt->next = 0;
+}
+
+/* Write a permutation of 0 to n - 1, n below DTRAIN__RANDPERM_LIMIT. Swap k takes number k of the
+ * generator; the low 32 bits of the seed count, as in torch. */
+DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
+{
+    uint32_t state[DTRAIN__MT_COUNT];
+    state[0] = (uint32_t)seed;
+    for (uint32_t i = 1; i < DTRAIN__MT_COUNT; i++)
+        state[i] = 1812433253u * (state[i - 1] ^ (state[i - 1] >> 30)) + i;
+    for (int64_t i = 0; i < n; i++) out[i] = i;
+    for (int64_t i = 0; i < n - 1; i++) {
+        if (i % DTRAIN__MT_COUNT == 0) dtrain__mt_renew(state);
+        uint32_t y = state[i % DTRAIN__MT_COUNT];
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c5680u;
+        y ^= (y << 15) & 0xefc60000u;
+        y ^= y >> 18;
+        int64_t j = i + (int64_t)(y % (uint32_t)(n - i));
+        int64_t swapped = out[i];
+        out[i] = out[j];
+        out[j] = swapped;
+    }
 }
 
 /* ================================================================================================
@@ -17515,6 +17400,10 @@ static void dtrain__mt_renew(dtrain__mt19937 *mt)
  * ==============================================================================================*/
 
 /* Token files
+ *
+ *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
+ *     .bin     | magic | version | count | 0 ... | t | t | ...
+ *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
  *
  * Files are read with pread into a small buffer, never mapped: a file that is truncated during the
  * run is then a short read, which becomes an error sentence, and not a SIGBUS, which ends the rank.
@@ -17525,68 +17414,46 @@ static void dtrain__mt_renew(dtrain__mt19937 *mt)
 #define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
+#define DTRAIN__READ_TOKENS 2048 /* read at once, into 8 KiB of stack */
 
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
 static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset);
-static const char *dtrain__file_kind(mode_t mode);
 static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format);
-static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head);
-static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
-                                                 const unsigned char *head);
-static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, int64_t first,
-                                               int64_t count, int32_t *tokens);
 static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
                                            unsigned char *buffer, size_t bytes);
 static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 
+/* Open the file and learn what it is. The path is kept behind the struct, in one allocation. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out is NULL");
-    *out = NULL;
-    DTRAIN__TRY(dtrain__dataset_check(desc));
+    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
+    if (out) *out = NULL;
+    if (!out || !desc || !desc->path || !desc->path[0])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: out, desc or its path is NULL or empty");
+    if (desc->format > DTRAIN__FORMAT_BIN || desc->vocab_count < 0 || desc->vocab_count > most)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: expected format 0 (by magic), 1 (bytes) or 2 "
+                           "(.bin) and vocab_count 0 to 2^31, found %u and %lld",
+                           (unsigned)desc->format, (long long)desc->vocab_count);
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
-    dtrain_dataset *dataset =
-        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
+    const size_t path_bytes = strlen(desc->path) + 1, bytes = sizeof(dtrain_dataset) + path_bytes;
+    dtrain_dataset *dataset = (dtrain_dataset *)dtrain__alloc(&allocator, bytes, 1, "a dataset");
     if (!dataset) return DTRAIN_ERROR_MEMORY;
     dataset->allocator = allocator;
-    dataset->file = -1;
-    dataset->path_bytes = strlen(desc->path) + 1;
-    dataset->path = (char *)dtrain__alloc(&allocator, dataset->path_bytes, 1, "a dataset's path");
-
-    dtrain_result result = dataset->path ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK) memcpy(dataset->path, desc->path, dataset->path_bytes);
-    if (result == DTRAIN_OK) result = dtrain__dataset_file(dataset);
+    dataset->bytes = bytes;
+    dataset->path = (char *)memcpy(dataset + 1, desc->path, path_bytes);
+    dtrain_result result = dtrain__dataset_file(dataset);
     if (result == DTRAIN_OK) result = dtrain__dataset_format(dataset, desc->format);
-    if (result != DTRAIN_OK) {
-        dtrain_dataset_close(dataset);
-        return result;
-    }
     dataset->vocab_count = desc->vocab_count          ? desc->vocab_count
                            : dataset->token_bytes > 1 ? 50257
                                                       : 256;
-    *out = dataset;
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK) *out = dataset;
+    else dtrain_dataset_close(dataset);
+    return result;
 }
 
-static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
-{
-    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
-    if (!desc || !desc->path || !desc->path[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: no path is given");
-    if (desc->format > DTRAIN__FORMAT_BIN)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: format is %u, expected 0 (by magic), 1 (bytes) "
-                           "or 2 (.bin)",
-                           (unsigned)desc->format);
-    if (desc->vocab_count < 0 || desc->vocab_count > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: vocab_count is %lld, expected 0 to %lld",
-                           (long long)desc->vocab_count, (long long)most);
-    return DTRAIN_OK;
-}
-
-/* Opens the file and learns its size. Without O_NONBLOCK a pipe would wait for its writer here. */
+/* Open the file and learn its size. Without O_NONBLOCK a pipe would wait for its writer here. */
 static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
 {
     struct stat info;
@@ -17594,84 +17461,48 @@ static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
     if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
                            dataset->path, strerror(errno));
-    if (!S_ISREG(info.st_mode))
+    if (!S_ISREG(info.st_mode) || info.st_size == 0)
         return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a regular file", dataset->path,
-                           dtrain__file_kind(info.st_mode));
-    if (info.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is empty, expected at least one token",
-                           dataset->path);
+                           "dtrain_dataset_open: %s is %s, expected a file of tokens",
+                           dataset->path, S_ISREG(info.st_mode) ? "empty" : "no regular file");
     dataset->file_bytes = (int64_t)info.st_size;
     return DTRAIN_OK;
 }
 
-static const char *dtrain__file_kind(mode_t mode)
-{
-    if (S_ISDIR(mode)) return "a directory";
-    if (S_ISFIFO(mode)) return "a pipe";
-    if (S_ISSOCK(mode)) return "a socket";
-    return "a device";
-}
-
-/* Decides what the file is. Format 0 goes by the magic, which no text begins with. */
+/* Decide what the file is. Format 0 goes by the magic, which no text begins with. The count of a
+ * .bin header must fit exactly, as llm.c demands: a longer file is as suspect as a shorter one (two
+ * files glued together, a count that overflowed). */
 static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
 {
     unsigned char head[DTRAIN__BIN_HEADER] = {0};
-    size_t have = (size_t)dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, have));
-    uint32_t magic = dtrain__le(head, 4);
-    bool is_bin = magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+    const int64_t have = dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, (size_t)have));
+    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
+    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
+    const bool is_bin = narrow || magic == DTRAIN__BIN_MAGIC_U32;
     if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
         dataset->token_bytes = 1;
         dataset->token_count = dataset->file_bytes;
         return DTRAIN_OK;
     }
-    if (!is_bin && have >= 4) return dtrain__dataset_wrong_magic(dataset, head);
-    if (have < DTRAIN__BIN_HEADER)
+    if (!is_bin || have < DTRAIN__BIN_HEADER || version != (narrow ? 1 : 7))
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has %zu bytes, expected a llm.c header of %d",
-                           dataset->path, have, DTRAIN__BIN_HEADER);
-    return dtrain__dataset_bin(dataset, head);
-}
-
-/* Checks a .bin header against the file. The count must fit exactly, as llm.c demands: a longer
- * file is as suspect as a shorter one (two files glued together, a count that overflowed). */
-static dtrain_result dtrain__dataset_bin(dtrain_dataset *dataset, const unsigned char *head)
-{
-    bool narrow = dtrain__le(head, 4) == DTRAIN__BIN_MAGIC_U16;
-    uint32_t expected = narrow ? 1 : 7, version = dtrain__le(head + 4, 4);
-    int64_t count = (int32_t)dtrain__le(head + 8, 4);
-    int64_t token_bytes = narrow ? 2 : 4;
-    if (version != expected)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s has header version %u, expected %u",
-                           dataset->path, (unsigned)version, (unsigned)expected);
-    if (count <= 0 || DTRAIN__BIN_HEADER + count * token_bytes != dataset->file_bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s announces %lld tokens, which makes %lld "
-                           "bytes, but has %lld: is it cut off?",
-                           dataset->path, (long long)count,
-                           (long long)(DTRAIN__BIN_HEADER + count * token_bytes),
-                           (long long)dataset->file_bytes);
-    dataset->token_bytes = (uint32_t)token_bytes;
+                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
+                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
+                           "bytes, %u and %u; use format 1 for plain bytes, and note that "
+                           "nanoGPT's .bin files lack the header",
+                           dataset->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
+                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
+    dataset->token_bytes = narrow ? 2 : 4;
     dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = count;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__dataset_wrong_magic(const dtrain_dataset *dataset,
-                                                 const unsigned char *head)
-{
-    char text[5] = "....";
-    for (int i = 0; i < 4; i++)
-        if (head[i] >= ' ' && head[i] < 127) text[i] = (char)head[i];
+    dataset->token_count = (int32_t)dtrain__le(head + 8, 4);
+    const int64_t bytes = DTRAIN__BIN_HEADER + dataset->token_count * dataset->token_bytes;
+    if (dataset->token_count > 0 && bytes == dataset->file_bytes) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s is no llm.c token file: expected magic %u or %u, "
-                       "found %u (\"%s\"); use format 1 for plain bytes, and note that nanoGPT's "
-                       ".bin files lack the header",
-                       dataset->path, DTRAIN__BIN_MAGIC_U16, DTRAIN__BIN_MAGIC_U32,
-                       (unsigned)dtrain__le(head, 4), text);
+                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
+                       "has %lld: is it cut off?",
+                       dataset->path, (long long)dataset->token_count, (long long)bytes,
+                       (long long)dataset->file_bytes);
 }
 
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
@@ -17679,8 +17510,7 @@ DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
     if (!dataset) return;
     dtrain_allocator allocator = dataset->allocator;
     if (dataset->file >= 0) close(dataset->file);
-    dtrain__free(&allocator, dataset->path, dataset->path_bytes, 1);
-    dtrain__free(&allocator, dataset, 1, sizeof *dataset);
+    dtrain__free(&allocator, dataset, dataset->bytes, 1);
 }
 
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
@@ -17692,9 +17522,12 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
+/* Read tokens piece by piece through a small buffer. Every id is checked here, on use, because
+ * checking a file of 100 GB at open would take minutes. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
                                              int32_t *tokens)
 {
+    unsigned char raw[DTRAIN__READ_TOKENS * 4];
     if (!dataset || count < 0 || (count > 0 && !tokens))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
@@ -17704,37 +17537,26 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
                            "%lld",
                            (long long)count, (long long)first, dataset->path,
                            (long long)dataset->token_count);
+    const uint32_t width = dataset->token_bytes;
     for (int64_t done = 0; done < count;) {
-        int64_t some = dtrain__min(count - done, 2048);
-        DTRAIN__TRY(dtrain__dataset_read_some(dataset, first + done, some, tokens + done));
-        done += some;
+        const int64_t some = dtrain__min(count - done, DTRAIN__READ_TOKENS);
+        DTRAIN__TRY(dtrain__dataset_pread(dataset, dataset->header_bytes + (first + done) * width,
+                                          raw, (size_t)some * width));
+        for (int64_t i = 0; i < some; i++, done++) {
+            const uint32_t id = dtrain__le(raw + i * width, width);
+            if ((int64_t)id >= dataset->vocab_count)
+                return dtrain_fail(DTRAIN_ERROR_DATA,
+                                   "%s: token %lld has id %u, but the vocabulary has %lld: was the "
+                                   "file made by another tokenizer?",
+                                   dataset->path, (long long)(first + done), (unsigned)id,
+                                   (long long)dataset->vocab_count);
+            tokens[done] = (int32_t)id;
+        }
     }
     return DTRAIN_OK;
 }
 
-/* `count` tokens, 2048 at most, so that the widest fit the buffer. Every id is checked here, on
- * use, because checking a file of 100 GB at open would take minutes. */
-static dtrain_result dtrain__dataset_read_some(const dtrain_dataset *dataset, int64_t first,
-                                               int64_t count, int32_t *tokens)
-{
-    unsigned char raw[8192];
-    uint32_t width = dataset->token_bytes;
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, dataset->header_bytes + first * width, raw,
-                                      (size_t)count * width));
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t id = dtrain__le(raw + i * width, width);
-        if ((int64_t)id >= dataset->vocab_count)
-            return dtrain_fail(DTRAIN_ERROR_DATA,
-                               "%s: token %lld has id %u, but the vocabulary has %lld: was the "
-                               "file made by another tokenizer?",
-                               dataset->path, (long long)(first + i), (unsigned)id,
-                               (long long)dataset->vocab_count);
-        tokens[i] = (int32_t)id;
-    }
-    return DTRAIN_OK;
-}
-
-/* All `bytes` at `offset`, or an error. A read may be short or interrupted at any time; only 0 is
+/* Read all `bytes` at `offset`, or fail. A read may be short or interrupted at any time; only 0 is
  * the end of the file, and there the file must have shrunk, because offsets were checked. */
 static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
                                            unsigned char *buffer, size_t bytes)
@@ -17757,7 +17579,7 @@ static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_
     return DTRAIN_OK;
 }
 
-/* Little-endian number of `width` bytes, whatever the host's order. */
+/* Return the little-endian number of `width` bytes, whatever the host's order. */
 static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
 {
     uint32_t value = 0;
@@ -17800,59 +17622,50 @@ struct dtrain_loader {
     bool entered;
     uint64_t epoch;
     int64_t shift;
-    int64_t *order; /* (window_count) */
+    int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
 
-static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample);
-static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
-static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc);
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
-static dtrain_result dtrain__loader_alloc(dtrain_loader *loader);
 
+/* Fill a batch, sample by sample. Inputs and targets of a sample are both cut from `window`: its
+ * tokens are used twice and read once. */
 DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
                                             int32_t *targets)
 {
     if (!loader || !inputs || !targets)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_next: loader, inputs or targets is NULL");
-    size_t row = (size_t)loader->desc.sequence;
-    for (uint32_t i = 0; i < loader->desc.batch; i++) {
-        uint64_t sample = loader->position + i * loader->ranks + loader->rank;
-        DTRAIN__TRY(dtrain__loader_sample(loader, sample));
+    const dtrain_loader_desc *desc = &loader->desc;
+    const size_t row = (size_t)desc->sequence;
+    const uint64_t windows = (uint64_t)loader->window_count;
+    for (uint32_t i = 0; i < desc->batch; i++) {
+        const uint64_t k = loader->position + i * loader->ranks + loader->rank;
+        if (!desc->in_order) dtrain__loader_enter(loader, k / windows);
+        const int64_t place = (int64_t)(k % windows);
+        const int64_t index = desc->in_order ? place : loader->order[place];
+        const int64_t first = desc->first_token + loader->shift + index * desc->sequence;
+        DTRAIN__TRY(dtrain_dataset_read(desc->dataset, first, desc->sequence + 1, loader->window));
         memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
         memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
     }
     /* Only now: a call that failed can be repeated. */
-    loader->position += loader->desc.batch * loader->ranks;
+    loader->position += desc->batch * loader->ranks;
     return DTRAIN_OK;
 }
 
-/* Fills `window` with sample k of the run. Inputs and targets are both cut from it, so a window is
- * read once although its tokens are used twice. */
-static dtrain_result dtrain__loader_sample(dtrain_loader *loader, uint64_t sample)
-{
-    uint64_t windows = (uint64_t)loader->window_count;
-    DTRAIN__TRY(dtrain__loader_enter(loader, sample / windows));
-    uint64_t place = sample % windows;
-    int64_t index = loader->desc.in_order ? (int64_t)place : loader->order[place];
-    int64_t first = loader->desc.first_token + loader->shift + index * loader->desc.sequence;
-    return dtrain_dataset_read(loader->desc.dataset, first, loader->desc.sequence + 1,
-                               loader->window);
-}
-
-/* Makes order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
+/* Make order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
  * growing k, so a batch across a border enters each epoch once. */
-static dtrain_result dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
 {
     uint32_t random[4];
-    if (loader->desc.in_order || (loader->entered && loader->epoch == epoch)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_randperm(loader->desc.seed + epoch, loader->window_count, loader->order));
+    if (loader->entered && loader->epoch == epoch) return;
+    dtrain__randperm(loader->desc.seed + epoch, loader->window_count, loader->order);
     dtrain__philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
     loader->epoch = epoch;
     loader->entered = true;
-    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
@@ -17869,42 +17682,47 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+/* Make the plan first: how large the arrays are follows from it. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out)
 {
     if (!out || !desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
     *out = NULL;
-    dtrain_loader_desc resolved = *desc;
-    DTRAIN__TRY(dtrain__loader_check(&resolved));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
     if (!loader) return DTRAIN_ERROR_MEMORY;
     loader->allocator = allocator;
-    loader->desc = resolved;
+    loader->desc = *desc;
     loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
     loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
     dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) result = dtrain__loader_alloc(loader);
-    if (result != DTRAIN_OK) {
-        dtrain_loader_destroy(loader);
-        return result;
+    if (result == DTRAIN_OK) {
+        loader->window = (int32_t *)dtrain__alloc(&allocator, (size_t)desc->sequence + 1,
+                                                  sizeof *loader->window, "a loader's window");
+        if (!desc->in_order)
+            loader->order = (int64_t *)dtrain__alloc(&allocator, (size_t)loader->window_count,
+                                                     sizeof *loader->order, "a loader's order");
+        if (!loader->window || !(loader->order || desc->in_order)) result = DTRAIN_ERROR_MEMORY;
     }
-    *out = loader;
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK) *out = loader;
+    else dtrain_loader_destroy(loader);
+    return result;
 }
 
-/* Checks the desc and resolves token_count. Written with subtractions only: nothing overflows. */
-static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
+/* Check the desc, resolve token_count, and count the windows of an epoch and the shifts to choose
+ * from, by the rule at the top. Written with subtractions only: nothing overflows. */
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
 {
+    dtrain_loader_desc *desc = &loader->desc;
     if (!desc->dataset || desc->batch == 0 || desc->sequence <= 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
                            "least 1, found %s, %u and %lld",
                            desc->dataset ? "one" : "none", (unsigned)desc->batch,
                            (long long)desc->sequence);
-    int64_t have = desc->dataset->token_count;
+    const int64_t have = desc->dataset->token_count;
     if (desc->first_token < 0 || desc->first_token > have || desc->token_count < 0 ||
         desc->token_count > have - desc->first_token)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -17913,44 +17731,22 @@ static dtrain_result dtrain__loader_check(dtrain_loader_desc *desc)
                            (long long)desc->token_count, (long long)desc->first_token,
                            desc->dataset->path, (long long)have);
     if (desc->token_count == 0) desc->token_count = have - desc->first_token;
-    if (desc->token_count <= desc->sequence)
+    const int64_t tokens = desc->token_count, sequence = desc->sequence;
+    if (tokens <= sequence)
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_loader_create: %s has %lld tokens here, but a window of "
-                           "%lld + 1 needs %llu: use a shorter sequence or a larger file",
-                           desc->dataset->path, (long long)desc->token_count,
-                           (long long)desc->sequence, (unsigned long long)desc->sequence + 1);
-    return DTRAIN_OK;
-}
-
-/* Count the windows of an epoch and the shifts to choose from, by the rule at the top. */
-static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
-{
-    const dtrain_loader_desc *desc = &loader->desc;
-    int64_t fit = (desc->token_count - 1) / desc->sequence;
+                           "dtrain_loader_create: %s has %lld tokens here, but a window of %lld + "
+                           "1 needs %llu: use a shorter sequence or a larger file",
+                           desc->dataset->path, (long long)tokens, (long long)sequence,
+                           (unsigned long long)sequence + 1);
     loader->window_count =
-        desc->in_order ? fit : dtrain__max(1, desc->token_count / desc->sequence - 1);
-    loader->shift_count =
-        dtrain__min(desc->sequence, desc->token_count - loader->window_count * desc->sequence);
-    if (!desc->in_order && loader->window_count >= DTRAIN__RANDPERM_LIMIT)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
-                           "expected fewer than %lld: use a longer sequence or a part of the file",
-                           (long long)loader->window_count, (long long)desc->sequence,
-                           (long long)DTRAIN__RANDPERM_LIMIT);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__loader_alloc(dtrain_loader *loader)
-{
-    const dtrain_loader_desc *desc = &loader->desc;
-    loader->window = (int32_t *)dtrain__alloc(&loader->allocator, (size_t)desc->sequence + 1,
-                                              sizeof *loader->window, "a loader's window");
-    if (!loader->window) return DTRAIN_ERROR_MEMORY;
-    if (desc->in_order) return DTRAIN_OK;
-    loader->order = (int64_t *)dtrain__alloc(&loader->allocator, (size_t)loader->window_count,
-                                             sizeof *loader->order, "a loader's order");
-    /* The permutation is made anew every epoch, in the same memory. */
-    return loader->order ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+        desc->in_order ? (tokens - 1) / sequence : dtrain__max(1, tokens / sequence - 1);
+    loader->shift_count = dtrain__min(sequence, tokens - loader->window_count * sequence);
+    if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
+                       "expected fewer than %lld: use a longer sequence or a part of the file",
+                       (long long)loader->window_count, (long long)sequence,
+                       (long long)DTRAIN__RANDPERM_LIMIT);
 }
 
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
@@ -18030,13 +17826,16 @@ typedef struct dtrain__queue {
     dtrain__feed *feeds;          /* (micro_batches): one a micro-batch */
     dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* page-locked (micro_batches + 1): losses, norm */
+    float *results;               /* behind it (micro_batches + 1): losses, norm */
+    size_t pinned_bytes;          /* of both */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
 } dtrain__queue;
 
+/* Unknown. A bit pattern instead of NAN survives -ffast-math. */
+#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
+
 /* train/trainer.c */
-DTRAIN__PRIVATE double dtrain__nan(void);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
                                                     uint64_t seed, dtrain_tensor **loss);
@@ -18050,25 +17849,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
+#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
 
-static uint64_t dtrain__micro_seed(uint32_t micro);
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record);
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own);
-static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word);
-static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word);
-static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm);
-static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record);
-static void dtrain__straggler_count(dtrain_trainer *trainer, dtrain_step_record *record);
-static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_record *record);
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
+                                              double *mean);
+static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
-static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer);
-static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer);
 
-/* One step: micro-batches and update, either with the host in the middle or queued as a whole, and
- * then the record. */
+/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
+ * and then the record. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     if (!trainer || !trainer->desc.optimizer)
@@ -18102,9 +17894,9 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
-/* One micro-batch up to its averaged gradient. *loss is read by the caller, after finish: a device
- * with a queue works through all of it before the host waits. A tape error (a NULL tensor) comes
- * out of backward. A batch that a feed holds already is not fetched again. */
+/* Run one micro-batch up to its averaged gradient. *loss is read by the caller, after finish: a
+ * device with a queue works through all of it before the host waits. A tape error (a NULL tensor)
+ * comes out of backward. A batch that a feed holds already is not fetched again. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
                                                     uint64_t seed, dtrain_tensor **loss)
 {
@@ -18114,33 +17906,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
     if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
-    DTRAIN__TRY(dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(micro)));
+    DTRAIN__TRY(dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro));
     *loss = desc->loss(tape, desc->user);
     DTRAIN__TRY(dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches));
     return dtrain_strategy_finish(desc->strategy);
 }
 
-/* Micro-batches and update with the host in the middle. Fills loss and grad_norm. */
+/* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm
+ * that is not finite leaves the parameters as they are. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    const uint32_t count = trainer->desc.micro_batches;
-    for (uint32_t micro = 0; micro < count; micro++) {
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    float norm = 0, scale = 1;
+    bool found_inf;
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++) {
         dtrain_tensor *tensor;
         float loss = 0;
         DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, dtrain__step_seed(trainer), &tensor));
         DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
         record->loss += (double)loss;
     }
-    record->loss /= count;
-    return dtrain__trainer_update(trainer, record);
-}
-
-/* Norm and optimizer; a norm that is not finite leaves the parameters as they are. */
-static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    float norm = 0, scale = 1;
-    bool found_inf;
+    record->loss /= desc->micro_batches;
     if (trainer->scaling)
         DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
                                                &scale, &found_inf));
@@ -18150,9 +17936,9 @@ static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
 }
 
-/* Random numbers of dropout must differ between steps, micro-batches and ranks, and a run that is
- * repeated must repeat them. A pass uses the sum of both: the first changes from step to step, the
- * second is the same in all. */
+/* Return the seed of this rank's step. Random numbers of dropout must differ between steps,
+ * micro-batches and ranks, and a run that is repeated must repeat them. A pass uses the sum of this
+ * and of its micro-batch's seed, which is the same in all steps: so it can be recorded. */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 {
     uint32_t random[4];
@@ -18160,129 +17946,97 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }
-static uint64_t dtrain__micro_seed(uint32_t micro)
-{
-    return UINT64_C(0x9e3779b97f4a7c15) * micro; /* an odd factor: no two are equal */
-}
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
-/* Completes the record from the words of all ranks. */
+/* Complete the record from the words of all ranks, which come to the same verdict here: all losses
+ * and the norm finite, or the same error on each; and all loss scales move alike. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record)
 {
-    double seconds = 0;
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
-    DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)record->grad_norm));
-    DTRAIN__TRY(dtrain__trainer_rescale(trainer, record));
-    for (int r = 0; r < trainer->ranks; r++) {
-        const double step = (double)dtrain__trainer_word(trainer, r, DTRAIN__WORD_STEP);
-        if (step > seconds) seconds = step;
-    }
-    const uint64_t tokens =
-        (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
-    record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
-    record->val_loss = dtrain__nan();
-    record->tokens = tokens * (uint64_t)(trainer->step + 1);
-    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
-    record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
-    record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
-    dtrain__straggler_count(trainer, record);
-    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
-    dtrain__straggler_warn(trainer, record);
-    return DTRAIN_OK;
-}
-
-/* After the exchange: the same verdict on every rank. */
-static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm)
-{
     const char *advice = "lower the learning rate, clip gradients or look at the data";
+    const bool overflow = !dtrain_is_finite((float)record->grad_norm);
+    dtrain_loss_scaler *scaler = &trainer->scaler;
+    double mean[DTRAIN__WORD_COUNT], seconds = 0;
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     for (int r = 0; r < trainer->ranks; r++) {
-        float loss = dtrain__trainer_word(trainer, r, DTRAIN__WORD_LOSS);
-        if (!dtrain_is_finite(loss))
+        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+        if (!dtrain_is_finite(words[DTRAIN__WORD_LOSS]))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
                                (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
-                               (double)loss, advice);
+                               (double)words[DTRAIN__WORD_LOSS], advice);
+        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
     }
-    if (!dtrain_is_finite(norm) && !trainer->scaling)
+    if (overflow && !trainer->scaling)
         return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                            "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
                            "every loss is finite: %s",
-                           (long long)trainer->step, (double)norm, advice);
+                           (long long)trainer->step, record->grad_norm, advice);
+    if (trainer->scaling) {
+        record->loss_scale = (double)scaler->scale;
+        DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
+        record->skipped_steps = scaler->skipped_steps;
+    }
+    const uint64_t tokens =
+        (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
+    record->loss = mean[DTRAIN__WORD_LOSS];
+    record->val_loss = DTRAIN__NAN;
+    record->tokens = tokens * (uint64_t)(trainer->step + 1);
+    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
+    record->step_ms = 1e3 * seconds;
+    record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
+    record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
+    dtrain__straggler(trainer, record);
     return DTRAIN_OK;
 }
 
-/* After the verdict, and from the same numbers on every rank: all scales move alike. */
-static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    dtrain_loss_scaler *scaler = &trainer->scaler;
-    if (!trainer->scaling) return DTRAIN_OK;
-    record->loss_scale = (double)scaler->scale;
-    DTRAIN__TRY(dtrain_loss_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
-    record->skipped_steps = scaler->skipped_steps;
-    return DTRAIN_OK;
-}
-
-/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in
- * place, and nothing is allocated per step. */
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
+/* Gather the words of all ranks, in place, and take their means in rank order: the same bits
+ * everywhere. Nothing is allocated per step. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
+                                              double *mean)
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
     memcpy(slot, own, DTRAIN__WORDS_BYTES);
-    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
-                             DTRAIN_DTYPE_F32, NULL);
-}
-
-static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
-{
-    return trainer->words[rank * DTRAIN__WORD_COUNT + word];
-}
-
-/* Over ranks, in rank order: the same bits everywhere. */
-static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word)
-{
-    double sum = 0;
-    for (int r = 0; r < trainer->ranks; r++) sum += (double)dtrain__trainer_word(trainer, r, word);
-    return sum / trainer->ranks;
-}
-
-/* ---- stragglers -------------------------------------------------------------------------------*/
-
-static double dtrain__trainer_compute(const dtrain_trainer *trainer, int rank)
-{
-    return (double)dtrain__trainer_word(trainer, rank, DTRAIN__WORD_STEP) -
-           (double)dtrain__trainer_word(trainer, rank, DTRAIN__WORD_EXPOSED);
-}
-
-/* Finds the slowest rank and its score, and counts for how long it has been a straggler. Of an even
- * number of ranks the lower median counts: the mean of the middle two would keep one slow rank of
- * two below a score of 2 for ever. */
-static void dtrain__straggler_count(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    int slowest = 0;
-    for (int r = 0; r < trainer->ranks; r++) {
-        double seconds = dtrain__trainer_compute(trainer, r);
-        if (seconds > dtrain__trainer_compute(trainer, slowest)) slowest = r;
-        int at = r; /* insertion sort: few ranks, and no allocation */
-        for (; at > 0 && trainer->compute[at - 1] > seconds; at--)
-            trainer->compute[at] = trainer->compute[at - 1];
-        trainer->compute[at] = seconds;
+    DTRAIN__TRY(dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
+                                  DTRAIN_DTYPE_F32, NULL));
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
+        mean[word] = 0;
+        for (int r = 0; r < trainer->ranks; r++)
+            mean[word] += (double)trainer->words[r * DTRAIN__WORD_COUNT + word];
+        mean[word] /= trainer->ranks;
     }
-    double median = trainer->compute[(trainer->ranks - 1) / 2];
-    double most = trainer->compute[trainer->ranks - 1];
+    return DTRAIN_OK;
+}
+
+/* Find the slowest rank and its score, and count for how long it has been a straggler; every rank
+ * comes to the same end, and rank 0 names a lasting one, once. Of an even number of ranks the lower
+ * median counts: the mean of the middle two would keep one slow rank of two below a score of 2 for
+ * ever. */
+static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    const float *words = trainer->words;
+    double *sorted = trainer->compute, most = -1;
+    int slowest = 0;
+    for (int r = 0; r < trainer->ranks; r++, words += DTRAIN__WORD_COUNT) {
+        const double seconds =
+            (double)words[DTRAIN__WORD_STEP] - (double)words[DTRAIN__WORD_EXPOSED];
+        if (r == 0 || seconds > most) {
+            most = seconds;
+            slowest = r;
+        }
+        int at = r; /* insertion sort: few ranks, and no allocation */
+        for (; at > 0 && sorted[at - 1] > seconds; at--) sorted[at] = sorted[at - 1];
+        sorted[at] = seconds;
+    }
+    const double median = sorted[(trainer->ranks - 1) / 2];
     record->straggler_score = median > 0 ? most / median : 1;
+    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, slowest);
     if (record->straggler_score <= DTRAIN__SLOW_SCORE) trainer->slow_steps = 0;
     else trainer->slow_steps = slowest == trainer->slow_rank ? trainer->slow_steps + 1 : 1;
     trainer->slow_rank = slowest;
-}
-
-/* Names a lasting straggler, once. Every rank comes to the same end here, rank 0 says it. */
-static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_record *record)
-{
-    if (trainer->slow_steps < DTRAIN__SLOW_STEPS || trainer->named[trainer->slow_rank]) return;
-    trainer->named[trainer->slow_rank] = true;
+    if (trainer->slow_steps < DTRAIN__SLOW_STEPS || trainer->named[slowest]) return;
+    trainer->named[slowest] = true;
     if (trainer->rank == 0)
         dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
                    "rank %d is a straggler: it has computed more than twice as long as the median "
@@ -18293,6 +18047,8 @@ static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_re
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
+/* Evaluate on a tape that keeps nothing for a backward; one exchange at the end averages the means
+ * of all ranks. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss)
@@ -18314,14 +18070,16 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         sum += (double)one;
     }
     float own[DTRAIN__WORD_COUNT] = {0};
+    double mean[DTRAIN__WORD_COUNT];
     own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
-    *loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    *loss = mean[DTRAIN__WORD_LOSS];
     return DTRAIN_OK;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+/* Make everything that a step uses: none allocates. After a failure destroy frees what is there. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -18330,29 +18088,47 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
                            "dtrain_trainer_create: world, desc or out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__check_trainer(desc));
-    dtrain_allocator allocator = world->allocator;
+    const dtrain_allocator *allocator = &world->allocator;
     dtrain_trainer *trainer =
-        (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
+        (dtrain_trainer *)dtrain__alloc(allocator, 1, sizeof *trainer, "a trainer");
     if (!trainer) return DTRAIN_ERROR_MEMORY;
-    trainer->allocator = allocator;
+    trainer->allocator = *allocator;
     trainer->world = world;
     trainer->desc = *desc;
-    if (trainer->desc.micro_batches == 0) trainer->desc.micro_batches = 1;
+    if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
     trainer->comm = dtrain_strategy_comm(desc->strategy);
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
-    dtrain_result result = dtrain__trainer_alloc(trainer);
-    if (result == DTRAIN_OK) result = dtrain__trainer_scaling(trainer);
+    dtrain_loss_scaler_desc none;
+    memset(&none, 0, sizeof none);
+    const bool given = memcmp(&desc->loss_scaling, &none, sizeof none) != 0;
+    trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
+    const size_t ranks = (size_t)trainer->ranks;
+    trainer->words =
+        (float *)dtrain__alloc(allocator, ranks, DTRAIN__WORDS_BYTES, "a trainer's words");
+    trainer->compute =
+        (double *)dtrain__alloc(allocator, ranks, sizeof *trainer->compute, "a trainer's times");
+    trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
+    dtrain_result result =
+        trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK)
+        result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
+    if (result == DTRAIN_OK)
+        result =
+            dtrain_tape_checkpoint(trainer->tape, desc->checkpoint_every, desc->checkpoint_ops);
+    if (result == DTRAIN_OK && trainer->scaling)
+        result = dtrain__check_scalable(desc->strategy, "dtrain_trainer_create",
+                                        given ? "loss_scaling" : "DTRAIN_TAPE_F16");
+    if (result == DTRAIN_OK && trainer->scaling)
+        result = dtrain_loss_scaler_init(&trainer->scaler, &desc->loss_scaling);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
-    if (result != DTRAIN_OK) {
-        dtrain_trainer_destroy(trainer);
-        return result;
-    }
-    *out = trainer;
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK) *out = trainer;
+    else dtrain_trainer_destroy(trainer);
+    return result;
 }
 
+/* Refuse by name what no trainer can do; what only a queued step cannot do is queue_create's. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
     const uint32_t flags = desc->tape_flags;
@@ -18368,35 +18144,6 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
                        "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
                        "DTRAIN_TAPE_F16",
                        flags);
-}
-
-static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
-{
-    size_t ranks = (size_t)trainer->ranks;
-    DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
-    DTRAIN__TRY(dtrain_tape_checkpoint(trainer->tape, trainer->desc.checkpoint_every,
-                                       trainer->desc.checkpoint_ops));
-    trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
-                                            "a trainer's words");
-    trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
-                                               "a trainer's times");
-    trainer->named =
-        (bool *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->named, "a trainer");
-    return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-
-static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
-{
-    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
-    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
-                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
-                       desc->minimum_scale != 0;
-    trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
-    if (!trainer->scaling) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
-                                       given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
-    if (!given) *desc = dtrain_loss_scaler_defaults();
-    return dtrain_loss_scaler_init(&trainer->scaler, desc);
 }
 
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
@@ -18417,15 +18164,6 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
     return trainer ? trainer->tape : NULL;
 }
 
-/* A bit pattern instead of NAN: it survives -ffast-math. */
-DTRAIN__PRIVATE double dtrain__nan(void)
-{
-    const uint64_t bits = UINT64_C(0x7ff8000000000000);
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* ================================================================================================
  * src/train/queued_step.c
  * ==============================================================================================*/
@@ -18441,18 +18179,36 @@ DTRAIN__PRIVATE double dtrain__nan(void)
  * Every number that changes from step to step is in `scalars`; every input comes through a feed.
  * The micro-batches are those of trainer.c; only what reads a result is different. */
 
-static dtrain_result dtrain__queue_run(dtrain_trainer *trainer);
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same);
+static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
 
+/* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
+ * third is recorded, and then it is run like those after it. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
     const float *norm = queue->results + desc->micro_batches;
+    bool same = true;
     *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
     queue->now->seed = dtrain__step_seed(trainer);
-    DTRAIN__TRY(dtrain__queue_run(trainer));
-    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
+    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
+    if (queue->graph && !same) {
+        device->ops->graph_destroy(device, queue->graph);
+        queue->graph = NULL;
+    }
+    if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
+    else if (!queue->graph) {
+        DTRAIN__TRY(device->ops->graph_begin(device));
+        const dtrain_result result = dtrain__queue_all(trainer);
+        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
+        DTRAIN__TRY(result);
+        DTRAIN__TRY(ended);
+    }
+    if (queue->graph) DTRAIN__TRY(device->ops->graph_launch(device, queue->graph));
+    DTRAIN__TRY(device->ops->synchronize(device));
     queue->steps++;
     for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
     record->loss /= desc->micro_batches;
@@ -18461,49 +18217,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
-{
-    dtrain__queue *queue = trainer->queue;
-    dtrain__feed *feed = &queue->feeds[micro];
-    dtrain_tensor *loss;
-    feed->next = 0;
-    trainer->tape->feed = feed;
-    trainer->tape->scalars = queue->scalars; /* which add the seed of the step */
-    const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
-    trainer->tape->feed = NULL;
-    trainer->tape->scalars = NULL;
-    feed->filled = false;
-    DTRAIN__TRY(result);
-    return queue->device->ops->copy_async(queue->device, queue->results + micro, loss->data,
-                                          sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* The same calls in the same order whether the device runs or records them. */
-static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    dtrain_clip_args clip;
-    memset(&clip, 0, sizeof clip);
-    clip.sum_squares = desc->strategy->sum_squares;
-    clip.max_norm = desc->clip;
-    clip.scalars = queue->scalars;
-    clip.norm = (float *)(void *)(queue->scalars + 1);
-    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
-                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
-    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
-    DTRAIN__TRY(device->ops->clip(device, &clip));
-    DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
-    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
-                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* From the second step on the inputs are known and can be fetched before anything is queued. False
- * in *same: targets are ignored in another number of places, and the recorded loss would divide by
- * the wrong count. */
+/* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
+ * known where they go. False in *same: targets are ignored in another number of places, and the
+ * recorded loss would divide by the wrong count. */
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
 {
     *same = true;
@@ -18522,36 +18238,45 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
     return DTRAIN_OK;
 }
 
-/* Two steps run as they are queued: memory is allocated, kernels are chosen. The third is
- * recorded, and then it is run like those after it. */
-static dtrain_result dtrain__queue_run(dtrain_trainer *trainer)
+/* Queue a whole step: the same calls in the same order whether the device runs or records them. */
+static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
+    const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
-    bool same = true;
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
-    if (queue->graph && !same) {
-        device->ops->graph_destroy(device, queue->graph);
-        queue->graph = NULL;
-    }
-    if (queue->steps < 2) return dtrain__queue_all(trainer);
-    if (!queue->graph) {
-        DTRAIN__TRY(device->ops->graph_begin(device));
-        const dtrain_result result = dtrain__queue_all(trainer);
-        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
+    dtrain_tape *tape = trainer->tape;
+    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++) {
+        dtrain__feed *feed = &queue->feeds[micro];
+        dtrain_tensor *loss;
+        feed->next = 0;
+        tape->feed = feed;
+        tape->scalars = queue->scalars; /* which add the seed of the step */
+        const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
+        tape->feed = NULL;
+        tape->scalars = NULL;
+        feed->filled = false;
         DTRAIN__TRY(result);
-        DTRAIN__TRY(ended);
+        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
+                                            sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
-    return device->ops->graph_launch(device, queue->graph);
+    dtrain_clip_args clip;
+    memset(&clip, 0, sizeof clip);
+    clip.sum_squares = desc->strategy->sum_squares;
+    clip.max_norm = desc->clip;
+    clip.scalars = queue->scalars;
+    clip.norm = (float *)(void *)(queue->scalars + 1);
+    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
+    DTRAIN__TRY(device->ops->clip(device, &clip));
+    DTRAIN__TRY(dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars));
+    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
+                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-static size_t dtrain__results_bytes(const dtrain_trainer *trainer)
-{
-    return ((size_t)trainer->desc.micro_batches + 1) * sizeof(float);
-}
-
+/* Refuse by name what cannot be recorded. */
 static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
 {
     const char *missing = NULL;
@@ -18579,46 +18304,46 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
 }
 
+/* Allocate what a step without the host needs; after a failure queue_destroy frees what is
+ * there. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
+    const uint32_t micro_batches = trainer->desc.micro_batches;
     void *memory;
     DTRAIN__TRY(dtrain__queue_check(trainer));
     dtrain__queue *queue = trainer->queue =
         (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
     if (!queue) return DTRAIN_ERROR_MEMORY;
     dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
-    queue->feeds =
-        (dtrain__feed *)dtrain__alloc(&trainer->allocator, trainer->desc.micro_batches,
-                                      sizeof *queue->feeds, "the inputs of a queued step");
+    queue->feeds = (dtrain__feed *)dtrain__alloc(&trainer->allocator, micro_batches,
+                                                 sizeof *queue->feeds, "a queued step's inputs");
     if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
     queue->scalars = (dtrain_step_scalars *)memory;
-    DTRAIN__TRY(device->ops->host_alloc(device, sizeof *queue->now, &memory));
+    queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 1) * sizeof(float);
+    DTRAIN__TRY(device->ops->host_alloc(device, queue->pinned_bytes, &memory));
     queue->now = (dtrain_step_scalars *)memory;
-    DTRAIN__TRY(device->ops->host_alloc(device, dtrain__results_bytes(trainer), &memory));
-    queue->results = (float *)memory;
+    queue->results = (float *)(void *)(queue->now + 1);
     return DTRAIN_OK;
 }
 
+/* Free the queue, when the device has come to rest: it may still replay a step that failed. */
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 {
     dtrain__queue *queue = trainer->queue;
+    const uint32_t micro_batches = trainer->desc.micro_batches;
     if (!queue) return;
-    const dtrain_device_ops *ops = queue->device->ops;
-    ops->synchronize(queue->device);
-    if (queue->graph) ops->graph_destroy(queue->device, queue->graph);
-    for (uint32_t m = 0; queue->feeds && m < trainer->desc.micro_batches; m++)
+    dtrain_device *device = queue->device;
+    device->ops->synchronize(device);
+    if (queue->graph) device->ops->graph_destroy(device, queue->graph);
+    for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
         for (size_t i = 0; i < queue->feeds[m].count; i++)
-            ops->host_free(queue->device, queue->feeds[m].items[i].pinned,
-                           queue->feeds[m].items[i].bytes);
-    if (queue->scalars) ops->free(queue->device, queue->scalars, 2 * sizeof *queue->scalars);
-    if (queue->now) ops->host_free(queue->device, queue->now, sizeof *queue->now);
-    if (queue->results)
-        ops->host_free(queue->device, queue->results, dtrain__results_bytes(trainer));
-    dtrain__free(&trainer->allocator, queue->feeds, trainer->desc.micro_batches,
-                 sizeof *queue->feeds);
+            device->ops->host_free(device, queue->feeds[m].items[i].pinned,
+                                   queue->feeds[m].items[i].bytes);
+    if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
+    if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
+    dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
     dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
-    trainer->queue = NULL;
 }
 
 /* ================================================================================================
@@ -18627,171 +18352,129 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 
 /* Planning: memory of a step, largest batch
  *
- * Planning: the memory of a step, and the largest batch that fits. */
+ * A plan runs the loss forwards and backwards on the plan device, where kernels do nothing: the
+ * tape counts its bytes all the same. Twenty such runs take milliseconds, so the largest batch is
+ * found by trying:
+ *
+ * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
+ *    interval.
+ * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have
+ *    said how it went. Ranks of one host share its memory, so one after the other proves nothing.
+ * 3. Where a rank has failed, all go on with an eighth less. */
 
-/* Runs the loss forwards and backwards where kernels do nothing: the tape counts all the same. It
- * gets no strategy, because `ready` would start communication: a plan is one rank's own affair. On
- * the plan device the tape leaves the parameters' bookkeeping alone as well. */
-static dtrain_result dtrain__plan_tape(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                       dtrain_device *device, dtrain_tape_info *info)
-{
-    dtrain_tape *tape;
-    DTRAIN__TRY(dtrain_tape_create(world, NULL, device, &tape));
-    dtrain_result result =
-        dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
-    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
-    if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
-    dtrain_tape_query(tape, info);
-    dtrain_tape_destroy(tape);
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
-                                                         const dtrain_trainer_desc *desc,
-                                                         dtrain_memory *memory)
+/* Count a step's memory by class. On the plan device the tape leaves the parameters' bookkeeping
+ * alone, so a plan can be made at any time, between two steps as well. */
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
-    dtrain_tape_info tape;
+    dtrain_tape *tape;
+    dtrain_tape_info info;
     if (!world || !desc || !desc->loss || !memory)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_trainer_plan_activations: world, desc, its loss or memory is NULL");
-    memset(&plan, 0, sizeof plan);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan: world, desc, its loss or memory is NULL");
+    if (!desc->next_batch)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_plan: the loss fetches its own batches and cannot be "
+                           "run without spending one: give desc a next_batch");
     memset(memory, 0, sizeof *memory);
+    memset(&plan, 0, sizeof plan);
     plan.allocator = world->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
-    const dtrain_result result = dtrain__plan_tape(world, desc, device, &tape);
+    /* No strategy: `ready` would start communication, and a plan is one rank's own affair. */
+    dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
+    if (result == DTRAIN_OK)
+        result = dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
+    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
+    if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
+    dtrain_tape_query(tape, &info);
+    dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
     DTRAIN__TRY(result);
-    memory->activations = tape.activation_bytes;
-    memory->activation_grads = tape.gradient_bytes;
-    memory->total = memory->activations + memory->activation_grads;
+    memory->activations = info.activation_bytes;
+    memory->activation_grads = info.gradient_bytes;
+    if (desc->strategy) {
+        dtrain_strategy_info strategy;
+        dtrain_strategy_query(desc->strategy, &strategy);
+        memory->params = strategy.value_bytes;
+        memory->grads = strategy.grad_bytes;
+        memory->buffers = strategy.buffer_bytes;
+        memory->host = strategy.host_bytes;
+        if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
+    }
+    if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
+    else if (desc->optimizer) memory->optimizer = desc->optimizer->state_bytes;
+    memory->total = memory->activations + memory->activation_grads + memory->params +
+                    memory->grads + memory->optimizer + memory->buffers + memory->workspace;
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory)
-{
-    dtrain_strategy_info strategy;
-    if (!trainer || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: trainer or memory is NULL");
-    if (!trainer->desc.next_batch)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_trainer_plan: the loss fetches its own batches and "
-                           "cannot be run without spending one: give the trainer a next_batch");
-    DTRAIN__TRY(dtrain_trainer_plan_activations(trainer->world, &trainer->desc, memory));
-    dtrain_strategy_query(trainer->desc.strategy, &strategy);
-    memory->params = strategy.value_bytes;
-    memory->grads = strategy.grad_bytes;
-    memory->buffers = strategy.buffer_bytes;
-    memory->host = strategy.host_bytes;
-    if (trainer->desc.optimizer && strategy.desc.offload)
-        memory->host += trainer->desc.optimizer->host_bytes;
-    else if (trainer->desc.optimizer)
-        memory->optimizer = dtrain_optimizer_state_bytes(trainer->desc.optimizer);
-    if (trainer->tape->device->ops->host_memory) memory->workspace = trainer->world->base_bytes;
-    memory->total +=
-        memory->params + memory->grads + memory->optimizer + memory->buffers + memory->workspace;
-    return DTRAIN_OK;
-}
-
-/* ---- automatic batch
-*
- * 1. Each rank searches the largest batch its own memory has room for: doubling, then halving the
- *    interval. A plan is bookkeeping only, some twenty of them take milliseconds.
- * 2. The least of all ranks is tried: allocated, touched and held by all of them until all have
- *    said how it went. Ranks of one host share its memory, so one after the other proves nothing.
- * 3. Where a rank has failed, all go on with less. */
+/* ---- automatic batch --------------------------------------------------------------------------*/
 
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
     const dtrain_plan_batch_desc *desc;
-    dtrain_strategy_desc strategy;
     dtrain_comm *comm;
     uint64_t fixed; /* bytes of strategy and optimizer */
     int64_t limit;  /* of those and activations */
 } dtrain__batch_plan;
 
-/* Bytes of activations. */
+/* Count the bytes of activations that a batch needs. */
 static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
                                          uint64_t *bytes)
 {
     dtrain_memory memory;
-    const dtrain_trainer_desc *trainer = plan->desc->trainer;
-    DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
-    DTRAIN__TRY(dtrain_trainer_plan_activations(plan->world, trainer, &memory));
+    dtrain_trainer_desc trainer = *plan->desc->trainer;
+    trainer.strategy = NULL;
+    trainer.optimizer = NULL;
+    DTRAIN__TRY(plan->desc->set_batch(trainer.user, batch));
+    DTRAIN__TRY(dtrain_trainer_plan(plan->world, &trainer, &memory));
     *bytes = memory.total;
     return DTRAIN_OK;
 }
 
-/* What cannot even be planned, for want of addresses or of the host's buffers, does not fit. */
-static dtrain_result dtrain__batch_fits(const dtrain__batch_plan *plan, uint32_t batch, bool *fits)
-{
-    uint64_t bytes = 0;
-    const dtrain_result result = dtrain__batch_needs(plan, batch, &bytes);
-    *fits = result == DTRAIN_OK && bytes <= INT64_MAX - plan->fixed &&
-            (int64_t)(plan->fixed + bytes) <= plan->limit;
-    return result == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : result;
-}
-
-/* 0: not even one sample. */
+/* Find the largest batch that this rank has room for. A batch that cannot even be planned, for want
+ * of addresses or of the host's buffers, does not fit. */
 static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32_t *batch)
 {
-    uint32_t fits = 0, fails = (plan->desc->max_batch ? plan->desc->max_batch : 65536) + 1;
+    const uint32_t most = plan->desc->max_batch ? plan->desc->max_batch : 65536;
+    int64_t fits = 0, fails = (int64_t)most + 1;
     while (fails - fits > 1) {
-        uint32_t next = fits + (fails - fits) / 2;
-        bool good;
-        if (fits == 0) next = 1;
-        else if (next / 2 >= fits) next = 2 * fits;
-        DTRAIN__TRY(dtrain__batch_fits(plan, next, &good));
-        if (good) fits = next;
+        const int64_t half = fits + (fails - fits) / 2;
+        const int64_t next = fits ? dtrain__min(2 * fits, half) : 1;
+        uint64_t bytes = 0;
+        const dtrain_result result = dtrain__batch_needs(plan, (uint32_t)next, &bytes);
+        if (result != DTRAIN_OK && (result != DTRAIN_ERROR_MEMORY || next == 1)) return result;
+        const uint64_t total = plan->fixed + bytes;
+        if (result == DTRAIN_OK && plan->limit > 0 && total <= (uint64_t)plan->limit) fits = next;
         else fails = next;
+        if (fails == 1)
+            return dtrain_fail(
+                DTRAIN_ERROR_MEMORY,
+                "dtrain_trainer_plan_batch: not even one sample fits: %.1f MiB a rank for "
+                "parameters, gradients, optimizer and buffers and %.1f MiB of activations, of %.1f "
+                "MiB: %.1f MiB are missing. A strategy that shards more, more ranks, activation "
+                "checkpointing or, on a GPU, offload would help",
+                dtrain__mib(plan->fixed), dtrain__mib(bytes), (double)plan->limit / 1048576,
+                dtrain__mib(total) - (double)plan->limit / 1048576);
     }
-    *batch = fits;
+    *batch = (uint32_t)fits;
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__batch_none(const dtrain__batch_plan *plan)
-{
-    uint64_t one;
-    DTRAIN__TRY(dtrain__batch_needs(plan, 1, &one));
-    return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                       "dtrain_trainer_plan_batch: not even one sample fits: %.1f MiB a rank for "
-                       "parameters, gradients, optimizer and buffers and %.1f MiB of activations, "
-                       "of %.1f MiB: %.1f MiB are missing. A strategy that shards more, more "
-                       "ranks, activation checkpointing or, on a GPU, offload would help",
-                       dtrain__mib(plan->fixed), dtrain__mib(one),
-                       dtrain__mib(plan->limit > 0 ? (uint64_t)plan->limit : 0),
-                       dtrain__mib((uint64_t)((int64_t)(plan->fixed + one) - plan->limit)));
-}
-
-/* Allocates and touches what a step needs; what is there of it stays until the caller frees it. */
-static dtrain_result dtrain__batch_hold(const dtrain__batch_plan *plan, uint32_t batch,
-                                        uint64_t bytes[2], void *held[2])
-{
-    dtrain_device *device = plan->world->device;
-    held[0] = held[1] = NULL;
-    bytes[0] = plan->fixed;
-    DTRAIN__TRY(dtrain__batch_needs(plan, batch, &bytes[1]));
-    for (int i = 0; i < 2; i++) {
-        if (bytes[i] > SIZE_MAX / 2)
-            return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                               "dtrain_trainer_plan_batch: %llu bytes are more than "
-                               "can be addressed",
-                               (unsigned long long)bytes[i]);
-        DTRAIN__TRY(device->ops->alloc(device, (size_t)bytes[i], &held[i]));
-        DTRAIN__TRY(device->ops->zero(device, held[i], (size_t)bytes[i]));
-    }
-    return device->ops->synchronize(device);
-}
-
-/* Collective: whether every rank could. */
+/* Allocate and touch what a step needs, on all ranks at the same time; *good: every rank could. */
 static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_t batch, bool *good)
 {
     dtrain_device *device = plan->world->device;
-    uint64_t bytes[2];
-    void *held[2];
-    const dtrain_result mine = dtrain__batch_hold(plan, batch, bytes, held);
+    uint64_t bytes[2] = {plan->fixed, 0};
+    void *held[2] = {NULL, NULL};
+    dtrain_result mine = dtrain__batch_needs(plan, batch, &bytes[1]);
+    for (int i = 0; i < 2; i++) {
+        if (mine == DTRAIN_OK) mine = device->ops->alloc(device, (size_t)bytes[i], &held[i]);
+        if (mine == DTRAIN_OK) mine = device->ops->zero(device, held[i], (size_t)bytes[i]);
+    }
+    if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
     int32_t well = mine == DTRAIN_OK;
     const dtrain_result told =
         dtrain_all_reduce(plan->comm, &well, &well, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
@@ -18802,42 +18485,32 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     return dtrain__agree(plan->comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
-static dtrain_result dtrain__batch_check(dtrain_world *world, const dtrain_plan_batch_desc *desc,
-                                         const uint32_t *batch)
-{
-    const char *missing = !world                        ? "world is NULL"
-                          : !desc                       ? "desc is NULL"
-                          : !batch                      ? "batch is NULL"
-                          : !desc->set_batch            ? "desc has no set_batch"
-                          : !desc->trainer              ? "desc has no trainer"
-                          : !desc->trainer->loss        ? "desc's trainer has no loss"
-                          : !desc->params               ? "desc has no params"
-                          : desc->max_batch > INT32_MAX ? "max_batch is above 2^31 - 1"
-                                                        : NULL;
-    if (!missing) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan_batch: %s", missing);
-}
-
+/* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
+ * them before the next collective, so that nobody waits for a rank that has left. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch)
 {
+    dtrain_strategy_desc strategy;
     dtrain__batch_plan plan;
     uint32_t found = 0;
     bool good = false;
-    DTRAIN__TRY(dtrain__batch_check(world, desc, batch));
+    if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
+        desc->max_batch > INT32_MAX)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan_batch: expected world, desc and batch, a desc with "
+                           "set_batch, trainer and params, and a max_batch below 2^31");
     memset(&plan, 0, sizeof plan);
+    memset(&strategy, 0, sizeof strategy);
+    if (desc->strategy) strategy = *desc->strategy;
     plan.world = world;
     plan.desc = desc;
-    if (desc->strategy) plan.strategy = *desc->strategy;
-    plan.comm = plan.strategy.comm ? plan.strategy.comm : dtrain_world_comm(world);
-    dtrain_result mine =
-        dtrain__strategy_needs(world, desc->params, desc->param_count, &plan.strategy,
-                               dtrain_comm_size(plan.comm), &plan.fixed);
+    plan.comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
+    dtrain_result mine = dtrain__strategy_needs(world, desc->params, desc->param_count, &strategy,
+                                                dtrain_comm_size(plan.comm), &plan.fixed);
     DTRAIN__TRY(dtrain__agree(plan.comm, mine));
-    DTRAIN__TRY(dtrain__auto_limit(world, &plan.strategy, plan.comm, &plan.limit));
+    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan.comm, &plan.limit));
     mine = dtrain__batch_search(&plan, &found);
-    if (mine == DTRAIN_OK && found == 0) mine = dtrain__batch_none(&plan);
     DTRAIN__TRY(dtrain__agree(plan.comm, mine));
     int32_t least = (int32_t)found;
     DTRAIN__TRY(
@@ -18847,42 +18520,41 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
         if (good) break;
     }
     if (!good)
-        return dtrain_fail(
-            DTRAIN_ERROR_MEMORY,
-            "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not every rank "
-            "could allocate what one sample needs: set memory_limit to less, or end "
-            "what else uses the device",
-            dtrain__mib((uint64_t)plan.limit));
+        return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                           "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not "
+                           "every rank could allocate what one sample needs: set memory_limit to "
+                           "less, or end what else uses the device",
+                           dtrain__mib((uint64_t)plan.limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
 }
 
+/* Divide twice: the global batch among ranks, and a rank's share into the largest equal parts that
+ * `batch` allows. Counting down ends at 1, which divides everything. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
                                                     int ranks, uint32_t *batch_each,
                                                     uint32_t *micro_batches)
 {
-    const char *const call = "dtrain_trainer_split_batch";
     if (!global_batch || !batch || ranks < 1 || !batch_each || !micro_batches)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: global_batch (%llu), batch (%u) or ranks (%d) is below 1, or a "
-                           "result's address is NULL",
-                           call, (unsigned long long)global_batch, batch, ranks);
-    const uint64_t own = global_batch / (uint64_t)ranks, below = own * (uint64_t)ranks;
-    if (below != global_batch)
+                           "dtrain_trainer_split_batch: global_batch (%llu), batch (%u) or ranks "
+                           "(%d) is below 1, or a result's address is NULL",
+                           (unsigned long long)global_batch, batch, ranks);
+    const uint64_t r = (uint64_t)ranks, own = global_batch / r;
+    const uint64_t nearest = (global_batch + (r - 1) / 2) / r * r;
+    if (own * r != global_batch)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: a global batch of %llu cannot be shared by %d ranks; the nearest "
-                           "that can is %llu",
-                           call, (unsigned long long)global_batch, ranks,
-                           (unsigned long long)(!below || global_batch - below > (uint64_t)ranks / 2
-                                                    ? below + (uint64_t)ranks
-                                                    : below));
+                           "dtrain_trainer_split_batch: a global batch of %llu cannot be shared by "
+                           "%d ranks; the nearest that can is %llu",
+                           (unsigned long long)global_batch, ranks,
+                           (unsigned long long)(nearest ? nearest : r));
     uint64_t micro = own < batch ? own : batch;
     while (own % micro) micro--;
     if (own / micro > UINT32_MAX)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %llu micro-batches of %llu samples are more than a step can "
-                           "have",
-                           call, (unsigned long long)(own / micro), (unsigned long long)micro);
+                           "dtrain_trainer_split_batch: %llu micro-batches of %llu samples are "
+                           "more than a step can have",
+                           (unsigned long long)(own / micro), (unsigned long long)micro);
     *batch_each = (uint32_t)micro;
     *micro_batches = (uint32_t)(own / micro);
     return DTRAIN_OK;
@@ -18898,6 +18570,11 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
  * to a program (JSON lines), and into the summary. People are shown steps done, 1 to total; the
  * file has the record's step, from 0.
  *
+ *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
+ *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
+ *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
+ *     file       {"step": 119, "loss": 3.4121, "grad_norm": 0.914, "lr": 0.00098, ...}
+ *
  * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
  * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
  *
@@ -18908,59 +18585,235 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
 
 #define DTRAIN__RECENT 1024 /* steps that medians look back on */
 
-enum {
-    DTRAIN__RECENT_RATE,
-    DTRAIN__RECENT_STEP,
-    DTRAIN__RECENT_COMM,
-    DTRAIN__RECENT_EXPOSED,
-    DTRAIN__RECENT_KINDS
-};
-
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_metrics_desc desc; /* resolved; what this rank does not write is NULL */
-    char *path;               /* a copy of jsonl_path */
-    size_t path_bytes;
-    int file;  /* -1: none */
-    bool torn; /* the last write ended inside a line */
-    uint64_t lost_lines, lines;
+    dtrain_metrics_desc desc; /* resolved; progress is NULL where this rank does not write */
+    const char *path;         /* a copy of jsonl_path, behind the struct */
+    size_t bytes;             /* of both */
+    int file;                 /* -1: none */
+    bool torn;                /* the last write ended inside a line */
     bool terminal;
+    uint64_t lost_lines, lines;
     double started;   /* when the first step began */
     double redraw_at; /* the live line rests until then */
     dtrain_step_record last;
-    dtrain_summary summary; /* running; medians are made on request */
-    double recent[DTRAIN__RECENT_KINDS][DTRAIN__RECENT];
+    dtrain_summary summary;                    /* running; medians are made on request */
+    dtrain_step_record recent[DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
 };
 
-/* Text of one line. What does not fit is cut, which no line here comes near. */
+/* ---- text of a line ---------------------------------------------------------------------------*/
+
+/* What does not fit is cut, which no line here comes near. */
 typedef struct dtrain__line {
     size_t used;
     char text[1024];
 } dtrain__line;
 
-/* Looks at the exponent bits, as dtrain_is_finite does. */
-static bool dtrain__is_finite_double(double value)
+DTRAIN__PRINTF(2, 3)
+static void dtrain__line_add(dtrain__line *line, const char *format, ...)
 {
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (bits >> 52 & 0x7ff) != 0x7ff;
+    va_list args;
+    va_start(args, format);
+    size_t room = sizeof line->text - line->used;
+    int length = vsnprintf(line->text + line->used, room, format, args);
+    va_end(args);
+    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 
-DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...);
-static void dtrain__line_number(dtrain__line *line, const char *key, double value);
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value);
-static void dtrain__line_rate(dtrain__line *line, double value);
-static void dtrain__line_duration(dtrain__line *line, double seconds);
-static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics);
-static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record);
-static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record);
-static void dtrain__metrics_json_final(dtrain_metrics *metrics);
-static void dtrain__progress_draw(dtrain_metrics *metrics);
-static void dtrain__progress_live(dtrain_metrics *metrics);
-static void dtrain__progress_table(dtrain_metrics *metrics);
+/* Add `, "key": value`, null when not finite. The host may have chosen a locale with a decimal
+ * comma; JSON has only the point. */
+static void dtrain__line_number(dtrain__line *line, const char *key, double value)
+{
+    dtrain__line_add(line, ", \"%s\": ", key);
+    size_t first = line->used;
+    if (dtrain_is_finite((float)value)) dtrain__line_add(line, "%.9g", value);
+    else dtrain__line_add(line, "null");
+    for (size_t i = first; i < line->used; i++)
+        if (line->text[i] == ',') line->text[i] = '.';
+}
 
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
+{
+    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
+}
+
+/* Add "950", "41.2k", "1.30M". */
+static void dtrain__line_rate(dtrain__line *line, double value)
+{
+    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
+    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
+    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
+    else dtrain__line_add(line, "%.2fG", value * 1e-9);
+}
+
+/* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
+static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *metrics)
+{
+    const int64_t steps = metrics->desc.total_steps - (metrics->last.step + 1);
+    const double seconds =
+        metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
+    if (steps < 0 || metrics->desc.total_steps <= 0 || seconds > 1e9) {
+        dtrain__line_add(line, "-");
+        return;
+    }
+    const long long whole = (long long)(seconds + 0.5);
+    if (whole >= 3600) dtrain__line_add(line, "%lld:", whole / 3600);
+    dtrain__line_add(line, whole >= 3600 ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60,
+                     whole % 60);
+}
+
+/* ---- the file ---------------------------------------------------------------------------------*/
+
+/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
+ * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
+static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
+{
+    dtrain__line_add(line, "}\n");
+    const char *next = metrics->torn ? line->text : line->text + 1;
+    size_t left = (size_t)(line->text + line->used - next);
+    metrics->lines++;
+    while (left > 0) {
+        ssize_t wrote = write(metrics->file, next, left);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote <= 0) break;
+        next += wrote;
+        left -= (size_t)wrote;
+        metrics->torn = left > 0;
+    }
+    if (left > 0 && metrics->lost_lines++ == 0)
+        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
+                   "the log file %s cannot be written: %s; training goes on without its lines",
+                   metrics->path, strerror(errno));
+}
+
+/* Write the line of one step. What was not measured is left out, what is not finite is null. */
+static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    dtrain__line line;
+    line.used = 0;
+    dtrain__line_add(&line, "\n{\"step\": %lld", (long long)record->step);
+    dtrain__line_number(&line, "loss", record->loss);
+    if (dtrain_is_finite((float)record->val_loss))
+        dtrain__line_number(&line, "val_loss", record->val_loss);
+    dtrain__line_number(&line, "grad_norm", record->grad_norm);
+    dtrain__line_number(&line, "lr", record->lr);
+    dtrain__line_integer(&line, "tokens", record->tokens);
+    dtrain__line_number(&line, "tokens_per_second", record->tokens_per_second);
+    dtrain__line_number(&line, "step_ms", record->step_ms);
+    dtrain__line_number(&line, "comm_ms", record->comm_ms);
+    dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
+    dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
+    if (record->loss_scale > 0) {
+        dtrain__line_number(&line, "loss_scale", record->loss_scale);
+        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
+    }
+    dtrain__metrics_write(metrics, &line);
+}
+
+/* Write the last line: what a benchmark script reads with `tail -1`. */
+static void dtrain__metrics_json_final(dtrain_metrics *metrics)
+{
+    dtrain__line line;
+    dtrain_summary s;
+    line.used = 0;
+    dtrain_metrics_summary(metrics, &s);
+    dtrain__line_add(&line, "\n{\"final\": true");
+    if (s.steps) dtrain__line_integer(&line, "step", (uint64_t)metrics->last.step);
+    else dtrain__line_number(&line, "step", DTRAIN__NAN);
+    dtrain__line_number(&line, "loss", s.last_loss);
+    if (dtrain_is_finite((float)s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
+    dtrain__line_integer(&line, "steps", (uint64_t)s.steps);
+    dtrain__line_integer(&line, "tokens", s.tokens);
+    dtrain__line_number(&line, "first_loss", s.first_loss);
+    dtrain__line_number(&line, "last_loss", s.last_loss);
+    dtrain__line_number(&line, "seconds", s.seconds);
+    dtrain__line_number(&line, "tokens_per_second", s.tokens_per_second);
+    dtrain__line_number(&line, "step_ms", s.step_ms);
+    dtrain__line_number(&line, "comm_ms", s.comm_ms);
+    dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
+    dtrain__line_number(&line, "scaling", s.scaling);
+    dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
+    dtrain__metrics_write(metrics, &line);
+}
+
+/* ---- progress ---------------------------------------------------------------------------------*/
+
+/* Draw the live line over itself. The most wanted comes first: a line wider than the terminal would
+ * wrap, and '\r' comes back over one row only, so it is cut. */
+static void dtrain__progress_draw(const dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const int64_t done = r->step + 1, total = metrics->desc.total_steps;
+    dtrain__line line;
+    struct winsize size;
+    line.used = 0;
+    dtrain__line_add(&line, "step %lld", (long long)done);
+    if (total > 0) {
+        char bar[] = "[          ]";
+        const int64_t width = (int64_t)sizeof bar - 3;
+        const int64_t filled =
+            done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
+        memset(bar + 1, '=', (size_t)filled);
+        if (filled < width) bar[1 + filled] = '>';
+        dtrain__line_add(&line, "/%lld %s", (long long)total, bar);
+    }
+    dtrain__line_add(&line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
+    dtrain__line_rate(&line, r->tokens_per_second);
+    dtrain__line_add(&line, " tok/s  %.1f ms", r->step_ms);
+    if (total > 0) {
+        dtrain__line_add(&line, "  eta ");
+        dtrain__line_time_left(&line, metrics);
+    }
+    if (dtrain_world_size(metrics->world) > 1)
+        dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
+        line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
+    fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
+    fflush(metrics->desc.progress);
+}
+
+/* Show the step on a terminal. An evaluation stays on the screen, the live line goes on below. */
+static void dtrain__progress_live(dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const double now = dtrain_seconds();
+    if (dtrain_is_finite((float)r->val_loss))
+        fprintf(metrics->desc.progress, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+                (long long)r->step + 1, r->loss, r->val_loss);
+    else if (now < metrics->redraw_at) return;
+    metrics->redraw_at = now + 0.1;
+    dtrain__progress_draw(metrics);
+}
+
+/* Add a row to the table for the first step, every progress_every-th, evaluated ones and the last.
+ * Every column is one word, so that awk and sort can read it as well. */
+static void dtrain__progress_table(const dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const int64_t done = r->step + 1;
+    const bool first = metrics->summary.steps == 1,
+               evaluated = dtrain_is_finite((float)r->val_loss);
+    dtrain__line rate, left, val;
+    if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
+        done != metrics->desc.total_steps)
+        return;
+    rate.used = left.used = val.used = 0;
+    dtrain__line_rate(&rate, r->tokens_per_second);
+    dtrain__line_time_left(&left, metrics);
+    if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
+    if (first)
+        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s\n", "step", "loss",
+                "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed", "eta");
+    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8s\n",
+            (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
+            r->step_ms, r->comm_ms, r->exposed_comm_ms, left.text);
+    fflush(metrics->desc.progress);
+}
+
+/* ---- the run ----------------------------------------------------------------------------------*/
+
+/* Open the report. Ranks other than 0 have neither file nor progress, whatever desc says. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out)
 {
@@ -18968,78 +18821,58 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: world, desc or out is NULL");
     *out = NULL;
-    dtrain_allocator allocator = world->allocator;
-    dtrain_metrics *metrics =
-        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
+    const bool writes = dtrain_world_rank(world) == 0;
+    const char *path = writes && desc->jsonl_path ? desc->jsonl_path : "";
+    const size_t path_bytes = strlen(path) + 1, bytes = sizeof(dtrain_metrics) + path_bytes;
+    const dtrain_allocator *allocator = &world->allocator;
+    dtrain_metrics *metrics = (dtrain_metrics *)dtrain__alloc(allocator, bytes, 1, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
-    metrics->allocator = allocator;
+    metrics->allocator = *allocator;
     metrics->world = world;
     metrics->desc = *desc;
+    metrics->bytes = bytes;
+    metrics->path = (char *)memcpy(metrics + 1, path, path_bytes);
     metrics->file = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (dtrain_world_rank(world) != 0) {
-        metrics->desc.progress = NULL;
-        metrics->desc.jsonl_path = NULL;
-    }
+    if (!writes) metrics->desc.progress = NULL;
     FILE *progress = metrics->desc.progress;
     metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
-    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
-    metrics->summary.val_loss = dtrain__nan();
-    dtrain_result result = dtrain__metrics_open(metrics);
-    if (result != DTRAIN_OK) {
-        dtrain_metrics_destroy(metrics);
-        return result;
+    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
+    metrics->summary.val_loss = DTRAIN__NAN;
+    dtrain_result result = DTRAIN_OK;
+    if (*path) {
+        metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
+        if (metrics->file < 0)
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "dtrain_metrics_create: the log file %s cannot be opened: %s",
+                                 path, strerror(errno));
     }
-    *out = metrics;
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK) *out = metrics;
+    else dtrain_metrics_destroy(metrics);
+    return result;
 }
 
-static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
-{
-    const char *path = metrics->desc.jsonl_path;
-    if (!path) return DTRAIN_OK;
-    metrics->path_bytes = strlen(path) + 1;
-    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
-    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
-    memcpy(metrics->path, path, metrics->path_bytes);
-    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
-    if (metrics->file < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
-                           strerror(errno));
-    return DTRAIN_OK;
-}
-
-/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
- * step before the first record: that step has been paid for as well. */
-static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain_summary *s = &metrics->summary;
-    double now = dtrain_seconds();
-    if (s->steps == 0) {
-        s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
-    }
-    int64_t slot = s->steps % DTRAIN__RECENT;
-    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
-    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
-    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
-    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
-    s->steps++;
-    s->last_loss = record->loss;
-    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
-    s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->seconds = now - metrics->started;
-    metrics->last = *record;
-}
-
+/* Count a step and report it. Every rank keeps the books, so that a summary can be asked for
+ * anywhere. The clock starts one step before the first record: that step has been paid for as
+ * well. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record)
 {
     if (!metrics || !record)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
-    dtrain__metrics_count(metrics, record);
+    dtrain_summary *s = &metrics->summary;
+    const double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    metrics->last = metrics->recent[s->steps % DTRAIN__RECENT] = *record;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain_is_finite((float)record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
     if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
     if (!metrics->desc.progress) return DTRAIN_OK;
     if (metrics->terminal) dtrain__progress_live(metrics);
@@ -19047,6 +18880,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     return DTRAIN_OK;
 }
 
+/* Order doubles for qsort; none of them is NaN. */
 static int dtrain__compare_doubles(const void *a, const void *b)
 {
     double x, y;
@@ -19055,14 +18889,18 @@ static int dtrain__compare_doubles(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
-static double dtrain__median(const double *values, int64_t count)
+/* Compute the median of a field of the recent records, which lies at `offset`; NaN when none of
+ * its values is finite. */
+static double dtrain__median(const dtrain_metrics *metrics, size_t offset)
 {
+    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
     double sorted[DTRAIN__RECENT];
     size_t n = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
-    if (n == 0) return dtrain__nan();
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(&sorted[n], (const char *)&metrics->recent[i] + offset, sizeof *sorted);
+        if (dtrain_is_finite((float)sorted[n])) n++;
+    }
+    if (n == 0) return DTRAIN__NAN;
     qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
     return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
 }
@@ -19072,17 +18910,20 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
     if (!summary) return;
     memset(summary, 0, sizeof *summary);
     if (!metrics) return;
-    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
     *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
-    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
-    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
-    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
+    summary->tokens_per_second =
+        dtrain__median(metrics, offsetof(dtrain_step_record, tokens_per_second));
+    summary->step_ms = dtrain__median(metrics, offsetof(dtrain_step_record, step_ms));
+    summary->comm_ms = dtrain__median(metrics, offsetof(dtrain_step_record, comm_ms));
+    summary->exposed_comm_ms =
+        dtrain__median(metrics, offsetof(dtrain_step_record, exposed_comm_ms));
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
-                           : dtrain__nan();
+                           : DTRAIN__NAN;
 }
 
+/* End the report; a second call finds nothing left to do. The file's errors are told here, where
+ * the training is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
     if (!metrics)
@@ -19111,229 +18952,7 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     if (!metrics) return;
     const dtrain_allocator allocator = metrics->allocator;
     dtrain_metrics_finish(metrics);
-    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
-    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
-}
-
-/* ---- the file ---------------------------------------------------------------------------------*/
-
-/* Writes the line and its '\n'. text[0] is a spare '\n': after a write that stopped inside a line
- * (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
-static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
-{
-    dtrain__line_add(line, "}\n");
-    const char *next = metrics->torn ? line->text : line->text + 1;
-    size_t left = (size_t)(line->text + line->used - next);
-    metrics->lines++;
-    while (left > 0) {
-        ssize_t wrote = write(metrics->file, next, left);
-        if (wrote < 0 && errno == EINTR) continue;
-        if (wrote <= 0) break;
-        next += wrote;
-        left -= (size_t)wrote;
-        metrics->torn = left > 0;
-    }
-    if (left > 0 && metrics->lost_lines++ == 0)
-        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "the log file %s cannot be written: %s; training goes on without its lines",
-                   metrics->path, strerror(errno));
-}
-
-static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain__line line;
-    line.used = 0;
-    dtrain__line_add(&line, "\n{\"step\": %lld", (long long)record->step);
-    dtrain__line_number(&line, "loss", record->loss);
-    if (dtrain__is_finite_double(record->val_loss))
-        dtrain__line_number(&line, "val_loss", record->val_loss);
-    dtrain__line_number(&line, "grad_norm", record->grad_norm);
-    dtrain__line_number(&line, "lr", record->lr);
-    dtrain__line_integer(&line, "tokens", record->tokens);
-    dtrain__line_number(&line, "tokens_per_second", record->tokens_per_second);
-    dtrain__line_number(&line, "step_ms", record->step_ms);
-    dtrain__line_number(&line, "comm_ms", record->comm_ms);
-    dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
-    dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
-    if (record->loss_scale > 0) {
-        dtrain__line_number(&line, "loss_scale", record->loss_scale);
-        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
-    }
-    dtrain__metrics_write(metrics, &line);
-}
-
-/* The last line: what a benchmark script reads with `tail -1`. */
-static void dtrain__metrics_json_final(dtrain_metrics *metrics)
-{
-    dtrain__line line;
-    dtrain_summary s;
-    line.used = 0;
-    dtrain_metrics_summary(metrics, &s);
-    if (s.steps)
-        dtrain__line_add(&line, "\n{\"final\": true, \"step\": %lld",
-                         (long long)metrics->last.step);
-    else dtrain__line_add(&line, "\n{\"final\": true, \"step\": null");
-    dtrain__line_number(&line, "loss", s.last_loss);
-    if (dtrain__is_finite_double(s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
-    dtrain__line_integer(&line, "steps", (uint64_t)s.steps);
-    dtrain__line_integer(&line, "tokens", s.tokens);
-    dtrain__line_number(&line, "first_loss", s.first_loss);
-    dtrain__line_number(&line, "last_loss", s.last_loss);
-    dtrain__line_number(&line, "seconds", s.seconds);
-    dtrain__line_number(&line, "tokens_per_second", s.tokens_per_second);
-    dtrain__line_number(&line, "step_ms", s.step_ms);
-    dtrain__line_number(&line, "comm_ms", s.comm_ms);
-    dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
-    dtrain__line_number(&line, "scaling", s.scaling);
-    dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
-    dtrain__metrics_write(metrics, &line);
-}
-
-/* ---- progress ---------------------------------------------------------------------------------*/
-
-/* Seconds until total_steps at the pace so far; negative when unknown. */
-static double dtrain__metrics_left(const dtrain_metrics *metrics)
-{
-    int64_t left = metrics->desc.total_steps - (metrics->last.step + 1);
-    if (metrics->desc.total_steps <= 0 || left < 0) return -1;
-    return metrics->summary.seconds / (double)metrics->summary.steps * (double)left;
-}
-
-static void dtrain__line_bar(dtrain__line *line, int64_t done, int64_t total)
-{
-    char bar[] = "[          ]";
-    const int64_t width = (int64_t)sizeof bar - 3;
-    double share = (double)done / (double)total;
-    int64_t filled = share >= 1 ? width : (int64_t)(share * (double)width);
-    for (int64_t i = 0; i < filled; i++) bar[1 + i] = '=';
-    if (filled < width) bar[1 + filled] = '>';
-    dtrain__line_add(line, "/%lld %s", (long long)total, bar);
-}
-
-/* The most wanted comes first: narrow terminals cut the end off. */
-static void dtrain__progress_text(const dtrain_metrics *metrics, dtrain__line *line)
-{
-    const dtrain_step_record *r = &metrics->last;
-    line->used = 0;
-    dtrain__line_add(line, "step %lld", (long long)r->step + 1);
-    if (metrics->desc.total_steps > 0)
-        dtrain__line_bar(line, r->step + 1, metrics->desc.total_steps);
-    dtrain__line_add(line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
-    dtrain__line_rate(line, r->tokens_per_second);
-    dtrain__line_add(line, " tok/s  %.1f ms", r->step_ms);
-    double left = dtrain__metrics_left(metrics);
-    if (left >= 0) {
-        dtrain__line_add(line, "  eta ");
-        dtrain__line_duration(line, left);
-    }
-    if (dtrain_world_size(metrics->world) > 1)
-        dtrain__line_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-}
-
-/* Redraws the live line. A line wider than the terminal would wrap, and '\r' comes back over one
- * row only: it is cut. */
-static void dtrain__progress_draw(dtrain_metrics *metrics)
-{
-    dtrain__line line;
-    struct winsize size;
-    dtrain__progress_text(metrics, &line);
-    int64_t columns = 0;
-    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0) columns = size.ws_col;
-    if (columns > 1) line.used = (size_t)dtrain__min((int64_t)line.used, columns - 1);
-    fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
-    fflush(metrics->desc.progress);
-}
-
-static void dtrain__progress_live(dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    double now = dtrain_seconds();
-    bool evaluated = dtrain__is_finite_double(r->val_loss);
-    if (evaluated) /* stays on the screen, the live line goes on below */
-        fprintf(metrics->desc.progress, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                (long long)r->step + 1, r->loss, r->val_loss);
-    if (!evaluated && now < metrics->redraw_at) return;
-    metrics->redraw_at = now + 0.1;
-    dtrain__progress_draw(metrics);
-}
-
-/* One row of the table; every column is one word, so that awk and sort can read it as well. */
-static void dtrain__progress_row(dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    dtrain__line rate, left, val;
-    rate.used = left.used = val.used = 0;
-    dtrain__line_rate(&rate, r->tokens_per_second);
-    dtrain__line_duration(&left, dtrain__metrics_left(metrics));
-    if (dtrain__is_finite_double(r->val_loss)) dtrain__line_add(&val, "%.4f", r->val_loss);
-    else dtrain__line_add(&val, "-");
-    if (metrics->summary.steps == 1)
-        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s\n", "step", "loss",
-                "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed", "eta");
-    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8s\n",
-            (long long)r->step + 1, r->loss, val.text, r->grad_norm, r->lr, rate.text, r->step_ms,
-            r->comm_ms, r->exposed_comm_ms, left.text);
-    fflush(metrics->desc.progress);
-}
-
-static void dtrain__progress_table(dtrain_metrics *metrics)
-{
-    int64_t done = metrics->last.step + 1;
-    if (metrics->summary.steps == 1 || done % metrics->desc.progress_every == 0 ||
-        done == metrics->desc.total_steps || dtrain__is_finite_double(metrics->last.val_loss))
-        dtrain__progress_row(metrics);
-}
-
-/* ---- lines ------------------------------------------------------------------------------------*/
-
-DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    size_t room = sizeof line->text - line->used;
-    int length = vsnprintf(line->text + line->used, room, format, args);
-    va_end(args);
-    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
-}
-
-/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
- * JSON has only the point. */
-static void dtrain__line_number(dtrain__line *line, const char *key, double value)
-{
-    dtrain__line_add(line, ", \"%s\": ", key);
-    size_t first = line->used;
-    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
-    else dtrain__line_add(line, "null");
-    for (size_t i = first; i < line->used; i++)
-        if (line->text[i] == ',') line->text[i] = '.';
-}
-
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
-{
-    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
-}
-
-/* "950", "41.2k", "1.30M" */
-static void dtrain__line_rate(dtrain__line *line, double value)
-{
-    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
-    else dtrain__line_add(line, "%.2fG", value * 1e-9);
-}
-
-/* "0:12", "1:02:03", "-" when unknown */
-static void dtrain__line_duration(dtrain__line *line, double seconds)
-{
-    if (!(seconds >= 0) || seconds > 1e9) {
-        dtrain__line_add(line, "-");
-        return;
-    }
-    long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600)
-        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
-    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
+    dtrain__free(&allocator, metrics, metrics->bytes, 1);
 }
 
 /* ================================================================================================

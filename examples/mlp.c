@@ -205,7 +205,8 @@ static int train(dtrain_world *world, void *user)
                                          .seed = 1,
                                          .shuffle = true,
                                          .drop_last = true};
-    const int64_t own = dtrain_sampler_count(&sampler); /* samples of this rank in an epoch */
+    int64_t own; /* samples of this rank in an epoch */
+    CHECK(dtrain_sampler_indices(&sampler, 0, NULL, NULL, &own));
     int64_t batch = BATCH / ranks > 0 ? BATCH / ranks : 1;
     if (own < 1)
         CHECK(dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%d ranks cannot share %lld training samples",
@@ -236,7 +237,7 @@ static int train(dtrain_world *world, void *user)
     for (int64_t epoch = 0; epoch < d->epochs; epoch++) {
         float loss, norm, clip, sum = 0;
         double share;
-        CHECK(dtrain_sampler_indices(&sampler, (uint64_t)epoch, scratch, order));
+        CHECK(dtrain_sampler_indices(&sampler, (uint64_t)epoch, scratch, order, &own));
         for (int64_t step = 0; step < steps; step++) {
             for (int64_t b = 0; b < batch; b++) {
                 const int64_t row = order[step * batch + b];

@@ -99,7 +99,6 @@ extern "C" {
 #include "tape/elementwise.c"
 #include "tape/checkpointing.c"
 #include "tape/arena.c"
-#include "optim/clip.c"
 #include "optim/scaler.c"
 #include "optim/optimizer.c"
 #include "optim/schedule.c"

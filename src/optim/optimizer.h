@@ -30,7 +30,9 @@ typedef struct dtrain_optimizer_desc {
                                 Adam", ICML 2021). 0 = of all steps */
 } dtrain_optimizer_desc;
 
+/* Return the defaults of AdamW (Loshchilov and Hutter, ICLR 2019), which are those of torch. */
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
+/* Return the defaults of SGD: no momentum, no weight decay. */
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 
 /* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
@@ -39,14 +41,22 @@ DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
+/* Free an optimizer and its state; NULL is ignored. */
 DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
 /* Update the parameters once, with every gradient multiplied by grad_scale on its way in, and
  * publish them: collective where anything is sharded. A rate or scale that is not finite, or a
  * negative rate, is an error before anything is touched. */
 DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr,
                                                float grad_scale);
-/* Bytes of this rank's state, wherever it is. */
-DTRAIN_API uint64_t dtrain_optimizer_state_bytes(const dtrain_optimizer *optimizer);
+
+typedef struct dtrain_optimizer_info {
+    uint32_t kind;        /* dtrain_optimizer_kind */
+    uint64_t step_count;  /* updates made */
+    uint64_t state_bytes; /* of this rank's moments, wherever they are */
+} dtrain_optimizer_info;
+/* Tell what an optimizer has done and holds; all zero for an optimizer of NULL. */
+DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
+                                       dtrain_optimizer_info *info);
 
 typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_CONSTANT = 0,
@@ -54,14 +64,14 @@ typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_COSINE = 2
 } dtrain_schedule_kind;
 
-/* A learning rate for every step, counted from 0. Warm-up: lr * (step + 1) / warmup_steps. Then
- * from lr at warmup_steps to min_lr at total_steps, along a line or half a cosine; min_lr after
- * that. */
+/* Learning rates of a run. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
+ * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
     int64_t warmup_steps, total_steps;
 } dtrain_schedule;
+/* Return the learning rate of a step, counted from 0. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
 
 typedef enum dtrain_lr_scaling {

@@ -18,29 +18,28 @@
 #include "core/result.h"
 #include "strategy/strategy.h"
 
-/* Start from dtrain_loss_scaler_defaults(). */
+/* A field of zero takes its default. */
 typedef struct dtrain_loss_scaler_desc {
-    float initial_scale;      /* 65536 */
-    float growth_factor;      /* 2 */
-    float backoff_factor;     /* 0.5 */
-    uint32_t growth_interval; /* 2000: good steps in a row before the scale grows */
-    uint32_t hysteresis;      /* 1: every overflow lowers the scale, as in torch. n: the nth one
+    float initial_scale;      /* 0 = 65536 */
+    float growth_factor;      /* 0 = 2 */
+    float backoff_factor;     /* 0 = 0.5 */
+    uint32_t growth_interval; /* good steps in a row before the scale grows; 0 = 2000 */
+    uint32_t hysteresis;      /* 0 = 1: every overflow lowers the scale, as in torch. n: the nth one
                                  since it grew and those that follow do, as in DeepSpeed */
-    float minimum_scale;      /* 1: what would fall below is an error */
+    float minimum_scale;      /* what would fall below is an error; 0 = 1 */
 } dtrain_loss_scaler_desc;
 
 /* Plain data: copy it, save it, compare it. */
 typedef struct dtrain_loss_scaler {
-    dtrain_loss_scaler_desc desc;
-    float scale;            /* of the next step's backward */
-    uint32_t good_steps;    /* in a row, since the scale last grew or a step overflowed */
-    uint32_t bad_left;      /* the scale falls at the overflow that finds 1 here */
-    uint32_t bad_steps;     /* overflows in a row */
-    uint64_t skipped_steps; /* overflows since init */
+    dtrain_loss_scaler_desc desc; /* its defaults filled in */
+    float scale;                  /* of the next step's backward */
+    uint32_t good_steps;          /* in a row, since the scale last grew or a step overflowed */
+    uint32_t bad_left;            /* the scale falls at the overflow that finds 1 here */
+    uint32_t bad_steps;           /* overflows in a row */
+    uint64_t skipped_steps;       /* overflows since init */
 } dtrain_loss_scaler;
 
-DTRAIN_API dtrain_loss_scaler_desc dtrain_loss_scaler_defaults(void);
-/* Initialise a scaler; desc NULL = defaults. Nothing is allocated. */
+/* Initialise a scaler; desc NULL = all defaults, which are those of torch. Nothing is allocated. */
 DTRAIN_API dtrain_result dtrain_loss_scaler_init(dtrain_loss_scaler *scaler,
                                                  const dtrain_loss_scaler_desc *desc);
 /* Adapt the scale, once a step, after the step was taken or skipped. With hysteresis 1 the scales

@@ -7,7 +7,13 @@
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 
-/* In double, rounded once: the same number whatever machine or world size asks. */
+/* Follow the schedule at one step:
+ *
+ *     0 .. warmup - 1      lr (step + 1) / warmup
+ *     warmup .. total      from lr to min_lr, along a line or half a cosine
+ *     total ..             min_lr
+ *
+ * In double, rounded once: the same number whatever machine or world size asks. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
 {
     if (!schedule) return 0;

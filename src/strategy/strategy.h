@@ -119,7 +119,7 @@ typedef struct dtrain_strategy_desc {
     uint64_t memory_limit;      /* AUTO: bytes a rank may use; 0 = what is left of the launch's
                                    memory_limit, and without one 15/16 of what is free */
     uint64_t other_bytes;       /* AUTO: bytes of a rank beside the strategy's and the optimizer's:
-                                   activations (dtrain_trainer_plan_activations), the process */
+                                   activations (dtrain_trainer_plan), the process */
     uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
                                    0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
     uint64_t init_seed;         /* for parameters the library initialises */

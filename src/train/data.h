@@ -9,7 +9,7 @@
 #include "core/result.h"
 #include "world/world.h"
 
-/* Which of item_count items one rank gets: number by number those of
+/* Says which of item_count items one rank gets: number by number those of
  * torch.utils.data.DistributedSampler. */
 typedef struct dtrain_sampler_desc {
     uint32_t rank, rank_count; /* rank_count 0 = 1 */
@@ -17,14 +17,11 @@ typedef struct dtrain_sampler_desc {
     uint64_t seed; /* low 32 bits of seed + epoch are used */
     bool shuffle, drop_last;
 } dtrain_sampler_desc;
-/* Return how many indices each rank gets per epoch; 0 after an argument error. */
-DTRAIN_API int64_t dtrain_sampler_count(const dtrain_sampler_desc *desc);
-/* Write the indices of one epoch: indices (dtrain_sampler_count). scratch (item_count) is used when
- * shuffling. */
+/* Write the indices of one epoch: indices (*count), in the order of torch.randperm when shuffling.
+ * With indices NULL only *count is written: it is the same on every rank and in every epoch.
+ * scratch (item_count) is used when shuffling, which takes fewer than 2^32 / 20 items. */
 DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
-                                                int64_t *scratch, int64_t *indices);
-/* Write a permutation of 0 to n - 1: that of torch.randperm on the CPU for n below 2^32 / 20. */
-DTRAIN_API dtrain_result dtrain_randperm(uint64_t seed, int64_t n, int64_t *out);
+                                                int64_t *scratch, int64_t *indices, int64_t *count);
 
 typedef struct dtrain_dataset dtrain_dataset;
 
@@ -36,14 +33,16 @@ typedef struct dtrain_dataset_desc {
     int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
     const char *path;
 } dtrain_dataset_desc;
+/* Open a token file. Only its header is read: ids are checked when they are read. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
+/* Close a token file; NULL is ignored. Loaders that read it are destroyed before. */
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
 
 typedef struct dtrain_dataset_info {
     int64_t token_count, vocab_count;
 } dtrain_dataset_info;
-/* All zero for a dataset of NULL. */
+/* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
 /* Read tokens (count), from position first on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
@@ -64,8 +63,10 @@ typedef struct dtrain_loader_desc {
     bool in_order; /* no shuffling: for evaluation */
     dtrain_dataset *dataset;
 } dtrain_loader_desc;
+/* Create a loader for one rank of the world; the dataset must outlive it. Local. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
+/* Free a loader; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
 /* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
  * token later. A call that failed can be repeated. */
@@ -76,7 +77,7 @@ typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
     uint64_t position; /* samples handed out so far, by all ranks together */
 } dtrain_loader_info;
-/* All zero for a loader of NULL. */
+/* Tell the samples of an epoch and the position; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
 /* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);

@@ -4,6 +4,11 @@
  * to a program (JSON lines), and into the summary. People are shown steps done, 1 to total; the
  * file has the record's step, from 0.
  *
+ *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
+ *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
+ *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
+ *     file       {"step": 119, "loss": 3.4121, "grad_norm": 0.914, "lr": 0.00098, ...}
+ *
  * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
  * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
  *
@@ -13,6 +18,7 @@
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
+#include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world.h"
@@ -25,59 +31,235 @@
 
 #define DTRAIN__RECENT 1024 /* steps that medians look back on */
 
-enum {
-    DTRAIN__RECENT_RATE,
-    DTRAIN__RECENT_STEP,
-    DTRAIN__RECENT_COMM,
-    DTRAIN__RECENT_EXPOSED,
-    DTRAIN__RECENT_KINDS
-};
-
 struct dtrain_metrics {
     dtrain_allocator allocator;
     dtrain_world *world;
-    dtrain_metrics_desc desc; /* resolved; what this rank does not write is NULL */
-    char *path;               /* a copy of jsonl_path */
-    size_t path_bytes;
-    int file;  /* -1: none */
-    bool torn; /* the last write ended inside a line */
-    uint64_t lost_lines, lines;
+    dtrain_metrics_desc desc; /* resolved; progress is NULL where this rank does not write */
+    const char *path;         /* a copy of jsonl_path, behind the struct */
+    size_t bytes;             /* of both */
+    int file;                 /* -1: none */
+    bool torn;                /* the last write ended inside a line */
     bool terminal;
+    uint64_t lost_lines, lines;
     double started;   /* when the first step began */
     double redraw_at; /* the live line rests until then */
     dtrain_step_record last;
-    dtrain_summary summary; /* running; medians are made on request */
-    double recent[DTRAIN__RECENT_KINDS][DTRAIN__RECENT];
+    dtrain_summary summary;                    /* running; medians are made on request */
+    dtrain_step_record recent[DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
 };
 
-/* Text of one line. What does not fit is cut, which no line here comes near. */
+/* ---- text of a line ---------------------------------------------------------------------------*/
+
+/* What does not fit is cut, which no line here comes near. */
 typedef struct dtrain__line {
     size_t used;
     char text[1024];
 } dtrain__line;
 
-/* Looks at the exponent bits, as dtrain_is_finite does. */
-static bool dtrain__is_finite_double(double value)
+DTRAIN__PRINTF(2, 3)
+static void dtrain__line_add(dtrain__line *line, const char *format, ...)
 {
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return (bits >> 52 & 0x7ff) != 0x7ff;
+    va_list args;
+    va_start(args, format);
+    size_t room = sizeof line->text - line->used;
+    int length = vsnprintf(line->text + line->used, room, format, args);
+    va_end(args);
+    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 
-DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...);
-static void dtrain__line_number(dtrain__line *line, const char *key, double value);
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value);
-static void dtrain__line_rate(dtrain__line *line, double value);
-static void dtrain__line_duration(dtrain__line *line, double seconds);
-static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics);
-static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record);
-static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record);
-static void dtrain__metrics_json_final(dtrain_metrics *metrics);
-static void dtrain__progress_draw(dtrain_metrics *metrics);
-static void dtrain__progress_live(dtrain_metrics *metrics);
-static void dtrain__progress_table(dtrain_metrics *metrics);
+/* Add `, "key": value`, null when not finite. The host may have chosen a locale with a decimal
+ * comma; JSON has only the point. */
+static void dtrain__line_number(dtrain__line *line, const char *key, double value)
+{
+    dtrain__line_add(line, ", \"%s\": ", key);
+    size_t first = line->used;
+    if (dtrain_is_finite((float)value)) dtrain__line_add(line, "%.9g", value);
+    else dtrain__line_add(line, "null");
+    for (size_t i = first; i < line->used; i++)
+        if (line->text[i] == ',') line->text[i] = '.';
+}
 
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
+{
+    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
+}
+
+/* Add "950", "41.2k", "1.30M". */
+static void dtrain__line_rate(dtrain__line *line, double value)
+{
+    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
+    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
+    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
+    else dtrain__line_add(line, "%.2fG", value * 1e-9);
+}
+
+/* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
+static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *metrics)
+{
+    const int64_t steps = metrics->desc.total_steps - (metrics->last.step + 1);
+    const double seconds =
+        metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
+    if (steps < 0 || metrics->desc.total_steps <= 0 || seconds > 1e9) {
+        dtrain__line_add(line, "-");
+        return;
+    }
+    const long long whole = (long long)(seconds + 0.5);
+    if (whole >= 3600) dtrain__line_add(line, "%lld:", whole / 3600);
+    dtrain__line_add(line, whole >= 3600 ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60,
+                     whole % 60);
+}
+
+/* ---- the file ---------------------------------------------------------------------------------*/
+
+/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
+ * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
+static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
+{
+    dtrain__line_add(line, "}\n");
+    const char *next = metrics->torn ? line->text : line->text + 1;
+    size_t left = (size_t)(line->text + line->used - next);
+    metrics->lines++;
+    while (left > 0) {
+        ssize_t wrote = write(metrics->file, next, left);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote <= 0) break;
+        next += wrote;
+        left -= (size_t)wrote;
+        metrics->torn = left > 0;
+    }
+    if (left > 0 && metrics->lost_lines++ == 0)
+        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
+                   "the log file %s cannot be written: %s; training goes on without its lines",
+                   metrics->path, strerror(errno));
+}
+
+/* Write the line of one step. What was not measured is left out, what is not finite is null. */
+static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    dtrain__line line;
+    line.used = 0;
+    dtrain__line_add(&line, "\n{\"step\": %lld", (long long)record->step);
+    dtrain__line_number(&line, "loss", record->loss);
+    if (dtrain_is_finite((float)record->val_loss))
+        dtrain__line_number(&line, "val_loss", record->val_loss);
+    dtrain__line_number(&line, "grad_norm", record->grad_norm);
+    dtrain__line_number(&line, "lr", record->lr);
+    dtrain__line_integer(&line, "tokens", record->tokens);
+    dtrain__line_number(&line, "tokens_per_second", record->tokens_per_second);
+    dtrain__line_number(&line, "step_ms", record->step_ms);
+    dtrain__line_number(&line, "comm_ms", record->comm_ms);
+    dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
+    dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
+    if (record->loss_scale > 0) {
+        dtrain__line_number(&line, "loss_scale", record->loss_scale);
+        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
+    }
+    dtrain__metrics_write(metrics, &line);
+}
+
+/* Write the last line: what a benchmark script reads with `tail -1`. */
+static void dtrain__metrics_json_final(dtrain_metrics *metrics)
+{
+    dtrain__line line;
+    dtrain_summary s;
+    line.used = 0;
+    dtrain_metrics_summary(metrics, &s);
+    dtrain__line_add(&line, "\n{\"final\": true");
+    if (s.steps) dtrain__line_integer(&line, "step", (uint64_t)metrics->last.step);
+    else dtrain__line_number(&line, "step", DTRAIN__NAN);
+    dtrain__line_number(&line, "loss", s.last_loss);
+    if (dtrain_is_finite((float)s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
+    dtrain__line_integer(&line, "steps", (uint64_t)s.steps);
+    dtrain__line_integer(&line, "tokens", s.tokens);
+    dtrain__line_number(&line, "first_loss", s.first_loss);
+    dtrain__line_number(&line, "last_loss", s.last_loss);
+    dtrain__line_number(&line, "seconds", s.seconds);
+    dtrain__line_number(&line, "tokens_per_second", s.tokens_per_second);
+    dtrain__line_number(&line, "step_ms", s.step_ms);
+    dtrain__line_number(&line, "comm_ms", s.comm_ms);
+    dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
+    dtrain__line_number(&line, "scaling", s.scaling);
+    dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
+    dtrain__metrics_write(metrics, &line);
+}
+
+/* ---- progress ---------------------------------------------------------------------------------*/
+
+/* Draw the live line over itself. The most wanted comes first: a line wider than the terminal would
+ * wrap, and '\r' comes back over one row only, so it is cut. */
+static void dtrain__progress_draw(const dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const int64_t done = r->step + 1, total = metrics->desc.total_steps;
+    dtrain__line line;
+    struct winsize size;
+    line.used = 0;
+    dtrain__line_add(&line, "step %lld", (long long)done);
+    if (total > 0) {
+        char bar[] = "[          ]";
+        const int64_t width = (int64_t)sizeof bar - 3;
+        const int64_t filled =
+            done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
+        memset(bar + 1, '=', (size_t)filled);
+        if (filled < width) bar[1 + filled] = '>';
+        dtrain__line_add(&line, "/%lld %s", (long long)total, bar);
+    }
+    dtrain__line_add(&line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
+    dtrain__line_rate(&line, r->tokens_per_second);
+    dtrain__line_add(&line, " tok/s  %.1f ms", r->step_ms);
+    if (total > 0) {
+        dtrain__line_add(&line, "  eta ");
+        dtrain__line_time_left(&line, metrics);
+    }
+    if (dtrain_world_size(metrics->world) > 1)
+        dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
+        line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
+    fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
+    fflush(metrics->desc.progress);
+}
+
+/* Show the step on a terminal. An evaluation stays on the screen, the live line goes on below. */
+static void dtrain__progress_live(dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const double now = dtrain_seconds();
+    if (dtrain_is_finite((float)r->val_loss))
+        fprintf(metrics->desc.progress, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+                (long long)r->step + 1, r->loss, r->val_loss);
+    else if (now < metrics->redraw_at) return;
+    metrics->redraw_at = now + 0.1;
+    dtrain__progress_draw(metrics);
+}
+
+/* Add a row to the table for the first step, every progress_every-th, evaluated ones and the last.
+ * Every column is one word, so that awk and sort can read it as well. */
+static void dtrain__progress_table(const dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const int64_t done = r->step + 1;
+    const bool first = metrics->summary.steps == 1,
+               evaluated = dtrain_is_finite((float)r->val_loss);
+    dtrain__line rate, left, val;
+    if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
+        done != metrics->desc.total_steps)
+        return;
+    rate.used = left.used = val.used = 0;
+    dtrain__line_rate(&rate, r->tokens_per_second);
+    dtrain__line_time_left(&left, metrics);
+    if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
+    if (first)
+        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s\n", "step", "loss",
+                "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed", "eta");
+    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8s\n",
+            (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
+            r->step_ms, r->comm_ms, r->exposed_comm_ms, left.text);
+    fflush(metrics->desc.progress);
+}
+
+/* ---- the run ----------------------------------------------------------------------------------*/
+
+/* Open the report. Ranks other than 0 have neither file nor progress, whatever desc says. */
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out)
 {
@@ -85,78 +267,58 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: world, desc or out is NULL");
     *out = NULL;
-    dtrain_allocator allocator = world->allocator;
-    dtrain_metrics *metrics =
-        (dtrain_metrics *)dtrain__alloc(&allocator, 1, sizeof *metrics, "metrics");
+    const bool writes = dtrain_world_rank(world) == 0;
+    const char *path = writes && desc->jsonl_path ? desc->jsonl_path : "";
+    const size_t path_bytes = strlen(path) + 1, bytes = sizeof(dtrain_metrics) + path_bytes;
+    const dtrain_allocator *allocator = &world->allocator;
+    dtrain_metrics *metrics = (dtrain_metrics *)dtrain__alloc(allocator, bytes, 1, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
-    metrics->allocator = allocator;
+    metrics->allocator = *allocator;
     metrics->world = world;
     metrics->desc = *desc;
+    metrics->bytes = bytes;
+    metrics->path = (char *)memcpy(metrics + 1, path, path_bytes);
     metrics->file = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (dtrain_world_rank(world) != 0) {
-        metrics->desc.progress = NULL;
-        metrics->desc.jsonl_path = NULL;
-    }
+    if (!writes) metrics->desc.progress = NULL;
     FILE *progress = metrics->desc.progress;
     metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
-    metrics->summary.first_loss = metrics->summary.last_loss = dtrain__nan();
-    metrics->summary.val_loss = dtrain__nan();
-    dtrain_result result = dtrain__metrics_open(metrics);
-    if (result != DTRAIN_OK) {
-        dtrain_metrics_destroy(metrics);
-        return result;
+    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
+    metrics->summary.val_loss = DTRAIN__NAN;
+    dtrain_result result = DTRAIN_OK;
+    if (*path) {
+        metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
+        if (metrics->file < 0)
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "dtrain_metrics_create: the log file %s cannot be opened: %s",
+                                 path, strerror(errno));
     }
-    *out = metrics;
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK) *out = metrics;
+    else dtrain_metrics_destroy(metrics);
+    return result;
 }
 
-static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
-{
-    const char *path = metrics->desc.jsonl_path;
-    if (!path) return DTRAIN_OK;
-    metrics->path_bytes = strlen(path) + 1;
-    metrics->path = (char *)dtrain__alloc(&metrics->allocator, metrics->path_bytes, 1, "a path");
-    if (!metrics->path) return DTRAIN_ERROR_MEMORY;
-    memcpy(metrics->path, path, metrics->path_bytes);
-    metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
-    if (metrics->file < 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_metrics_create: the log file %s cannot be opened: %s", path,
-                           strerror(errno));
-    return DTRAIN_OK;
-}
-
-/* Every rank keeps the books, so that a summary can be asked for anywhere. The clock starts one
- * step before the first record: that step has been paid for as well. */
-static void dtrain__metrics_count(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain_summary *s = &metrics->summary;
-    double now = dtrain_seconds();
-    if (s->steps == 0) {
-        s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
-    }
-    int64_t slot = s->steps % DTRAIN__RECENT;
-    metrics->recent[DTRAIN__RECENT_RATE][slot] = record->tokens_per_second;
-    metrics->recent[DTRAIN__RECENT_STEP][slot] = record->step_ms;
-    metrics->recent[DTRAIN__RECENT_COMM][slot] = record->comm_ms;
-    metrics->recent[DTRAIN__RECENT_EXPOSED][slot] = record->exposed_comm_ms;
-    s->steps++;
-    s->last_loss = record->loss;
-    if (dtrain__is_finite_double(record->val_loss)) s->val_loss = record->val_loss;
-    s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->seconds = now - metrics->started;
-    metrics->last = *record;
-}
-
+/* Count a step and report it. Every rank keeps the books, so that a summary can be asked for
+ * anywhere. The clock starts one step before the first record: that step has been paid for as
+ * well. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record)
 {
     if (!metrics || !record)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
-    dtrain__metrics_count(metrics, record);
+    dtrain_summary *s = &metrics->summary;
+    const double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    metrics->last = metrics->recent[s->steps % DTRAIN__RECENT] = *record;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain_is_finite((float)record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
     if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
     if (!metrics->desc.progress) return DTRAIN_OK;
     if (metrics->terminal) dtrain__progress_live(metrics);
@@ -164,6 +326,7 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
     return DTRAIN_OK;
 }
 
+/* Order doubles for qsort; none of them is NaN. */
 static int dtrain__compare_doubles(const void *a, const void *b)
 {
     double x, y;
@@ -172,14 +335,18 @@ static int dtrain__compare_doubles(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Median of the finite ones of `count` values (at most DTRAIN__RECENT), NaN when there are none. */
-static double dtrain__median(const double *values, int64_t count)
+/* Compute the median of a field of the recent records, which lies at `offset`; NaN when none of
+ * its values is finite. */
+static double dtrain__median(const dtrain_metrics *metrics, size_t offset)
 {
+    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
     double sorted[DTRAIN__RECENT];
     size_t n = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (dtrain__is_finite_double(values[i])) sorted[n++] = values[i];
-    if (n == 0) return dtrain__nan();
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(&sorted[n], (const char *)&metrics->recent[i] + offset, sizeof *sorted);
+        if (dtrain_is_finite((float)sorted[n])) n++;
+    }
+    if (n == 0) return DTRAIN__NAN;
     qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
     return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
 }
@@ -189,17 +356,20 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
     if (!summary) return;
     memset(summary, 0, sizeof *summary);
     if (!metrics) return;
-    int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
     *summary = metrics->summary;
-    summary->tokens_per_second = dtrain__median(metrics->recent[DTRAIN__RECENT_RATE], count);
-    summary->step_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_STEP], count);
-    summary->comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_COMM], count);
-    summary->exposed_comm_ms = dtrain__median(metrics->recent[DTRAIN__RECENT_EXPOSED], count);
+    summary->tokens_per_second =
+        dtrain__median(metrics, offsetof(dtrain_step_record, tokens_per_second));
+    summary->step_ms = dtrain__median(metrics, offsetof(dtrain_step_record, step_ms));
+    summary->comm_ms = dtrain__median(metrics, offsetof(dtrain_step_record, comm_ms));
+    summary->exposed_comm_ms =
+        dtrain__median(metrics, offsetof(dtrain_step_record, exposed_comm_ms));
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
-                           : dtrain__nan();
+                           : DTRAIN__NAN;
 }
 
+/* End the report; a second call finds nothing left to do. The file's errors are told here, where
+ * the training is over and an error stops nothing. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
 {
     if (!metrics)
@@ -228,227 +398,5 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
     if (!metrics) return;
     const dtrain_allocator allocator = metrics->allocator;
     dtrain_metrics_finish(metrics);
-    dtrain__free(&allocator, metrics->path, metrics->path_bytes, 1);
-    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
-}
-
-/* ---- the file ---------------------------------------------------------------------------------*/
-
-/* Writes the line and its '\n'. text[0] is a spare '\n': after a write that stopped inside a line
- * (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
-static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
-{
-    dtrain__line_add(line, "}\n");
-    const char *next = metrics->torn ? line->text : line->text + 1;
-    size_t left = (size_t)(line->text + line->used - next);
-    metrics->lines++;
-    while (left > 0) {
-        ssize_t wrote = write(metrics->file, next, left);
-        if (wrote < 0 && errno == EINTR) continue;
-        if (wrote <= 0) break;
-        next += wrote;
-        left -= (size_t)wrote;
-        metrics->torn = left > 0;
-    }
-    if (left > 0 && metrics->lost_lines++ == 0)
-        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "the log file %s cannot be written: %s; training goes on without its lines",
-                   metrics->path, strerror(errno));
-}
-
-static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain__line line;
-    line.used = 0;
-    dtrain__line_add(&line, "\n{\"step\": %lld", (long long)record->step);
-    dtrain__line_number(&line, "loss", record->loss);
-    if (dtrain__is_finite_double(record->val_loss))
-        dtrain__line_number(&line, "val_loss", record->val_loss);
-    dtrain__line_number(&line, "grad_norm", record->grad_norm);
-    dtrain__line_number(&line, "lr", record->lr);
-    dtrain__line_integer(&line, "tokens", record->tokens);
-    dtrain__line_number(&line, "tokens_per_second", record->tokens_per_second);
-    dtrain__line_number(&line, "step_ms", record->step_ms);
-    dtrain__line_number(&line, "comm_ms", record->comm_ms);
-    dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
-    dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
-    if (record->loss_scale > 0) {
-        dtrain__line_number(&line, "loss_scale", record->loss_scale);
-        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
-    }
-    dtrain__metrics_write(metrics, &line);
-}
-
-/* The last line: what a benchmark script reads with `tail -1`. */
-static void dtrain__metrics_json_final(dtrain_metrics *metrics)
-{
-    dtrain__line line;
-    dtrain_summary s;
-    line.used = 0;
-    dtrain_metrics_summary(metrics, &s);
-    if (s.steps)
-        dtrain__line_add(&line, "\n{\"final\": true, \"step\": %lld",
-                         (long long)metrics->last.step);
-    else dtrain__line_add(&line, "\n{\"final\": true, \"step\": null");
-    dtrain__line_number(&line, "loss", s.last_loss);
-    if (dtrain__is_finite_double(s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
-    dtrain__line_integer(&line, "steps", (uint64_t)s.steps);
-    dtrain__line_integer(&line, "tokens", s.tokens);
-    dtrain__line_number(&line, "first_loss", s.first_loss);
-    dtrain__line_number(&line, "last_loss", s.last_loss);
-    dtrain__line_number(&line, "seconds", s.seconds);
-    dtrain__line_number(&line, "tokens_per_second", s.tokens_per_second);
-    dtrain__line_number(&line, "step_ms", s.step_ms);
-    dtrain__line_number(&line, "comm_ms", s.comm_ms);
-    dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
-    dtrain__line_number(&line, "scaling", s.scaling);
-    dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
-    dtrain__metrics_write(metrics, &line);
-}
-
-/* ---- progress ---------------------------------------------------------------------------------*/
-
-/* Seconds until total_steps at the pace so far; negative when unknown. */
-static double dtrain__metrics_left(const dtrain_metrics *metrics)
-{
-    int64_t left = metrics->desc.total_steps - (metrics->last.step + 1);
-    if (metrics->desc.total_steps <= 0 || left < 0) return -1;
-    return metrics->summary.seconds / (double)metrics->summary.steps * (double)left;
-}
-
-static void dtrain__line_bar(dtrain__line *line, int64_t done, int64_t total)
-{
-    char bar[] = "[          ]";
-    const int64_t width = (int64_t)sizeof bar - 3;
-    double share = (double)done / (double)total;
-    int64_t filled = share >= 1 ? width : (int64_t)(share * (double)width);
-    for (int64_t i = 0; i < filled; i++) bar[1 + i] = '=';
-    if (filled < width) bar[1 + filled] = '>';
-    dtrain__line_add(line, "/%lld %s", (long long)total, bar);
-}
-
-/* The most wanted comes first: narrow terminals cut the end off. */
-static void dtrain__progress_text(const dtrain_metrics *metrics, dtrain__line *line)
-{
-    const dtrain_step_record *r = &metrics->last;
-    line->used = 0;
-    dtrain__line_add(line, "step %lld", (long long)r->step + 1);
-    if (metrics->desc.total_steps > 0)
-        dtrain__line_bar(line, r->step + 1, metrics->desc.total_steps);
-    dtrain__line_add(line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
-    dtrain__line_rate(line, r->tokens_per_second);
-    dtrain__line_add(line, " tok/s  %.1f ms", r->step_ms);
-    double left = dtrain__metrics_left(metrics);
-    if (left >= 0) {
-        dtrain__line_add(line, "  eta ");
-        dtrain__line_duration(line, left);
-    }
-    if (dtrain_world_size(metrics->world) > 1)
-        dtrain__line_add(line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-}
-
-/* Redraws the live line. A line wider than the terminal would wrap, and '\r' comes back over one
- * row only: it is cut. */
-static void dtrain__progress_draw(dtrain_metrics *metrics)
-{
-    dtrain__line line;
-    struct winsize size;
-    dtrain__progress_text(metrics, &line);
-    int64_t columns = 0;
-    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0) columns = size.ws_col;
-    if (columns > 1) line.used = (size_t)dtrain__min((int64_t)line.used, columns - 1);
-    fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
-    fflush(metrics->desc.progress);
-}
-
-static void dtrain__progress_live(dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    double now = dtrain_seconds();
-    bool evaluated = dtrain__is_finite_double(r->val_loss);
-    if (evaluated) /* stays on the screen, the live line goes on below */
-        fprintf(metrics->desc.progress, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                (long long)r->step + 1, r->loss, r->val_loss);
-    if (!evaluated && now < metrics->redraw_at) return;
-    metrics->redraw_at = now + 0.1;
-    dtrain__progress_draw(metrics);
-}
-
-/* One row of the table; every column is one word, so that awk and sort can read it as well. */
-static void dtrain__progress_row(dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    dtrain__line rate, left, val;
-    rate.used = left.used = val.used = 0;
-    dtrain__line_rate(&rate, r->tokens_per_second);
-    dtrain__line_duration(&left, dtrain__metrics_left(metrics));
-    if (dtrain__is_finite_double(r->val_loss)) dtrain__line_add(&val, "%.4f", r->val_loss);
-    else dtrain__line_add(&val, "-");
-    if (metrics->summary.steps == 1)
-        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s\n", "step", "loss",
-                "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed", "eta");
-    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8s\n",
-            (long long)r->step + 1, r->loss, val.text, r->grad_norm, r->lr, rate.text, r->step_ms,
-            r->comm_ms, r->exposed_comm_ms, left.text);
-    fflush(metrics->desc.progress);
-}
-
-static void dtrain__progress_table(dtrain_metrics *metrics)
-{
-    int64_t done = metrics->last.step + 1;
-    if (metrics->summary.steps == 1 || done % metrics->desc.progress_every == 0 ||
-        done == metrics->desc.total_steps || dtrain__is_finite_double(metrics->last.val_loss))
-        dtrain__progress_row(metrics);
-}
-
-/* ---- lines ------------------------------------------------------------------------------------*/
-
-DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    size_t room = sizeof line->text - line->used;
-    int length = vsnprintf(line->text + line->used, room, format, args);
-    va_end(args);
-    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
-}
-
-/* `, "key": value`, null when not finite. The host may have chosen a locale with a decimal comma;
- * JSON has only the point. */
-static void dtrain__line_number(dtrain__line *line, const char *key, double value)
-{
-    dtrain__line_add(line, ", \"%s\": ", key);
-    size_t first = line->used;
-    if (dtrain__is_finite_double(value)) dtrain__line_add(line, "%.9g", value);
-    else dtrain__line_add(line, "null");
-    for (size_t i = first; i < line->used; i++)
-        if (line->text[i] == ',') line->text[i] = '.';
-}
-
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
-{
-    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
-}
-
-/* "950", "41.2k", "1.30M" */
-static void dtrain__line_rate(dtrain__line *line, double value)
-{
-    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
-    else dtrain__line_add(line, "%.2fG", value * 1e-9);
-}
-
-/* "0:12", "1:02:03", "-" when unknown */
-static void dtrain__line_duration(dtrain__line *line, double seconds)
-{
-    if (!(seconds >= 0) || seconds > 1e9) {
-        dtrain__line_add(line, "-");
-        return;
-    }
-    long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600)
-        dtrain__line_add(line, "%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
-    else dtrain__line_add(line, "%lld:%02lld", whole / 60, whole % 60);
+    dtrain__free(&allocator, metrics, metrics->bytes, 1);
 }

@@ -1,6 +1,6 @@
 /* Metrics
  *
- * Reports a run: a line on the terminal, a file of JSON lines, and a summary. Call
+ * Report a run: a line on the terminal, a file of JSON lines, and a summary. Call
  * dtrain_metrics_step with each record of the trainer, and dtrain_metrics_finish at the end. */
 
 #pragma once
@@ -39,9 +39,10 @@ typedef struct dtrain_summary {
     double scaling;                           /* (step - exposed) / step: an upper estimate */
     uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;
+/* Tell what the run has come to so far, on any rank. */
 DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
-/* Ends the progress line, writes a last JSON object with the summary and "final": true, and closes
+/* End the progress line, write a last JSON object with the summary and "final": true, and close
  * the file. DTRAIN_ERROR_FILE when lines were lost on the way. */
 DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
-/* Finishes, if that was not done, and frees. Safe on NULL. */
+/* Finish, if that was not done, and free; NULL is ignored. */
 DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);

@@ -27,18 +27,36 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-static dtrain_result dtrain__queue_run(dtrain_trainer *trainer);
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same);
+static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
 
+/* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
+ * third is recorded, and then it is run like those after it. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
+    dtrain_device *device = queue->device;
     const float *norm = queue->results + desc->micro_batches;
+    bool same = true;
     *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
     queue->now->seed = dtrain__step_seed(trainer);
-    DTRAIN__TRY(dtrain__queue_run(trainer));
-    DTRAIN__TRY(queue->device->ops->synchronize(queue->device));
+    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
+    if (queue->graph && !same) {
+        device->ops->graph_destroy(device, queue->graph);
+        queue->graph = NULL;
+    }
+    if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
+    else if (!queue->graph) {
+        DTRAIN__TRY(device->ops->graph_begin(device));
+        const dtrain_result result = dtrain__queue_all(trainer);
+        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
+        DTRAIN__TRY(result);
+        DTRAIN__TRY(ended);
+    }
+    if (queue->graph) DTRAIN__TRY(device->ops->graph_launch(device, queue->graph));
+    DTRAIN__TRY(device->ops->synchronize(device));
     queue->steps++;
     for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
     record->loss /= desc->micro_batches;
@@ -47,49 +65,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__queue_micro(dtrain_trainer *trainer, uint32_t micro)
-{
-    dtrain__queue *queue = trainer->queue;
-    dtrain__feed *feed = &queue->feeds[micro];
-    dtrain_tensor *loss;
-    feed->next = 0;
-    trainer->tape->feed = feed;
-    trainer->tape->scalars = queue->scalars; /* which add the seed of the step */
-    const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
-    trainer->tape->feed = NULL;
-    trainer->tape->scalars = NULL;
-    feed->filled = false;
-    DTRAIN__TRY(result);
-    return queue->device->ops->copy_async(queue->device, queue->results + micro, loss->data,
-                                          sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* The same calls in the same order whether the device runs or records them. */
-static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain__queue *queue = trainer->queue;
-    dtrain_device *device = queue->device;
-    dtrain_clip_args clip;
-    memset(&clip, 0, sizeof clip);
-    clip.sum_squares = desc->strategy->sum_squares;
-    clip.max_norm = desc->clip;
-    clip.scalars = queue->scalars;
-    clip.norm = (float *)(void *)(queue->scalars + 1);
-    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
-                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        DTRAIN__TRY(dtrain__queue_micro(trainer, micro));
-    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
-    DTRAIN__TRY(device->ops->clip(device, &clip));
-    DTRAIN__TRY(dtrain__optimizer_run(desc->optimizer, queue->now, queue->scalars));
-    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
-                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
-}
-
-/* From the second step on the inputs are known and can be fetched before anything is queued. False
- * in *same: targets are ignored in another number of places, and the recorded loss would divide by
- * the wrong count. */
+/* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
+ * known where they go. False in *same: targets are ignored in another number of places, and the
+ * recorded loss would divide by the wrong count. */
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
 {
     *same = true;
@@ -108,36 +86,45 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
     return DTRAIN_OK;
 }
 
-/* Two steps run as they are queued: memory is allocated, kernels are chosen. The third is
- * recorded, and then it is run like those after it. */
-static dtrain_result dtrain__queue_run(dtrain_trainer *trainer)
+/* Queue a whole step: the same calls in the same order whether the device runs or records them. */
+static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
 {
+    const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
-    bool same = true;
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
-    if (queue->graph && !same) {
-        device->ops->graph_destroy(device, queue->graph);
-        queue->graph = NULL;
-    }
-    if (queue->steps < 2) return dtrain__queue_all(trainer);
-    if (!queue->graph) {
-        DTRAIN__TRY(device->ops->graph_begin(device));
-        const dtrain_result result = dtrain__queue_all(trainer);
-        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
+    dtrain_tape *tape = trainer->tape;
+    DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
+                                        DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++) {
+        dtrain__feed *feed = &queue->feeds[micro];
+        dtrain_tensor *loss;
+        feed->next = 0;
+        tape->feed = feed;
+        tape->scalars = queue->scalars; /* which add the seed of the step */
+        const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
+        tape->feed = NULL;
+        tape->scalars = NULL;
+        feed->filled = false;
         DTRAIN__TRY(result);
-        DTRAIN__TRY(ended);
+        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
+                                            sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
-    return device->ops->graph_launch(device, queue->graph);
+    dtrain_clip_args clip;
+    memset(&clip, 0, sizeof clip);
+    clip.sum_squares = desc->strategy->sum_squares;
+    clip.max_norm = desc->clip;
+    clip.scalars = queue->scalars;
+    clip.norm = (float *)(void *)(queue->scalars + 1);
+    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
+    DTRAIN__TRY(device->ops->clip(device, &clip));
+    DTRAIN__TRY(dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars));
+    return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
+                                   sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
-static size_t dtrain__results_bytes(const dtrain_trainer *trainer)
-{
-    return ((size_t)trainer->desc.micro_batches + 1) * sizeof(float);
-}
-
+/* Refuse by name what cannot be recorded. */
 static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
 {
     const char *missing = NULL;
@@ -165,44 +152,44 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_trainer_create: graph needs %s", missing);
 }
 
+/* Allocate what a step without the host needs; after a failure queue_destroy frees what is
+ * there. */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
 {
+    const uint32_t micro_batches = trainer->desc.micro_batches;
     void *memory;
     DTRAIN__TRY(dtrain__queue_check(trainer));
     dtrain__queue *queue = trainer->queue =
         (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
     if (!queue) return DTRAIN_ERROR_MEMORY;
     dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
-    queue->feeds =
-        (dtrain__feed *)dtrain__alloc(&trainer->allocator, trainer->desc.micro_batches,
-                                      sizeof *queue->feeds, "the inputs of a queued step");
+    queue->feeds = (dtrain__feed *)dtrain__alloc(&trainer->allocator, micro_batches,
+                                                 sizeof *queue->feeds, "a queued step's inputs");
     if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
     queue->scalars = (dtrain_step_scalars *)memory;
-    DTRAIN__TRY(device->ops->host_alloc(device, sizeof *queue->now, &memory));
+    queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 1) * sizeof(float);
+    DTRAIN__TRY(device->ops->host_alloc(device, queue->pinned_bytes, &memory));
     queue->now = (dtrain_step_scalars *)memory;
-    DTRAIN__TRY(device->ops->host_alloc(device, dtrain__results_bytes(trainer), &memory));
-    queue->results = (float *)memory;
+    queue->results = (float *)(void *)(queue->now + 1);
     return DTRAIN_OK;
 }
 
+/* Free the queue, when the device has come to rest: it may still replay a step that failed. */
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
 {
     dtrain__queue *queue = trainer->queue;
+    const uint32_t micro_batches = trainer->desc.micro_batches;
     if (!queue) return;
-    const dtrain_device_ops *ops = queue->device->ops;
-    ops->synchronize(queue->device);
-    if (queue->graph) ops->graph_destroy(queue->device, queue->graph);
-    for (uint32_t m = 0; queue->feeds && m < trainer->desc.micro_batches; m++)
+    dtrain_device *device = queue->device;
+    device->ops->synchronize(device);
+    if (queue->graph) device->ops->graph_destroy(device, queue->graph);
+    for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
         for (size_t i = 0; i < queue->feeds[m].count; i++)
-            ops->host_free(queue->device, queue->feeds[m].items[i].pinned,
-                           queue->feeds[m].items[i].bytes);
-    if (queue->scalars) ops->free(queue->device, queue->scalars, 2 * sizeof *queue->scalars);
-    if (queue->now) ops->host_free(queue->device, queue->now, sizeof *queue->now);
-    if (queue->results)
-        ops->host_free(queue->device, queue->results, dtrain__results_bytes(trainer));
-    dtrain__free(&trainer->allocator, queue->feeds, trainer->desc.micro_batches,
-                 sizeof *queue->feeds);
+            device->ops->host_free(device, queue->feeds[m].items[i].pinned,
+                                   queue->feeds[m].items[i].bytes);
+    if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
+    if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
+    dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
     dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
-    trainer->queue = NULL;
 }

@@ -38,25 +38,18 @@
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
+#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
 
-static uint64_t dtrain__micro_seed(uint32_t micro);
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record);
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own);
-static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word);
-static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word);
-static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm);
-static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record);
-static void dtrain__straggler_count(dtrain_trainer *trainer, dtrain_step_record *record);
-static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_record *record);
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
+                                              double *mean);
+static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
-static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer);
-static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer);
 
-/* One step: micro-batches and update, either with the host in the middle or queued as a whole, and
- * then the record. */
+/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
+ * and then the record. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     if (!trainer || !trainer->desc.optimizer)
@@ -90,9 +83,9 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
-/* One micro-batch up to its averaged gradient. *loss is read by the caller, after finish: a device
- * with a queue works through all of it before the host waits. A tape error (a NULL tensor) comes
- * out of backward. A batch that a feed holds already is not fetched again. */
+/* Run one micro-batch up to its averaged gradient. *loss is read by the caller, after finish: a
+ * device with a queue works through all of it before the host waits. A tape error (a NULL tensor)
+ * comes out of backward. A batch that a feed holds already is not fetched again. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
                                                     uint64_t seed, dtrain_tensor **loss)
 {
@@ -102,33 +95,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
     if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
-    DTRAIN__TRY(dtrain_tape_begin(tape, desc->tape_flags, seed + dtrain__micro_seed(micro)));
+    DTRAIN__TRY(dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro));
     *loss = desc->loss(tape, desc->user);
     DTRAIN__TRY(dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches));
     return dtrain_strategy_finish(desc->strategy);
 }
 
-/* Micro-batches and update with the host in the middle. Fills loss and grad_norm. */
+/* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm
+ * that is not finite leaves the parameters as they are. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    const uint32_t count = trainer->desc.micro_batches;
-    for (uint32_t micro = 0; micro < count; micro++) {
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    float norm = 0, scale = 1;
+    bool found_inf;
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++) {
         dtrain_tensor *tensor;
         float loss = 0;
         DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, dtrain__step_seed(trainer), &tensor));
         DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
         record->loss += (double)loss;
     }
-    record->loss /= count;
-    return dtrain__trainer_update(trainer, record);
-}
-
-/* Norm and optimizer; a norm that is not finite leaves the parameters as they are. */
-static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    float norm = 0, scale = 1;
-    bool found_inf;
+    record->loss /= desc->micro_batches;
     if (trainer->scaling)
         DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
                                                &scale, &found_inf));
@@ -138,9 +125,9 @@ static dtrain_result dtrain__trainer_update(dtrain_trainer *trainer, dtrain_step
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
 }
 
-/* Random numbers of dropout must differ between steps, micro-batches and ranks, and a run that is
- * repeated must repeat them. A pass uses the sum of both: the first changes from step to step, the
- * second is the same in all. */
+/* Return the seed of this rank's step. Random numbers of dropout must differ between steps,
+ * micro-batches and ranks, and a run that is repeated must repeat them. A pass uses the sum of this
+ * and of its micro-batch's seed, which is the same in all steps: so it can be recorded. */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 {
     uint32_t random[4];
@@ -148,129 +135,97 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
     dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
     return (uint64_t)random[1] << 32 | random[0];
 }
-static uint64_t dtrain__micro_seed(uint32_t micro)
-{
-    return UINT64_C(0x9e3779b97f4a7c15) * micro; /* an odd factor: no two are equal */
-}
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
-/* Completes the record from the words of all ranks. */
+/* Complete the record from the words of all ranks, which come to the same verdict here: all losses
+ * and the norm finite, or the same error on each; and all loss scales move alike. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record)
 {
-    double seconds = 0;
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
-    DTRAIN__TRY(dtrain__trainer_judge(trainer, (float)record->grad_norm));
-    DTRAIN__TRY(dtrain__trainer_rescale(trainer, record));
-    for (int r = 0; r < trainer->ranks; r++) {
-        const double step = (double)dtrain__trainer_word(trainer, r, DTRAIN__WORD_STEP);
-        if (step > seconds) seconds = step;
-    }
-    const uint64_t tokens =
-        (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
-    record->loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
-    record->val_loss = dtrain__nan();
-    record->tokens = tokens * (uint64_t)(trainer->step + 1);
-    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
-    record->step_ms = 1e3 * seconds;
-    record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
-    record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
-    dtrain__straggler_count(trainer, record);
-    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
-    dtrain__straggler_warn(trainer, record);
-    return DTRAIN_OK;
-}
-
-/* After the exchange: the same verdict on every rank. */
-static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float norm)
-{
     const char *advice = "lower the learning rate, clip gradients or look at the data";
+    const bool overflow = !dtrain_is_finite((float)record->grad_norm);
+    dtrain_loss_scaler *scaler = &trainer->scaler;
+    double mean[DTRAIN__WORD_COUNT], seconds = 0;
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     for (int r = 0; r < trainer->ranks; r++) {
-        float loss = dtrain__trainer_word(trainer, r, DTRAIN__WORD_LOSS);
-        if (!dtrain_is_finite(loss))
+        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+        if (!dtrain_is_finite(words[DTRAIN__WORD_LOSS]))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
                                (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
-                               (double)loss, advice);
+                               (double)words[DTRAIN__WORD_LOSS], advice);
+        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
     }
-    if (!dtrain_is_finite(norm) && !trainer->scaling)
+    if (overflow && !trainer->scaling)
         return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                            "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
                            "every loss is finite: %s",
-                           (long long)trainer->step, (double)norm, advice);
+                           (long long)trainer->step, record->grad_norm, advice);
+    if (trainer->scaling) {
+        record->loss_scale = (double)scaler->scale;
+        DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
+        record->skipped_steps = scaler->skipped_steps;
+    }
+    const uint64_t tokens =
+        (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
+    record->loss = mean[DTRAIN__WORD_LOSS];
+    record->val_loss = DTRAIN__NAN;
+    record->tokens = tokens * (uint64_t)(trainer->step + 1);
+    record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
+    record->step_ms = 1e3 * seconds;
+    record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
+    record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
+    dtrain__straggler(trainer, record);
     return DTRAIN_OK;
 }
 
-/* After the verdict, and from the same numbers on every rank: all scales move alike. */
-static dtrain_result dtrain__trainer_rescale(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    dtrain_loss_scaler *scaler = &trainer->scaler;
-    if (!trainer->scaling) return DTRAIN_OK;
-    record->loss_scale = (double)scaler->scale;
-    DTRAIN__TRY(dtrain_loss_scaler_update(scaler, !dtrain_is_finite((float)record->grad_norm)));
-    record->skipped_steps = scaler->skipped_steps;
-    return DTRAIN_OK;
-}
-
-/* This rank's words go into its slot; afterwards every rank has the same `words`. Gathered in
- * place, and nothing is allocated per step. */
-static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own)
+/* Gather the words of all ranks, in place, and take their means in rank order: the same bits
+ * everywhere. Nothing is allocated per step. */
+static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
+                                              double *mean)
 {
     float *slot = trainer->words + trainer->rank * DTRAIN__WORD_COUNT;
     memcpy(slot, own, DTRAIN__WORDS_BYTES);
-    return dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
-                             DTRAIN_DTYPE_F32, NULL);
-}
-
-static float dtrain__trainer_word(const dtrain_trainer *trainer, int rank, int word)
-{
-    return trainer->words[rank * DTRAIN__WORD_COUNT + word];
-}
-
-/* Over ranks, in rank order: the same bits everywhere. */
-static double dtrain__trainer_mean(const dtrain_trainer *trainer, int word)
-{
-    double sum = 0;
-    for (int r = 0; r < trainer->ranks; r++) sum += (double)dtrain__trainer_word(trainer, r, word);
-    return sum / trainer->ranks;
-}
-
-/* ---- stragglers -------------------------------------------------------------------------------*/
-
-static double dtrain__trainer_compute(const dtrain_trainer *trainer, int rank)
-{
-    return (double)dtrain__trainer_word(trainer, rank, DTRAIN__WORD_STEP) -
-           (double)dtrain__trainer_word(trainer, rank, DTRAIN__WORD_EXPOSED);
-}
-
-/* Finds the slowest rank and its score, and counts for how long it has been a straggler. Of an even
- * number of ranks the lower median counts: the mean of the middle two would keep one slow rank of
- * two below a score of 2 for ever. */
-static void dtrain__straggler_count(dtrain_trainer *trainer, dtrain_step_record *record)
-{
-    int slowest = 0;
-    for (int r = 0; r < trainer->ranks; r++) {
-        double seconds = dtrain__trainer_compute(trainer, r);
-        if (seconds > dtrain__trainer_compute(trainer, slowest)) slowest = r;
-        int at = r; /* insertion sort: few ranks, and no allocation */
-        for (; at > 0 && trainer->compute[at - 1] > seconds; at--)
-            trainer->compute[at] = trainer->compute[at - 1];
-        trainer->compute[at] = seconds;
+    DTRAIN__TRY(dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
+                                  DTRAIN_DTYPE_F32, NULL));
+    for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
+        mean[word] = 0;
+        for (int r = 0; r < trainer->ranks; r++)
+            mean[word] += (double)trainer->words[r * DTRAIN__WORD_COUNT + word];
+        mean[word] /= trainer->ranks;
     }
-    double median = trainer->compute[(trainer->ranks - 1) / 2];
-    double most = trainer->compute[trainer->ranks - 1];
+    return DTRAIN_OK;
+}
+
+/* Find the slowest rank and its score, and count for how long it has been a straggler; every rank
+ * comes to the same end, and rank 0 names a lasting one, once. Of an even number of ranks the lower
+ * median counts: the mean of the middle two would keep one slow rank of two below a score of 2 for
+ * ever. */
+static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    const float *words = trainer->words;
+    double *sorted = trainer->compute, most = -1;
+    int slowest = 0;
+    for (int r = 0; r < trainer->ranks; r++, words += DTRAIN__WORD_COUNT) {
+        const double seconds =
+            (double)words[DTRAIN__WORD_STEP] - (double)words[DTRAIN__WORD_EXPOSED];
+        if (r == 0 || seconds > most) {
+            most = seconds;
+            slowest = r;
+        }
+        int at = r; /* insertion sort: few ranks, and no allocation */
+        for (; at > 0 && sorted[at - 1] > seconds; at--) sorted[at] = sorted[at - 1];
+        sorted[at] = seconds;
+    }
+    const double median = sorted[(trainer->ranks - 1) / 2];
     record->straggler_score = median > 0 ? most / median : 1;
+    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, slowest);
     if (record->straggler_score <= DTRAIN__SLOW_SCORE) trainer->slow_steps = 0;
     else trainer->slow_steps = slowest == trainer->slow_rank ? trainer->slow_steps + 1 : 1;
     trainer->slow_rank = slowest;
-}
-
-/* Names a lasting straggler, once. Every rank comes to the same end here, rank 0 says it. */
-static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_record *record)
-{
-    if (trainer->slow_steps < DTRAIN__SLOW_STEPS || trainer->named[trainer->slow_rank]) return;
-    trainer->named[trainer->slow_rank] = true;
+    if (trainer->slow_steps < DTRAIN__SLOW_STEPS || trainer->named[slowest]) return;
+    trainer->named[slowest] = true;
     if (trainer->rank == 0)
         dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
                    "rank %d is a straggler: it has computed more than twice as long as the median "
@@ -281,6 +236,8 @@ static void dtrain__straggler_warn(dtrain_trainer *trainer, const dtrain_step_re
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
+/* Evaluate on a tape that keeps nothing for a backward; one exchange at the end averages the means
+ * of all ranks. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss)
@@ -302,14 +259,16 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         sum += (double)one;
     }
     float own[DTRAIN__WORD_COUNT] = {0};
+    double mean[DTRAIN__WORD_COUNT];
     own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
-    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own));
-    *loss = dtrain__trainer_mean(trainer, DTRAIN__WORD_LOSS);
+    DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    *loss = mean[DTRAIN__WORD_LOSS];
     return DTRAIN_OK;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
 
+/* Make everything that a step uses: none allocates. After a failure destroy frees what is there. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out)
 {
@@ -318,29 +277,47 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
                            "dtrain_trainer_create: world, desc or out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__check_trainer(desc));
-    dtrain_allocator allocator = world->allocator;
+    const dtrain_allocator *allocator = &world->allocator;
     dtrain_trainer *trainer =
-        (dtrain_trainer *)dtrain__alloc(&allocator, 1, sizeof *trainer, "a trainer");
+        (dtrain_trainer *)dtrain__alloc(allocator, 1, sizeof *trainer, "a trainer");
     if (!trainer) return DTRAIN_ERROR_MEMORY;
-    trainer->allocator = allocator;
+    trainer->allocator = *allocator;
     trainer->world = world;
     trainer->desc = *desc;
-    if (trainer->desc.micro_batches == 0) trainer->desc.micro_batches = 1;
+    if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
     trainer->comm = dtrain_strategy_comm(desc->strategy);
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
-    dtrain_result result = dtrain__trainer_alloc(trainer);
-    if (result == DTRAIN_OK) result = dtrain__trainer_scaling(trainer);
+    dtrain_loss_scaler_desc none;
+    memset(&none, 0, sizeof none);
+    const bool given = memcmp(&desc->loss_scaling, &none, sizeof none) != 0;
+    trainer->scaling = given || (desc->tape_flags & DTRAIN_TAPE_F16);
+    const size_t ranks = (size_t)trainer->ranks;
+    trainer->words =
+        (float *)dtrain__alloc(allocator, ranks, DTRAIN__WORDS_BYTES, "a trainer's words");
+    trainer->compute =
+        (double *)dtrain__alloc(allocator, ranks, sizeof *trainer->compute, "a trainer's times");
+    trainer->named = (bool *)dtrain__alloc(allocator, ranks, sizeof *trainer->named, "a trainer");
+    dtrain_result result =
+        trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK)
+        result = dtrain_tape_create(world, desc->strategy, NULL, &trainer->tape);
+    if (result == DTRAIN_OK)
+        result =
+            dtrain_tape_checkpoint(trainer->tape, desc->checkpoint_every, desc->checkpoint_ops);
+    if (result == DTRAIN_OK && trainer->scaling)
+        result = dtrain__check_scalable(desc->strategy, "dtrain_trainer_create",
+                                        given ? "loss_scaling" : "DTRAIN_TAPE_F16");
+    if (result == DTRAIN_OK && trainer->scaling)
+        result = dtrain_loss_scaler_init(&trainer->scaler, &desc->loss_scaling);
     if (result == DTRAIN_OK && desc->graph) result = dtrain__queue_create(trainer);
-    if (result != DTRAIN_OK) {
-        dtrain_trainer_destroy(trainer);
-        return result;
-    }
-    *out = trainer;
-    return DTRAIN_OK;
+    if (result == DTRAIN_OK) *out = trainer;
+    else dtrain_trainer_destroy(trainer);
+    return result;
 }
 
+/* Refuse by name what no trainer can do; what only a queued step cannot do is queue_create's. */
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
 {
     const uint32_t flags = desc->tape_flags;
@@ -356,35 +333,6 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
                        "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
                        "DTRAIN_TAPE_F16",
                        flags);
-}
-
-static dtrain_result dtrain__trainer_alloc(dtrain_trainer *trainer)
-{
-    size_t ranks = (size_t)trainer->ranks;
-    DTRAIN__TRY(dtrain_tape_create(trainer->world, trainer->desc.strategy, NULL, &trainer->tape));
-    DTRAIN__TRY(dtrain_tape_checkpoint(trainer->tape, trainer->desc.checkpoint_every,
-                                       trainer->desc.checkpoint_ops));
-    trainer->words = (float *)dtrain__alloc(&trainer->allocator, ranks, DTRAIN__WORDS_BYTES,
-                                            "a trainer's words");
-    trainer->compute = (double *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->compute,
-                                               "a trainer's times");
-    trainer->named =
-        (bool *)dtrain__alloc(&trainer->allocator, ranks, sizeof *trainer->named, "a trainer");
-    return trainer->words && trainer->compute && trainer->named ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-
-static dtrain_result dtrain__trainer_scaling(dtrain_trainer *trainer)
-{
-    dtrain_loss_scaler_desc *desc = &trainer->desc.loss_scaling;
-    const bool given = desc->initial_scale != 0 || desc->growth_factor != 0 ||
-                       desc->backoff_factor != 0 || desc->growth_interval || desc->hysteresis ||
-                       desc->minimum_scale != 0;
-    trainer->scaling = given || (trainer->desc.tape_flags & DTRAIN_TAPE_F16);
-    if (!trainer->scaling) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__check_scalable(trainer->desc.strategy, "dtrain_trainer_create",
-                                       given ? "loss_scaling" : "DTRAIN_TAPE_F16"));
-    if (!given) *desc = dtrain_loss_scaler_defaults();
-    return dtrain_loss_scaler_init(&trainer->scaler, desc);
 }
 
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
@@ -403,13 +351,4 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer)
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
 {
     return trainer ? trainer->tape : NULL;
-}
-
-/* A bit pattern instead of NAN: it survives -ffast-math. */
-DTRAIN__PRIVATE double dtrain__nan(void)
-{
-    const uint64_t bits = UINT64_C(0x7ff8000000000000);
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
 }

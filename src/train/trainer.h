@@ -35,7 +35,7 @@ typedef struct dtrain_trainer_desc {
     float clip;             /* global gradient norm; 0 = off */
     uint32_t tape_flags;    /* DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16, or 0 */
     uint32_t checkpoint_every, checkpoint_ops; /* of dtrain_tape_checkpoint; 0 = off */
-    /* All zero: dtrain_loss_scaler_defaults() with DTRAIN_TAPE_F16, otherwise no loss scaling. */
+    /* All zero: loss scaling with DTRAIN_TAPE_F16 alone. Any field asks for it with other flags. */
     dtrain_loss_scaler_desc loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout */
@@ -78,6 +78,7 @@ typedef struct dtrain_step_record {
  * scale. */
 DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain_trainer_desc *desc,
                                                dtrain_trainer **out);
+/* Free a trainer and its tape; NULL is ignored. */
 DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
 /* Take one step. Collective; record may be NULL. A rank that is more than twice slower than the
  * (lower) median for ten steps running is named once in a warning. A gradient norm or loss that is
@@ -86,34 +87,31 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
  * gives up. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Evaluate: the mean loss without gradients over `batches` calls of next_batch, averaged over
+/* Evaluate the mean loss without gradients over `batches` calls of next_batch, averaged over
  * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
  * user. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
-/* The trainer's tape, for passes of the host's own between two steps. */
+/* Return the trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
-/* Predict the memory of activations, and with them the total, by running the loss forwards and
- * backwards on the plan device, where kernels do nothing. desc is that of the trainer to come: only
- * loss, user and the fields of the tape are read, so it can be asked before there is a strategy.
- * The loss reads its inputs, so their buffers must be there; what is in them does not matter. Under
- * autocast, parameters need their count or shape. Local. */
-DTRAIN_API dtrain_result dtrain_trainer_plan_activations(dtrain_world *world,
-                                                         const dtrain_trainer_desc *desc,
-                                                         dtrain_memory *memory);
-
-/* Predict a step's memory: what strategy and optimizer hold and dtrain_trainer_plan_activations;
- * workspace is what the process held before the model came. Local; needs a next_batch. */
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_trainer *trainer, dtrain_memory *memory);
+/* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
+ * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
+ * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
+ * desc wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and
+ * workspace is what the process held before the model came. The loss reads its inputs, so their
+ * buffers must be there; what is in them does not matter. Under autocast, parameters need their
+ * count or shape. Local; needs a next_batch, which is not called. */
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_memory *memory);
 
 typedef struct dtrain_plan_batch_desc {
     uint32_t max_batch; /* 0 = 65536 */
     /* Called with a batch: from here on the loss builds micro-batches of so many samples, with
      * buffers of that size. */
     dtrain_result (*set_batch)(void *user, uint32_t batch);
-    const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan_activations */
+    const dtrain_trainer_desc *trainer; /* as for dtrain_trainer_plan; no strategy is counted */
     dtrain_param *params;
     size_t param_count;
     const dtrain_strategy_desc *strategy; /* that create will be given; NULL = defaults */
@@ -122,7 +120,7 @@ typedef struct dtrain_plan_batch_desc {
 /* Find the largest micro-batch whose step fits, to be asked before anything of the model is
  * allocated:
  *
- *     dtrain_strategy_plan + dtrain_trainer_plan_activations(batch) <= memory_limit - other_bytes
+ *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
  * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
  * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch. The
@@ -134,9 +132,9 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
 
-/* Split a global batch: *batch_each, at most `batch` and as large as possible, and *micro_batches
- * make *batch_each * *micro_batches * ranks = global_batch. A global batch that ranks does not
- * divide is an error that names the nearest. Local. */
+/* Split a global batch into micro-batches: *batch_each, at most `batch` and as large as possible,
+ * and *micro_batches make *batch_each * *micro_batches * ranks = global_batch. A global batch that
+ * ranks does not divide is an error that names the nearest. Local. */
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
                                                     int ranks, uint32_t *batch_each,
                                                     uint32_t *micro_batches);

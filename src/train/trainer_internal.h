@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/platform_internal.h"
+#include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
 #include "world/world_internal.h"
@@ -51,13 +52,16 @@ typedef struct dtrain__queue {
     dtrain__feed *feeds;          /* (micro_batches): one a micro-batch */
     dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* page-locked (micro_batches + 1): losses, norm */
+    float *results;               /* behind it (micro_batches + 1): losses, norm */
+    size_t pinned_bytes;          /* of both */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
 } dtrain__queue;
 
+/* Unknown. A bit pattern instead of NAN survives -ffast-math. */
+#define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
+
 /* train/trainer.c */
-DTRAIN__PRIVATE double dtrain__nan(void);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
                                                     uint64_t seed, dtrain_tensor **loss);

@@ -134,7 +134,7 @@ static dtrain_result plan(dtrain_world *world, const run *r, model *m, uint64_t 
     const dtrain_trainer_desc trainer = trainer_desc(r, m);
     dtrain_memory strategy, activations;
     TRY(dtrain_strategy_plan(m->params, PARAMS, &r->desc, dtrain_world_size(world), &strategy));
-    TRY(dtrain_trainer_plan_activations(world, &trainer, &activations));
+    TRY(dtrain_trainer_plan(world, &trainer, &activations));
     *bytes = strategy.total + activations.total;
     return DTRAIN_OK;
 }
@@ -156,7 +156,7 @@ static dtrain_result train(dtrain_world *world, run *r, model *m)
     desc.strategy = strategy;
     desc.optimizer = optimizer;
     if (result == DTRAIN_OK) result = dtrain_trainer_create(world, &desc, &trainer);
-    if (result == DTRAIN_OK) result = dtrain_trainer_plan(trainer, &memory);
+    if (result == DTRAIN_OK) result = dtrain_trainer_plan(world, &desc, &memory);
     for (int s = 0; s < STEPS && result == DTRAIN_OK; s++)
         result = dtrain_trainer_step(trainer, &record);
     if (result == DTRAIN_OK) {

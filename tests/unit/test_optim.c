@@ -131,6 +131,7 @@ static int long_main(dtrain_world *world, void *user)
     dtrain_param p[SHARDS];
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
+    dtrain_optimizer_info info;
     int step, i;
     int64_t k;
     memset(&r, 0, sizeof r);
@@ -140,11 +141,12 @@ static int long_main(dtrain_world *world, void *user)
             r.w[i][k] = (double)(values[i][k] = dtrain_random_normal(1, (uint64_t)i, (uint64_t)k));
     RANKS_TRY(dtrain_strategy_create(world, p, SHARDS, NULL, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, hyper, &optimizer));
-    CHECK(dtrain_optimizer_state_bytes(optimizer) ==
-          (uint64_t)(hyper->kind == DTRAIN_OPTIMIZER_ADAMW ? 2
-                     : hyper->momentum > 0                 ? 1
-                                                           : 0) *
-              4 * (16 + 16 + 144 + 16));
+    dtrain_optimizer_query(optimizer, &info);
+    CHECK(info.kind == hyper->kind && info.step_count == 0);
+    CHECK(info.state_bytes == (uint64_t)(hyper->kind == DTRAIN_OPTIMIZER_ADAMW ? 2
+                                         : hyper->momentum > 0                 ? 1
+                                                                               : 0) *
+                                  4 * (16 + 16 + 144 + 16));
     for (step = 1; step <= 60; step++) {
         float lr = 0.02f / (float)step, scale = 0.5f;
         for (i = 0; i < SHARDS; i++)
@@ -255,6 +257,7 @@ static int arguments_main(dtrain_world *world, void *user)
     dtrain_param p = ranks_param("w", &w, &g, 1, 0);
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
+    dtrain_optimizer_info info;
     int i;
     (void)user;
     RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &strategy));
@@ -289,8 +292,10 @@ static int arguments_main(dtrain_world *world, void *user)
     CHECK(dtrain_optimizer_step(optimizer, -1, 1) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_optimizer_step(optimizer, 1, 1 / zero) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_optimizer_step(NULL, 1, 1) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(w == 1 && dtrain_optimizer_state_bytes(optimizer) == 0 &&
-          dtrain_optimizer_state_bytes(NULL) == 0);
+    dtrain_optimizer_query(optimizer, &info);
+    CHECK(w == 1 && info.state_bytes == 0 && info.step_count == 0);
+    dtrain_optimizer_query(NULL, &info);
+    CHECK(info.kind == 0 && info.state_bytes == 0);
     dtrain_optimizer_destroy(optimizer);
     dtrain_optimizer_destroy(NULL);
     dtrain_strategy_destroy(strategy);

@@ -26,7 +26,7 @@ static int same_bits(const void *a, const void *b, size_t bytes)
 static void test_torch_sequences(void)
 {
     for (size_t i = 0; i < sizeof scaler_golden / sizeof *scaler_golden; i++) {
-        dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+        dtrain_loss_scaler_desc desc = {0};
         dtrain_loss_scaler scaler;
         uint64_t skipped = 0;
         desc.initial_scale = scaler_golden[i].initial_scale;
@@ -67,7 +67,7 @@ static void hysteresis_run(uint32_t hysteresis, uint32_t window, uint64_t odds)
     enum { STEPS = 120 };
     uint64_t random = hysteresis * 1000 + window * 10 + odds;
     bool overflow[STEPS];
-    dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+    dtrain_loss_scaler_desc desc = {0};
     dtrain_loss_scaler scaler;
     desc.hysteresis = hysteresis;
     desc.growth_interval = window;
@@ -104,7 +104,7 @@ static void test_hysteresis(void)
 
 static void test_collapse(void)
 {
-    dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+    dtrain_loss_scaler_desc desc = {0};
     dtrain_loss_scaler scaler;
     desc.initial_scale = 8;
     desc.minimum_scale = 2;
@@ -127,7 +127,7 @@ static void test_collapse(void)
 
 static void test_state_is_plain_data(void)
 {
-    dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+    dtrain_loss_scaler_desc desc = {0};
     dtrain_loss_scaler scaler, copy;
     uint64_t random = 3;
     desc.growth_interval = 4;
@@ -156,31 +156,32 @@ static void check_refused(const dtrain_loss_scaler_desc *desc, const char *why)
 
 static void test_arguments(void)
 {
-    const float wrong[] = {0, -1, float_of(not_finite[0]), float_of(not_finite[2])};
+    const float wrong[] = {-1, float_of(not_finite[0]), float_of(not_finite[2])};
+    const dtrain_loss_scaler_desc defaults = {0};
     dtrain_loss_scaler_desc desc;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        desc = dtrain_loss_scaler_defaults();
+        desc = defaults;
         desc.initial_scale = wrong[i];
         check_refused(&desc, "initial_scale >= minimum_scale");
-        desc = dtrain_loss_scaler_defaults();
+        desc = defaults;
         desc.growth_factor = wrong[i];
         check_refused(&desc, "growth_factor > 1");
-        desc = dtrain_loss_scaler_defaults();
+        desc = defaults;
         desc.backoff_factor = wrong[i];
         check_refused(&desc, "0 < backoff_factor < 1");
-        desc = dtrain_loss_scaler_defaults();
+        desc = defaults;
         desc.minimum_scale = wrong[i];
         check_refused(&desc, "minimum_scale");
     }
-    desc = dtrain_loss_scaler_defaults();
-    desc.growth_factor = desc.backoff_factor = 1;
-    check_refused(&desc, "backoff_factor < 1");
-    desc = dtrain_loss_scaler_defaults();
-    desc.growth_interval = 0;
-    check_refused(&desc, "growth_interval >= 1");
-    desc = dtrain_loss_scaler_defaults();
-    desc.hysteresis = 0;
-    check_refused(&desc, "hysteresis >= 1");
+    desc = defaults;
+    desc.growth_factor = 1;
+    check_refused(&desc, "found 65536, 1, 0.5");
+    desc = defaults;
+    desc.backoff_factor = 1;
+    check_refused(&desc, "found 65536, 2, 1");
+    desc = defaults;
+    desc.minimum_scale = 65537;
+    check_refused(&desc, "minimum_scale");
     CHECK(dtrain_loss_scaler_init(NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_loss_scaler_update(NULL, false) == DTRAIN_ERROR_ARGUMENT);
 }
@@ -243,10 +244,10 @@ static int unscale_main(dtrain_world *world, void *user)
           DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, NULL, &scale, &found) ==
           DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "norm is NULL") != NULL);
+    CHECK(strstr(dtrain_last_error(), "norm or grad_scale is NULL") != NULL);
     CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, &norm, NULL, &found) ==
           DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "grad_scale is NULL") != NULL);
+    CHECK(strstr(dtrain_last_error(), "norm or grad_scale is NULL") != NULL);
     CHECK(dtrain_loss_scaler_unscale(&scaler, g.ddp, 0, &norm, &scale, NULL) ==
           DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "found_inf is NULL") != NULL);
@@ -538,7 +539,7 @@ static void run_well(run *r)
 
 static dtrain_loss_scaler_desc scaling_of(float scale, uint32_t interval)
 {
-    dtrain_loss_scaler_desc desc = dtrain_loss_scaler_defaults();
+    dtrain_loss_scaler_desc desc = {0};
     desc.initial_scale = scale;
     desc.growth_interval = interval;
     return desc;
@@ -647,7 +648,7 @@ static void test_overflow_of_the_loss(void)
 {
     run *r = run_create(3, 1);
     r->nan_rank = 2;
-    r->scaling = dtrain_loss_scaler_defaults();
+    r->scaling.initial_scale = 65536;
     run_all(r, DTRAIN_LAUNCH_THREADS);
     for (int rank = 0; rank < 3; rank++) {
         CHECK(r->ended[rank] == DTRAIN_ERROR_NUMERIC && r->taken[rank] == 3);
@@ -673,10 +674,14 @@ static int trainer_arguments_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_create(world, s.params, 5, NULL, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
     dtrain_trainer_desc desc = trainer_desc(&s, strategy, optimizer);
-    desc.loss_scaling.initial_scale = 1024; /* and nothing else */
+    desc.loss_scaling.growth_factor = 0.5f;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_ARGUMENT && !trainer);
-    CHECK(strstr(dtrain_last_error(), "dtrain_loss_scaler_defaults()") != NULL);
-    desc.loss_scaling = dtrain_loss_scaler_defaults();
+    CHECK(strstr(dtrain_last_error(), "growth_factor > 1") != NULL);
+    desc.loss_scaling.growth_factor = 4; /* and nothing else */
+    RANKS_TRY(dtrain_trainer_create(world, &desc, &trainer));
+    RANKS_TRY(dtrain_trainer_step(trainer, &record));
+    CHECK(record.loss_scale == 65536);
+    dtrain_trainer_destroy(trainer);
     desc.graph = true;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED && !trainer);
     CHECK_MSG(strstr(dtrain_last_error(), "graph needs no loss scaling") != NULL, "%s",
@@ -722,7 +727,7 @@ static int compression_main(dtrain_world *world, void *user)
         CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
         CHECK_MSG(!trainer && strstr(dtrain_last_error(), "DTRAIN_TAPE_F16 with a strategy that"),
                   "%s", dtrain_last_error());
-        desc.loss_scaling = dtrain_loss_scaler_defaults();
+        desc.loss_scaling.initial_scale = 65536;
         desc.tape_flags = 0;
         CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
         CHECK_MSG(!trainer && strstr(dtrain_last_error(), "loss_scaling with a strategy that"),

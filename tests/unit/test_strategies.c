@@ -423,12 +423,14 @@ static dtrain_result chain_train(dtrain_world *world, chain_run *run, chain *m,
     const uint64_t device_before = dtrain_world_device(world)->allocated_bytes;
     const uint64_t comm_before = shared_bytes(world);
     dtrain_comm_info before, after;
+    dtrain_optimizer_info state;
     int step;
     TRY(dtrain_strategy_create(world, m->params, (size_t)m->units, &run->desc, strategy));
     TRY(dtrain_optimizer_create(world, *strategy, &adamw, optimizer));
     run->device_bytes[rank] = dtrain_world_device(world)->allocated_bytes - device_before;
     run->comm_bytes[rank] = shared_bytes(world) - comm_before;
-    run->optimizer_bytes[rank] = dtrain_optimizer_state_bytes(*optimizer);
+    dtrain_optimizer_query(*optimizer, &state);
+    run->optimizer_bytes[rank] = state.state_bytes;
     TRY(dtrain_tape_create(world, *strategy, NULL, tape));
     for (step = 0; step < run->steps; step++) {
         dtrain__strategy_comm_info(*strategy, &before);

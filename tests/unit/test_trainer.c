@@ -50,6 +50,7 @@ typedef struct rank_state {
     int rank;
     int64_t batch, micro; /* micro-batches taken so far */
     dtrain_param params[5];
+    dtrain_trainer_desc desc;
     int32_t tokens[GLOBAL_BATCH], targets[GLOBAL_BATCH];
 } rank_state;
 
@@ -118,12 +119,12 @@ static dtrain_result evaluate(dtrain_trainer *trainer, const rank_state *s)
     return dtrain_trainer_evaluate(trainer, next_batch, &data, 2, &s->r->eval_loss[s->rank]);
 }
 
-static void take_steps(dtrain_trainer *trainer, rank_state *s)
+static void take_steps(dtrain_world *world, dtrain_trainer *trainer, rank_state *s)
 {
     run *r = s->r;
     for (int step = 0; step < r->steps; step++) {
         dtrain_result result = DTRAIN_OK;
-        if (step == r->plan_at) result = dtrain_trainer_plan(trainer, &r->plan[s->rank]);
+        if (step == r->plan_at) result = dtrain_trainer_plan(world, &s->desc, &r->plan[s->rank]);
         if (result == DTRAIN_OK && step == r->eval_at) result = evaluate(trainer, s);
         copy_params(s, r->before[s->rank]);
         if (result == DTRAIN_OK) result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
@@ -172,6 +173,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     desc.next_batch = next_batch;
     desc.loss = model_loss;
     desc.user = s;
+    s->desc = desc;
     return dtrain_trainer_create(world, &desc, trainer);
 }
 
@@ -188,7 +190,7 @@ static int run_rank(dtrain_world *world, void *user)
     dtrain_result result = build(world, &s, &strategy, &optimizer, &trainer);
     s.r->ended[s.rank] = result;
     snprintf(s.r->error[s.rank], sizeof s.r->error[0], "%s", dtrain_last_error());
-    if (result == DTRAIN_OK) take_steps(trainer, &s);
+    if (result == DTRAIN_OK) take_steps(world, trainer, &s);
     dtrain_trainer_destroy(trainer);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
@@ -418,13 +420,14 @@ static int arguments_rank(dtrain_world *world, void *user)
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
     CHECK(dtrain_trainer_step(bad, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(strstr(dtrain_last_error(), "only evaluate") != NULL);
-    CHECK(dtrain_trainer_plan(bad, &memory) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(dtrain_trainer_plan(world, &desc, &memory) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(dtrain_trainer_evaluate(bad, next_batch, &s, 1, &loss) == DTRAIN_OK && loss > 0);
     dtrain_trainer_destroy(bad);
     CHECK(dtrain_trainer_step(NULL, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(dtrain_trainer_evaluate(trainer, next_batch, &s, 0, &loss) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_trainer_evaluate(trainer, next_batch, &s, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_trainer_plan(trainer, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_plan(world, &s.desc, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_trainer_plan(world, NULL, &memory) == DTRAIN_ERROR_ARGUMENT);
     CHECK(dtrain_trainer_step(trainer, NULL) == DTRAIN_OK); /* a record is not needed */
     dtrain_trainer_destroy(NULL);
     dtrain_trainer_destroy(trainer);

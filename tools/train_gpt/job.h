@@ -199,7 +199,7 @@ static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
     TRY(open_source(world, j, &j->train, false));
     TRY(open_source(world, j, &j->held_out, true));
     trainer = trainer_desc(world, j);
-    TRY(dtrain_trainer_plan_activations(world, &trainer, &j->memory));
+    TRY(dtrain_trainer_plan(world, &trainer, &j->memory)); /* of activations alone */
     strategy.other_bytes = j->memory.total;
     TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy,
                                &j->strategy));
@@ -210,7 +210,7 @@ static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
     TRY(dtrain_optimizer_create(world, j->strategy, &adamw, &j->optimizer));
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
-    TRY(dtrain_trainer_plan(j->trainer, &j->memory));
+    TRY(dtrain_trainer_plan(world, &trainer, &j->memory));
     metrics.total_steps = s->steps;
     metrics.progress = stdout;
     metrics.progress_every = s->steps >= 200 ? (uint32_t)(s->steps / 20) : 1;
