@@ -14529,10 +14529,9 @@ typedef struct dtrain_node {
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk
-        *gradient;          /* what tensor.grad points into; NULL: no grad, or the value's memory */
-    dtrain__chunk *earlier; /* contributions to be added to it */
-    int64_t valid_count;    /* of I32 inputs: entries that are not -1 */
+    dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
+    dtrain__chunk *earlier;               /* contributions to be added to it */
+    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
@@ -15266,9 +15265,6 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 {
     const char *const call = "dtrain_tape_backward";
     bool accumulate;
-    if (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
-                           call);
     if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     if (loss->count != 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -15276,8 +15272,8 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            call, (long long)loss->count);
     if (!loss->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: the loss depends on no trainable parameter "
-                           "and no input with requires_grad",
+                           "%s: the loss depends on no trainable parameter and no input with "
+                           "requires_grad, or the pass was begun with DTRAIN_TAPE_NO_GRAD",
                            call);
     tape->pass.segment = NULL;
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
@@ -15955,10 +15951,10 @@ DTRAIN__OP(dropout, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
-    const dtrain_tensor *like = op->inputs[0];
+    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
     const float factor = ((const dtrain__map *)op->args)->factor;
-    const dtrain_axpby_args args = {like->count, accumulate, factor, 1,
-                                    x,           y,          false,  (dtrain_dtype)like->dtype};
+    const int64_t count = op->inputs[0]->count;
+    const dtrain_axpby_args args = {count, accumulate, factor, 1, x, y, false, dtype};
     return op->device->ops->axpby(op->device, &args);
 }
 
@@ -16007,15 +16003,10 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 /* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
  * would lose digits of the loss. */
 static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
-                                           int64_t count, float factor)
+                                           int64_t count, double factor)
 {
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.scale = (double)factor;
-    args.x = x;
-    args.dtype = (dtrain_dtype)dtype;
-    args.out = (float *)op->output_data[0];
+    float *out = (float *)op->output_data[0];
+    const dtrain_sum_args args = {count, false, false, factor, x, NULL, out, (dtrain_dtype)dtype};
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -16032,7 +16023,7 @@ static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
-                                 *(const float *)op->args);
+                                 (double)*(const float *)op->args);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
@@ -16119,7 +16110,7 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
     return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
-                                 loss->factor);
+                                 (double)loss->factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)

@@ -4,14 +4,7 @@
  * in them. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/log.h"
-#include "core/result.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/device.h"
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
 

@@ -11,17 +11,7 @@
  * back. A handful of buffers serves a model of any depth. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/log.h"
-#include "core/result.h"
-#include "strategy/params.h"
-#include "strategy/strategy.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
-#include "device/device.h"
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
 
@@ -58,9 +48,6 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 {
     const char *const call = "dtrain_tape_backward";
     bool accumulate;
-    if (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
-                           call);
     if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     if (loss->count != 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -68,8 +55,8 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
                            call, (long long)loss->count);
     if (!loss->needs_grad)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: the loss depends on no trainable parameter "
-                           "and no input with requires_grad",
+                           "%s: the loss depends on no trainable parameter and no input with "
+                           "requires_grad, or the pass was begun with DTRAIN_TAPE_NO_GRAD",
                            call);
     tape->pass.segment = NULL;
     DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));

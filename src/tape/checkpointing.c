@@ -18,14 +18,7 @@
  * unit itself keep the address they noted. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/log.h"
-#include "core/result.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
 
 /* Give the segment's region to it; the results of the owner before are overwritten from here on. */
 static void dtrain__region_take(dtrain__tape_segment *segment)

@@ -4,16 +4,8 @@
  * log-sum-exp of each row. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
-#include "tape/op.h"
 #include "tape/ops.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
-#include "device/device.h"
 
 /* Check that inputs 0 and 1 have the same count and last axis. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op)
@@ -131,10 +123,10 @@ DTRAIN__OP(dropout, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
-    const dtrain_tensor *like = op->inputs[0];
+    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
     const float factor = ((const dtrain__map *)op->args)->factor;
-    const dtrain_axpby_args args = {like->count, accumulate, factor, 1,
-                                    x,           y,          false,  (dtrain_dtype)like->dtype};
+    const int64_t count = op->inputs[0]->count;
+    const dtrain_axpby_args args = {count, accumulate, factor, 1, x, y, false, dtype};
     return op->device->ops->axpby(op->device, &args);
 }
 
@@ -183,15 +175,10 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 /* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
  * would lose digits of the loss. */
 static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
-                                           int64_t count, float factor)
+                                           int64_t count, double factor)
 {
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.scale = (double)factor;
-    args.x = x;
-    args.dtype = (dtrain_dtype)dtype;
-    args.out = (float *)op->output_data[0];
+    float *out = (float *)op->output_data[0];
+    const dtrain_sum_args args = {count, false, false, factor, x, NULL, out, (dtrain_dtype)dtype};
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -208,7 +195,7 @@ static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
-                                 *(const float *)op->args);
+                                 (double)*(const float *)op->args);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
@@ -295,7 +282,7 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
     return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
-                                 loss->factor);
+                                 (double)loss->factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)

@@ -12,17 +12,8 @@
  *     attention       qkv, y, log-sum-exp of each row and head */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
-#include "strategy/params.h"
-#include "tape/op.h"
 #include "tape/ops.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
-#include "device/device.h"
 
 /* Make the output with x's shape and n in the last axis. */
 static void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,

@@ -15,17 +15,7 @@
  * for the readers outside. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
-#include "strategy/params.h"
-#include "strategy/strategy_internal.h"
-#include "tape/op.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
-#include "device/device.h"
 
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);

@@ -4,18 +4,8 @@
  * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/log.h"
-#include "core/result.h"
-#include "world/world.h"
 #include "world/world_internal.h"
-#include "strategy/strategy.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
-#include "device/device.h"
 
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out)

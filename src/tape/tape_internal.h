@@ -81,10 +81,9 @@ typedef struct dtrain_node {
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk
-        *gradient;          /* what tensor.grad points into; NULL: no grad, or the value's memory */
-    dtrain__chunk *earlier; /* contributions to be added to it */
-    int64_t valid_count;    /* of I32 inputs: entries that are not -1 */
+    dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
+    dtrain__chunk *earlier;               /* contributions to be added to it */
+    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
