@@ -1325,10 +1325,10 @@ typedef struct dtrain_tensor {
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u
 
-/* Create a tape. With strategy NULL gradients go where the params point: the first backward
- * overwrites them, later ones add until the host clears grad_written, and nothing is communicated.
- * device NULL is the world's; with a device, world may be NULL. A tape on the plan device counts
- * bytes and computes nothing. */
+/* Create a tape that hands gradients to a strategy. With strategy NULL they go where the params
+ * point: the first backward overwrites them, later ones add until the host clears grad_written, and
+ * nothing is communicated. device NULL is the world's; with a device, world may be NULL. A tape on
+ * the plan device counts bytes and computes nothing. */
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out);
 /* Free a tape, its tensors and its memory; NULL is allowed. */
@@ -1338,7 +1338,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
  * seed: give a different one for every micro-batch and rank. */
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 
-/* Make an input: host data (count elements, F32 or I32) is copied to the device. The gradient of a
+/* Make an input, a copy of host data (count elements, F32 or I32) on the device. The gradient of a
  * requires_grad input can be read after backward: for tests, and for layers that the host computes
  * itself. */
 DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
@@ -1409,7 +1409,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
  * in), as in PyTorch. Every operation checks shapes and reports a difference in a sentence with
  * both. A program adds its own operations with tape/op.h. */
 
-/* Multiply by a weight: y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Apply a linear layer, y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
@@ -1427,8 +1427,8 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                                            dtrain_param *token, dtrain_param *position);
 
 #define DTRAIN_ATTENTION_CAUSAL 1u
-/* Attend in each head, qkv (batch*sequence, 3n) -> (batch*sequence, n): softmax(q k^T /
- * sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
+/* Apply multi-head attention, qkv (batch*sequence, 3n) -> (batch*sequence, n): in each head
+ * softmax(q k^T / sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 
@@ -14577,25 +14577,22 @@ typedef struct dtrain__feed {
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
-/* What dtrain_tape_begin sets to zero. */
-typedef struct dtrain__tape_pass {
-    uint32_t state, flags;
-    uint64_t seed, dropout_count;
-    dtrain_dtype cast;   /* the type of autocast; F32 without */
-    dtrain__cast *casts; /* weights rounded in this pass */
-    dtrain_node *last;
-    size_t node_count, tensor_count, recomputed_count;
-    uint32_t mark_count, segment_count;
-    dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
-} dtrain__tape_pass;
-
 struct dtrain_tape {
     dtrain_strategy *strategy;
     dtrain_device *device;
     dtrain_allocator allocator;
     bool planning; /* on the plan device: params and strategy are left alone */
     dtrain__bump arenas[DTRAIN__ARENAS];
-    dtrain__tape_pass pass;
+    struct { /* what dtrain_tape_begin sets to zero */
+        uint32_t state, flags;
+        uint64_t seed, dropout_count;
+        dtrain_dtype cast;   /* the type of autocast; F32 without */
+        dtrain__cast *casts; /* weights rounded in this pass */
+        dtrain_node *last;
+        size_t node_count, tensor_count, recomputed_count;
+        uint32_t mark_count, segment_count;
+        dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
+    } pass;
     int64_t unit;                              /* gathered now; -1 = none */
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
     const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
@@ -14654,7 +14651,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 /* tape/arena.c */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain__bump *arena);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
@@ -14689,8 +14685,16 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
-    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__chunks_destroy(tape, &tape->arenas[i]);
     dtrain_allocator allocator = tape->allocator;
+    for (int i = 0; i < DTRAIN__ARENAS; i++) {
+        dtrain_device *device = tape->arenas[i].device;
+        for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
+            next = chunk->next;
+            if (device) device->ops->free(device, chunk->memory, chunk->bytes);
+            else dtrain__free(&allocator, chunk->memory, 1, chunk->bytes);
+            dtrain__free(&allocator, chunk, 1, sizeof *chunk);
+        }
+    }
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
@@ -14756,25 +14760,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
-                                         const void *host, bool requires_grad)
-{
-    const char *const call = "dtrain_tape_input";
-    if (dtype != DTRAIN_DTYPE_F32 && (dtype != DTRAIN_DTYPE_I32 || requires_grad))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: dtype is %s, expected f32, or i32, which has no gradient", call,
-                           dtrain_dtype_name(dtype));
-    if (!shape || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
-    if (ndim < 1 || ndim > 4)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
-    for (uint32_t i = 0; i < ndim; i++)
-        if (shape[i] < 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
-                               (long long)shape[i]);
-    return DTRAIN_OK;
-}
-
 /* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
  * the device when the stream comes to it. *host becomes that place. */
 static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
@@ -14811,16 +14796,30 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
                                             const int64_t *shape, const void *host,
                                             bool requires_grad)
 {
-    if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
-    if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
-        return NULL;
+    const char *const call = "dtrain_tape_input";
+    dtrain_result result = dtrain__tape_check(tape, call);
+    if (result != DTRAIN_OK) return NULL;
+    if (dtype != DTRAIN_DTYPE_F32 && (dtype != DTRAIN_DTYPE_I32 || requires_grad))
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: dtype is %s, expected f32, or i32, which has no gradient", call,
+                             dtrain_dtype_name(dtype));
+    else if (!shape || !host)
+        result =
+            dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
+    else if (ndim < 1 || ndim > 4)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
+    for (uint32_t i = 0; i < ndim && !result; i++)
+        if (shape[i] < 1)
+            result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
+                                 (long long)shape[i]);
+    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
-    const dtrain_result result =
-        tape->feed ? dtrain__feed_take(tape, x, &host)
-                   : tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
-                                             DTRAIN_COPY_HOST_TO_DEVICE);
+    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    else
+        result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
+                                         DTRAIN_COPY_HOST_TO_DEVICE);
     /* counted here because only here are they in host memory */
     if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
         ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
@@ -14842,13 +14841,12 @@ static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
     DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
-    if (!tensor || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
-                           tensor ? "host" : "tensor");
-    if (!dtrain__is_float(tensor))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
-                           dtrain_dtype_name((dtrain_dtype)tensor->dtype));
-    return DTRAIN_OK;
+    if (tensor && host && dtrain__is_float(tensor)) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: the tensor is %s and host is %s, expected f32, bf16 or f16 and an array", call,
+        tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL",
+        host ? "an array" : "NULL");
 }
 
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
@@ -16292,17 +16290,6 @@ DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t ever
  * in them. */
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
-
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain__bump *arena)
-{
-    dtrain_device *device = arena->device;
-    for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
-        next = chunk->next;
-        if (device) device->ops->free(device, chunk->memory, chunk->bytes);
-        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-    }
-}
 
 /* Insert a chunk where the arena stands. NULL when there is no memory; the error sticks. */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,

@@ -8,17 +8,6 @@
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
 
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain__bump *arena)
-{
-    dtrain_device *device = arena->device;
-    for (dtrain__chunk *chunk = arena->first, *next; chunk; chunk = next) {
-        next = chunk->next;
-        if (device) device->ops->free(device, chunk->memory, chunk->bytes);
-        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-    }
-}
-
 /* Insert a chunk where the arena stands. NULL when there is no memory; the error sticks. */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes)

@@ -13,7 +13,7 @@
 #include "tape/tape.h"
 #include "device/device.h"
 
-/* Multiply by a weight: y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Apply a linear layer, y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
@@ -31,8 +31,8 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                                            dtrain_param *token, dtrain_param *position);
 
 #define DTRAIN_ATTENTION_CAUSAL 1u
-/* Attend in each head, qkv (batch*sequence, 3n) -> (batch*sequence, n): softmax(q k^T /
- * sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
+/* Apply multi-head attention, qkv (batch*sequence, 3n) -> (batch*sequence, n): in each head
+ * softmax(q k^T / sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 

@@ -33,8 +33,16 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
-    for (int i = 0; i < DTRAIN__ARENAS; i++) dtrain__chunks_destroy(tape, &tape->arenas[i]);
     dtrain_allocator allocator = tape->allocator;
+    for (int i = 0; i < DTRAIN__ARENAS; i++) {
+        dtrain_device *device = tape->arenas[i].device;
+        for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
+            next = chunk->next;
+            if (device) device->ops->free(device, chunk->memory, chunk->bytes);
+            else dtrain__free(&allocator, chunk->memory, 1, chunk->bytes);
+            dtrain__free(&allocator, chunk, 1, sizeof *chunk);
+        }
+    }
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
@@ -100,25 +108,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
-static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
-                                         const void *host, bool requires_grad)
-{
-    const char *const call = "dtrain_tape_input";
-    if (dtype != DTRAIN_DTYPE_F32 && (dtype != DTRAIN_DTYPE_I32 || requires_grad))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: dtype is %s, expected f32, or i32, which has no gradient", call,
-                           dtrain_dtype_name(dtype));
-    if (!shape || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
-    if (ndim < 1 || ndim > 4)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
-    for (uint32_t i = 0; i < ndim; i++)
-        if (shape[i] < 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
-                               (long long)shape[i]);
-    return DTRAIN_OK;
-}
-
 /* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
  * the device when the stream comes to it. *host becomes that place. */
 static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
@@ -155,16 +144,30 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
                                             const int64_t *shape, const void *host,
                                             bool requires_grad)
 {
-    if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
-    if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
-        return NULL;
+    const char *const call = "dtrain_tape_input";
+    dtrain_result result = dtrain__tape_check(tape, call);
+    if (result != DTRAIN_OK) return NULL;
+    if (dtype != DTRAIN_DTYPE_F32 && (dtype != DTRAIN_DTYPE_I32 || requires_grad))
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: dtype is %s, expected f32, or i32, which has no gradient", call,
+                             dtrain_dtype_name(dtype));
+    else if (!shape || !host)
+        result =
+            dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
+    else if (ndim < 1 || ndim > 4)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
+    for (uint32_t i = 0; i < ndim && !result; i++)
+        if (shape[i] < 1)
+            result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
+                                 (long long)shape[i]);
+    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
-    const dtrain_result result =
-        tape->feed ? dtrain__feed_take(tape, x, &host)
-                   : tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
-                                             DTRAIN_COPY_HOST_TO_DEVICE);
+    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    else
+        result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
+                                         DTRAIN_COPY_HOST_TO_DEVICE);
     /* counted here because only here are they in host memory */
     if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
         ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
@@ -186,13 +189,12 @@ static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
     DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
-    if (!tensor || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
-                           tensor ? "host" : "tensor");
-    if (!dtrain__is_float(tensor))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
-                           dtrain_dtype_name((dtrain_dtype)tensor->dtype));
-    return DTRAIN_OK;
+    if (tensor && host && dtrain__is_float(tensor)) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: the tensor is %s and host is %s, expected f32, bf16 or f16 and an array", call,
+        tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL",
+        host ? "an array" : "NULL");
 }
 
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,

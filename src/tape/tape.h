@@ -56,10 +56,10 @@ typedef struct dtrain_tensor {
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u
 
-/* Create a tape. With strategy NULL gradients go where the params point: the first backward
- * overwrites them, later ones add until the host clears grad_written, and nothing is communicated.
- * device NULL is the world's; with a device, world may be NULL. A tape on the plan device counts
- * bytes and computes nothing. */
+/* Create a tape that hands gradients to a strategy. With strategy NULL they go where the params
+ * point: the first backward overwrites them, later ones add until the host clears grad_written, and
+ * nothing is communicated. device NULL is the world's; with a device, world may be NULL. A tape on
+ * the plan device counts bytes and computes nothing. */
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out);
 /* Free a tape, its tensors and its memory; NULL is allowed. */
@@ -69,7 +69,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
  * seed: give a different one for every micro-batch and rank. */
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 
-/* Make an input: host data (count elements, F32 or I32) is copied to the device. The gradient of a
+/* Make an input, a copy of host data (count elements, F32 or I32) on the device. The gradient of a
  * requires_grad input can be read after backward: for tests, and for layers that the host computes
  * itself. */
 DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,

@@ -129,25 +129,22 @@ typedef struct dtrain__feed {
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
-/* What dtrain_tape_begin sets to zero. */
-typedef struct dtrain__tape_pass {
-    uint32_t state, flags;
-    uint64_t seed, dropout_count;
-    dtrain_dtype cast;   /* the type of autocast; F32 without */
-    dtrain__cast *casts; /* weights rounded in this pass */
-    dtrain_node *last;
-    size_t node_count, tensor_count, recomputed_count;
-    uint32_t mark_count, segment_count;
-    dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
-} dtrain__tape_pass;
-
 struct dtrain_tape {
     dtrain_strategy *strategy;
     dtrain_device *device;
     dtrain_allocator allocator;
     bool planning; /* on the plan device: params and strategy are left alone */
     dtrain__bump arenas[DTRAIN__ARENAS];
-    dtrain__tape_pass pass;
+    struct { /* what dtrain_tape_begin sets to zero */
+        uint32_t state, flags;
+        uint64_t seed, dropout_count;
+        dtrain_dtype cast;   /* the type of autocast; F32 without */
+        dtrain__cast *casts; /* weights rounded in this pass */
+        dtrain_node *last;
+        size_t node_count, tensor_count, recomputed_count;
+        uint32_t mark_count, segment_count;
+        dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
+    } pass;
     int64_t unit;                              /* gathered now; -1 = none */
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
     const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
@@ -206,7 +203,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
 /* tape/arena.c */
 DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain__bump *arena);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
