@@ -14826,6 +14826,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }
 
+/* Count the entries that are not -1, the targets that are not ignored. */
 DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
 {
     const int32_t *entries = (const int32_t *)host;
@@ -14836,6 +14837,7 @@ DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
+/* Check what both calls below need. */
 static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
                                         const float *host, const char *call)
 {
@@ -14914,6 +14916,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
  * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
  * have left theirs in the thread's last error. */
 
+/* Keep the first error of a pass. Returns the result that it was given. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
 {
     if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
@@ -14953,6 +14956,7 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
 
+/* The numbers are those of the list above. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
@@ -14972,7 +14976,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
                         call, input_count, param_count, DTRAIN_OP_INPUTS, DTRAIN_OP_PARAMS);
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
 
-    /* without gradients too: the arguments have to be somewhere */
+    /* 1. without gradients too: the arguments have to be somewhere */
     dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
@@ -14989,6 +14993,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     node->segment = tape->pass.segment;
     node->dropped = node->segment && (tape->checkpoint_ops & desc->checkpoint);
 
+    /* 2. to 4. An error of prepare may be in its result, or stick to the tape alone. */
     for (uint32_t i = 0; i < input_count && !result; i++)
         result = dtrain__take_input(node, inputs[i]);
     for (uint32_t i = 0; i < param_count && !result; i++)
@@ -15000,6 +15005,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
 
+    /* 5. uses of inputs are counted for in-place backwards, which must know that nobody else will
+     * read an input */
     if (node->dropped && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD)) {
         node->redo = node->segment->dropped;
         node->segment->dropped = node;
@@ -15009,7 +15016,6 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
         op->outputs[i]->producer = node;
         op->outputs[i]->needs_grad = true;
     }
-    /* uses are counted for in-place backwards, which must know that nobody else will read an input */
     for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
     node->previous = tape->pass.last;
     tape->pass.last = node;
@@ -15037,7 +15043,12 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
     return op->tape->error;
 }
 
-/* ---- Parameters -------------------------------------------------------------------------------*/
+/* ---- Parameters
+ *
+ *     declared    the parameter that the operation was given: name, unit, flags, its count of uses
+ *     storage     the end of its alias chain: the address of the values and of the gradient
+ *
+ * A tied weight is declared once in each unit that uses it, and stored once. */
 
 /* Check that the values are there: a sharded strategy has those of the gathered unit only. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
@@ -15230,6 +15241,7 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
 
+/* Pass the gradient through one operation: step 2 of the walk. */
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 {
     dtrain_op *op = &node->op;
@@ -15259,6 +15271,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
+/* Walk the tape: a loss that can have gradients, step 1, the loss's own gradient, step 2. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
@@ -15307,8 +15320,13 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  * makes a copy first. In a residual network
  *
  *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
- *                         and by the time it adds its own share to d x that is the only owner */
+ *                         and by the time it adds its own share to d x that is the only owner
+ *
+ * A kernel that can only overwrite gets a buffer of its own; the contributions of before are put
+ * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
+ * again. */
 
+/* Point x's gradient to a chunk; the caller counts the owners. */
 static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
     ((dtrain__tape_tensor *)x)->gradient = chunk;
@@ -15996,7 +16014,9 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
     return dtrain_tape_apply(tape, &dtrain__dropout_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* ---- Sum and mean -----------------------------------------------------------------------------*/
+/* ---- Sum and mean
+ *
+ * y = factor * sum of x, with factor 1 or one over the count. */
 
 /* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
  * would lose digits of the loss. */
@@ -16316,12 +16336,15 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
     return chunk;
 }
 
+/* Give the arena's memory back to it; what was taken is overwritten by what is taken next. */
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
     arena->at = &arena->first;
     arena->used = 0;
 }
 
+/* Take bytes of an arena: from the chunk in use, from the next one that is large enough, or from a
+ * new one. What a chunk has left when the arena moves on stays unused until it is rewound. */
 static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
     bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);

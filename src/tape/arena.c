@@ -33,12 +33,15 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
     return chunk;
 }
 
+/* Give the arena's memory back to it; what was taken is overwritten by what is taken next. */
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
     arena->at = &arena->first;
     arena->used = 0;
 }
 
+/* Take bytes of an arena: from the chunk in use, from the next one that is large enough, or from a
+ * new one. What a chunk has left when the arena moves on stays unused until it is rewound. */
 static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
     bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);

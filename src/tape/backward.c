@@ -15,6 +15,7 @@
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
 
+/* Pass the gradient through one operation: step 2 of the walk. */
 static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 {
     dtrain_op *op = &node->op;
@@ -44,6 +45,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
+/* Walk the tape: a loss that can have gradients, step 1, the loss's own gradient, step 2. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
@@ -92,8 +94,13 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  * makes a copy first. In a residual network
  *
  *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
- *                         and by the time it adds its own share to d x that is the only owner */
+ *                         and by the time it adds its own share to d x that is the only owner
+ *
+ * A kernel that can only overwrite gets a buffer of its own; the contributions of before are put
+ * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
+ * again. */
 
+/* Point x's gradient to a chunk; the caller counts the owners. */
 static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
     ((dtrain__tape_tensor *)x)->gradient = chunk;

@@ -170,7 +170,9 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
     return dtrain_tape_apply(tape, &dtrain__dropout_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* ---- Sum and mean -----------------------------------------------------------------------------*/
+/* ---- Sum and mean
+ *
+ * y = factor * sum of x, with factor 1 or one over the count. */
 
 /* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
  * would lose digits of the loss. */

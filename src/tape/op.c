@@ -20,6 +20,7 @@
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
 
+/* The numbers are those of the list above. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
@@ -39,7 +40,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
                         call, input_count, param_count, DTRAIN_OP_INPUTS, DTRAIN_OP_PARAMS);
     if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
 
-    /* without gradients too: the arguments have to be somewhere */
+    /* 1. without gradients too: the arguments have to be somewhere */
     dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, node_bytes + args_bytes);
     if (!node) return NULL;
     dtrain_op *op = &node->op;
@@ -56,6 +57,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     node->segment = tape->pass.segment;
     node->dropped = node->segment && (tape->checkpoint_ops & desc->checkpoint);
 
+    /* 2. to 4. An error of prepare may be in its result, or stick to the tape alone. */
     for (uint32_t i = 0; i < input_count && !result; i++)
         result = dtrain__take_input(node, inputs[i]);
     for (uint32_t i = 0; i < param_count && !result; i++)
@@ -67,6 +69,8 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
 
+    /* 5. uses of inputs are counted for in-place backwards, which must know that nobody else will
+     * read an input */
     if (node->dropped && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD)) {
         node->redo = node->segment->dropped;
         node->segment->dropped = node;
@@ -76,7 +80,6 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
         op->outputs[i]->producer = node;
         op->outputs[i]->needs_grad = true;
     }
-    /* uses are counted for in-place backwards, which must know that nobody else will read an input */
     for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
     node->previous = tape->pass.last;
     tape->pass.last = node;
@@ -104,7 +107,12 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
     return op->tape->error;
 }
 
-/* ---- Parameters -------------------------------------------------------------------------------*/
+/* ---- Parameters
+ *
+ *     declared    the parameter that the operation was given: name, unit, flags, its count of uses
+ *     storage     the end of its alias chain: the address of the values and of the gradient
+ *
+ * A tied weight is declared once in each unit that uses it, and stored once. */
 
 /* Check that the values are there: a sharded strategy has those of the gathered unit only. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,

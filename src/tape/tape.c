@@ -174,6 +174,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }
 
+/* Count the entries that are not -1, the targets that are not ignored. */
 DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
 {
     const int32_t *entries = (const int32_t *)host;
@@ -184,6 +185,7 @@ DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
+/* Check what both calls below need. */
 static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
                                         const float *host, const char *call)
 {
@@ -262,6 +264,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
  * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
  * have left theirs in the thread's last error. */
 
+/* Keep the first error of a pass. Returns the result that it was given. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
 {
     if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
