@@ -1444,9 +1444,10 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
  * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
-/* Compute softmax cross-entropy, the mean over rows as one element; logits (rows, n), targets (rows)
- * I32, -1 = ignored. Backward overwrites the logits with their gradient when nothing else reads
- * them, so that behind a linear classifier they are stored once: read logits before backward. */
+/* Compute softmax cross-entropy, the mean over rows as one element; logits (rows, n), targets
+ * (rows) I32, -1 = ignored. Backward overwrites the logits with their gradient when nothing else
+ * reads them, so that behind a linear classifier they are stored once: read logits before backward.
+ */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets);
 /* Add up all elements; the result has one. */
@@ -15070,8 +15071,8 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made at the
- * first use in this pass. It is no result of a node, because other units may use it too. */
+/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made at
+ * the first use in this pass. It is no result of a node, because other units may use it too. */
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
@@ -15105,7 +15106,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     if (!p)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %u is NULL", op->desc->name,
                            i + 1);
-    dtrain_param *storage = p;
+    /* a strategy knows it, for copies of a registered parameter too, whose own value may be old */
+    dtrain_param *storage = p->state.storage ? p->state.storage : p;
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;

@@ -134,8 +134,8 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made at the
- * first use in this pass. It is no result of a node, because other units may use it too. */
+/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made at
+ * the first use in this pass. It is no result of a node, because other units may use it too. */
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
@@ -169,7 +169,8 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
     if (!p)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %u is NULL", op->desc->name,
                            i + 1);
-    dtrain_param *storage = p;
+    /* a strategy knows it, for copies of a registered parameter too, whose own value may be old */
+    dtrain_param *storage = p->state.storage ? p->state.storage : p;
     while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
     const dtrain_param *declared = p->shape[0] || p->count ? p : storage;

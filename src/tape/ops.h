@@ -48,9 +48,10 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
  * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
-/* Compute softmax cross-entropy, the mean over rows as one element; logits (rows, n), targets (rows)
- * I32, -1 = ignored. Backward overwrites the logits with their gradient when nothing else reads
- * them, so that behind a linear classifier they are stored once: read logits before backward. */
+/* Compute softmax cross-entropy, the mean over rows as one element; logits (rows, n), targets
+ * (rows) I32, -1 = ignored. Backward overwrites the logits with their gradient when nothing else
+ * reads them, so that behind a linear classifier they are stored once: read logits before backward.
+ */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets);
 /* Add up all elements; the result has one. */
