@@ -1306,7 +1306,7 @@ typedef struct dtrain_tensor {
     /* Private to the tape. */
     struct dtrain_node *producer; /* NULL for inputs */
     uint32_t pending_uses;
-    bool needs_grad, grad_written;
+    bool needs_grad;
 } dtrain_tensor;
 
 /* ---- A pass -----------------------------------------------------------------------------------*/
@@ -1320,19 +1320,20 @@ typedef struct dtrain_tensor {
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u
 
-/* Create a tape. With strategy NULL gradients go where the params point: the first backward
- * overwrites them, later ones add until the host clears grad_written, and nothing is communicated.
- * device NULL is the world's; with a device, world may be NULL. A tape on the plan device counts
- * bytes and computes nothing. */
+/* Create a tape that hands gradients to a strategy. With strategy NULL they go where the params
+ * point: the first backward overwrites them, later ones add until the host clears grad_written, and
+ * nothing is communicated. device NULL is the world's; with a device, world may be NULL. A tape on
+ * the plan device counts bytes and computes nothing. */
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out);
+/* Free a tape, its tensors and its memory; NULL is allowed. */
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
 
 /* Start a forward pass; the tensors of the last one are gone. Dropout draws its random numbers from
  * seed: give a different one for every micro-batch and rank. */
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 
-/* Make an input: host data (count elements, F32 or I32) is copied to the device. The gradient of a
+/* Make an input, a copy of host data (count elements, F32 or I32) on the device. The gradient of a
  * requires_grad input can be read after backward: for tests, and for layers that the host computes
  * itself. */
 DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
@@ -1353,10 +1354,10 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
 /* Return the error that sticks to the tape, DTRAIN_OK if there is none. */
 DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
 
-/* Copy a tensor, or the gradient of an input, to host memory (count floats), as fp32. Both wait for
- * the device. */
+/* Copy a tensor to host memory (count floats) as fp32, after a wait for the device. */
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *host);
+/* Copy the gradient of a requires_grad input to host memory, as dtrain_tensor_read does. */
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
                                                  float *host);
 
@@ -1374,7 +1375,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
  * with Sublinear Memory Cost", 2016). In every n-th unit, counted in the order of their marks, the
  * results of the operations in `ops` (0 = ALL) are dropped; when backward comes to that unit the
  * same kernels make them again from the same numbers, so losses and gradients keep their bits.
- * every 1 = all units, 0 = off. Takes effect at the next dtrain_tape_begin.
+ * every 1 = all units, 0 = off. Takes effect at the next dtrain_tape_unit.
  *
  * A tensor that a later unit uses is kept. It must be used in time: the dropped results of a unit
  * are there until the next but one of such units begins, and using or reading them later is an
@@ -1389,6 +1390,7 @@ typedef struct dtrain_tape_info {
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
 } dtrain_tape_info;
+/* Count the operations and the memory of a tape. */
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);
 
 /* ================================================================================================
@@ -1402,7 +1404,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
  * in), as in PyTorch. Every operation checks shapes and reports a difference in a sentence with
  * both. A program adds its own operations with tape/op.h. */
 
-/* Linear layer: y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Apply a linear layer, y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
@@ -1420,8 +1422,8 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                                            dtrain_param *token, dtrain_param *position);
 
 #define DTRAIN_ATTENTION_CAUSAL 1u
-/* Multi-head attention: qkv (batch*sequence, 3n) -> (batch*sequence, n), in each head
- * softmax(q k^T / sqrt(n/heads)) v; q, k and v stand side by side in each row. */
+/* Apply multi-head attention, qkv (batch*sequence, 3n) -> (batch*sequence, n): in each head
+ * softmax(q k^T / sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 
@@ -1437,13 +1439,16 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
  * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
-/* Mean over rows of softmax cross-entropy -> one element; logits (rows, n), targets (rows) I32, -1
- * = ignored. Backward overwrites the logits with their gradient when nothing else reads them, so
- * that behind a linear classifier they are stored once: read logits before backward. */
+/* Compute softmax cross-entropy, the mean over rows as one element; logits (rows, n), targets
+ * (rows) I32, -1 = ignored. Backward overwrites the logits with their gradient when nothing else
+ * reads them, so that behind a linear classifier they are stored once: read logits before backward.
+ */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets);
-DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -> one element */
-DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -> one element */
+/* Add up all elements; the result has one. */
+DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);
+/* Average all elements; the result has one. */
+DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x);
 
 /* ================================================================================================
  * src/optim/scaler.h
@@ -1893,6 +1898,7 @@ typedef struct dtrain_op {
     dtrain_device *device;
     void *args; /* this call's copy of the arguments; prepare may leave addresses in it */
     uint32_t input_count, output_count, param_count;
+    uint32_t reads;    /* the desc's; prepare may change it for this call */
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
     bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
     bool planning;     /* on the plan device addresses have no memory behind them: forward is not
@@ -1901,6 +1907,7 @@ typedef struct dtrain_op {
     dtrain_param *params[DTRAIN_OP_PARAMS];
     const void *input_data[DTRAIN_OP_INPUTS]; /* of inputs[i]->dtype, or see autocast */
     const void *param_data[DTRAIN_OP_PARAMS]; /* fp32, or see autocast; the unit is gathered */
+    int64_t param_shape[DTRAIN_OP_PARAMS][4]; /* leading non-zero entries, one at least */
     void *output_data[DTRAIN_OP_OUTPUTS];     /* of outputs[i]->dtype */
 } dtrain_op;
 
@@ -1918,7 +1925,7 @@ struct dtrain_op_desc {
 
 /* Run an operation on the tape and return its first output; NULL after an error, which sticks.
  * Inputs and parameters are checked: not NULL, of the right type, in the unit that is gathered. The
- * desc must outlive the pass; args (args_bytes; NULL and 0 if there are none) are copied. */
+ * desc must outlive the pass; args (args_bytes) are copied, and zero where args is NULL. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
@@ -1927,24 +1934,27 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
 /* The calls below are for prepare and backward. Their errors stick to the tape, which stops after
  * prepare or backward: an address that is only stored needs no check for NULL. */
 
-/* In prepare: make the next output, contents undefined. */
+/* Make the next output, contents undefined (in prepare). */
 DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, uint32_t ndim,
                                            const int64_t *shape);
-/* In prepare: take memory for `count` values that forward writes and backward reads. */
+/* Take memory for `count` values that forward writes and backward reads (in prepare). */
 DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count);
-/* In prepare: require the shape (rows, columns) of parameter i, or (rows) when columns is 0; -1
- * stands for any length. */
+/* Require the shape (rows, columns) of parameter i, or (rows) when columns is 0; -1 stands for any
+ * length (in prepare). */
 DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
                                                int64_t columns);
 
-/* In backward: return where the gradient of input i goes (of the input's type), or that of
- * parameter i (fp32); NULL when nobody wants it. *accumulate says whether to add to what is there
- * or to overwrite it. A gradient that was asked for must be written, and that of one input before
- * that of another is asked for: both may be one tensor.
- *
- * The gradients to read are outputs[i]->grad, of the output's type. The gradient of output 0 is
- * always there (zeros where the loss does not depend on it); NULL of another output means zero. */
+/* The gradients to read in backward are outputs[i]->grad, of the output's type. The gradient of
+ * output 0 is always there (zeros where the loss does not depend on it); NULL of another output
+ * means zero. A gradient that was asked for must be written, and that of one input before that of
+ * another is asked for: both may be one tensor. */
+
+/* Return where the gradient of input i goes, of the input's type; NULL when nobody wants it (in
+ * backward). *accumulate says whether to add to what is there or to overwrite it; with accumulate
+ * NULL the call can only overwrite, and the tape adds what was there when backward returns. */
 DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate);
+/* Return where the fp32 gradient of parameter i goes, and whether to add to it; NULL when nobody
+ * wants it (in backward). */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate);
 
 /* ================================================================================================
@@ -14465,7 +14475,6 @@ typedef struct dtrain__chunk {
     char *memory;
     size_t bytes;
     uint32_t owners; /* gradient pool only: tensors whose gradient this is; 0 = free */
-    bool in_region;  /* a gradient on top of a dropped value: gone with it, not to be handed on */
 } dtrain__chunk;
 
 /* An arena: chunks in the order they were made; memory is handed out by moving forward through
@@ -14477,32 +14486,44 @@ typedef struct dtrain__chunk {
 typedef struct dtrain__bump {
     dtrain_device *device; /* NULL: host memory */
     dtrain__chunk *first;
-    dtrain__chunk **at; /* the link to the chunk in use */
-    size_t used;        /* bytes of that chunk */
+    dtrain__chunk **at;                 /* the link to the chunk in use */
+    size_t used;                        /* bytes of that chunk */
+    uint64_t bytes, allocations;        /* of all chunks */
+    struct dtrain__tape_segment *owner; /* of a region: who put its results there last */
 } dtrain__bump;
+
+enum {
+    DTRAIN__ARENA_HOST,
+    DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
+    DTRAIN__ARENA_DATA,
+    DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
+    DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2
+};
 
 /* ---- Nodes and tensors ------------------------------------------------------------------------*/
 
 /* One executed operation. */
 typedef struct dtrain_node {
-    dtrain_op op;                            /* first: a dtrain_op * of this library is a node */
-    struct dtrain_node *previous;            /* recorded before this one */
-    struct dtrain__tape_segment *segment;    /* NULL: this unit drops nothing */
-    struct dtrain_node *redo;                /* in that segment's list of dropped nodes */
-    dtrain_param *storage[DTRAIN_OP_PARAMS]; /* whose value and gradient params[i] are */
-    const void *source[DTRAIN_OP_INPUTS];    /* where inputs[i] was when the node was made ... */
-    void *rounded[DTRAIN_OP_INPUTS];         /* ... and its copy in the type of autocast, or NULL */
-    int64_t unit;                            /* -1: before the first mark */
-    uint32_t mark;                           /* how many marks came before it */
-    bool dropped;                            /* its results are in the segment's region */
-    bool saves;                              /* it has saved memory, which backward reads */
-    bool reached;                            /* by the gradient of this backward's loss */
+    dtrain_op op;                           /* first: a dtrain_op * of this library is a node */
+    struct dtrain_node *previous;           /* recorded before this one */
+    struct dtrain__tape_segment *segment;   /* NULL: this unit drops nothing */
+    struct dtrain_node *redo;               /* in that segment's list of dropped nodes */
+    dtrain_param *target[DTRAIN_OP_PARAMS]; /* where the gradient of params[i] goes; NULL: it is
+                                               frozen, or the pass has no gradients */
+    const void *source[DTRAIN_OP_INPUTS];   /* where inputs[i] was when the node was made; autocast
+                                               rounds it to input_data[i] where the two differ */
+    int64_t unit;                           /* -1: before the first mark */
+    uint32_t mark;                          /* how many marks came before it */
+    bool dropped;                           /* its results are in the segment's region */
+    bool saves;                             /* it has saved memory, which backward reads */
+    bool reached;                           /* by the gradient of this backward's loss */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk *gradient;              /* what tensor.grad points into */
+    dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
+    dtrain__chunk *earlier;               /* contributions to be added to it */
     int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
@@ -14512,16 +14533,10 @@ typedef struct dtrain__tape_tensor {
 /* What is recorded between two marks in a unit that drops results. */
 typedef struct dtrain__tape_segment {
     int64_t unit;
-    uint32_t region;
+    dtrain__bump *region;
     dtrain_node *dropped;                         /* the last one first */
     const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
 } dtrain__tape_segment;
-
-/* Where segments put what they drop, one after the other. */
-typedef struct dtrain__tape_region {
-    dtrain__bump memory;
-    dtrain__tape_segment *owner;
-} dtrain__tape_region;
 
 /* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
  * not its address: a strategy that gathers units may have several weights there in turn. */
@@ -14560,84 +14575,66 @@ struct dtrain_tape {
     dtrain_device *device;
     dtrain_allocator allocator;
     bool planning; /* on the plan device: params and strategy are left alone */
-
-    dtrain__bump host, data;
-    dtrain__tape_region regions[2];
-    dtrain__chunk *gradients; /* the pool */
-    uint64_t activation_bytes, gradient_bytes, allocation_count;
-
-    dtrain_node *last;
-    size_t node_count, tensor_count;
-    uint32_t state, flags;
-    uint64_t seed, dropout_count;
+    dtrain__bump arenas[DTRAIN__ARENAS];
+    struct { /* what dtrain_tape_begin sets to zero */
+        uint32_t state, flags;
+        uint64_t seed, dropout_count;
+        dtrain_dtype cast;   /* the type of autocast; F32 without */
+        dtrain__cast *casts; /* weights rounded in this pass */
+        dtrain_node *last;
+        size_t node_count, tensor_count, recomputed_count;
+        uint32_t mark_count, segment_count;
+        dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
+    } pass;
     int64_t unit;                              /* gathered now; -1 = none */
-    uint32_t checkpoint_every, checkpoint_ops; /* as set last ... */
-    uint32_t every, dropped_ops;               /* ... and in this pass */
-    uint32_t mark_count, segment_count;        /* of this pass */
-    dtrain__tape_segment *segment;             /* the one that is recorded now; NULL: none */
-    size_t recomputed_count;
-    const dtrain_step_scalars *scalars; /* NULL, or where a replayed step finds its seed */
-    dtrain__feed *feed;                 /* NULL, or how inputs of a replayed step come in */
-    dtrain_dtype cast;                  /* the type of autocast; F32 without */
-    dtrain__cast *casts;                /* weights rounded in this pass */
-
-    dtrain_result error; /* the first of this pass, and its sentence */
+    uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
+    const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
+    dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */
+    dtrain_result error;                       /* the first of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 
 /* tape/tape.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code,
-                                                 const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 
 /* tape/op.c */
-typedef struct dtrain__text {
-    char text[96];
-} dtrain__text;
-DTRAIN__PRIVATE const char *dtrain__shape_text(const dtrain_tensor *x, dtrain__text *to);
-DTRAIN__PRIVATE uint32_t dtrain__param_shape(const dtrain_op *op, uint32_t i, int64_t shape[4]);
-DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i);
+#define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
+DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
-DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
-                                            dtrain_dtype to, int64_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
                                                    const void *x, uint32_t x_dtype, void *y,
                                                    uint32_t y_dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t count, const void *x,
+                                               uint32_t x_dtype, const void *y, uint32_t y_dtype,
+                                               void *out);
 
-/* The descriptor of the built-in operation dtrain_<op>, whose functions are dtrain__<op>_prepare,
+/* tape/elementwise.c */
+DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
+
+/* The descriptor of the built-in operation dtrain_<op>, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
  * use, in elementwise.c. */
-#define DTRAIN__OP(op, reads, checkpoint, integer_inputs, autocast)          \
-    static const dtrain_op_desc dtrain__##op##_op = {reads,                  \
-                                                     checkpoint,             \
-                                                     integer_inputs,         \
-                                                     autocast,               \
-                                                     "dtrain_" #op,          \
-                                                     dtrain__##op##_prepare, \
-                                                     dtrain__##op##_forward, \
-                                                     dtrain__##op##_backward};
+#define DTRAIN__OP(op, functions, reads, checkpoint, integer_inputs, autocast)      \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                         \
+                                                     checkpoint,                    \
+                                                     integer_inputs,                \
+                                                     autocast,                      \
+                                                     "dtrain_" #op,                 \
+                                                     dtrain__##functions##_prepare, \
+                                                     dtrain__##functions##_forward, \
+                                                     dtrain__##functions##_backward};
 
 /* tape/backward.c */
-DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
-DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk **earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk *earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_tensor *from,
-                                                    dtrain_tensor *x);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
 
 /* tape/checkpointing.c */
-DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape);
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
@@ -14645,9 +14642,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
                                                   const char *call);
 
 /* tape/arena.c */
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
-                                            dtrain__chunk *chunk);
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
+DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
@@ -14656,14 +14651,6 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape);
-
-static dtrain_result dtrain__flags_check(uint32_t flags);
-static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
-                                         const void *host, bool requires_grad);
-static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x,
-                                       const void **host);
-static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                        const float *host, const char *call);
 
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out)
@@ -14680,8 +14667,8 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->strategy = strategy;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
-    tape->data.device = tape->device;
-    for (int i = 0; i < 2; i++) tape->regions[i].memory.device = tape->device;
+    for (int i = 0; i < DTRAIN__ARENAS; i++)
+        tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
     *out = tape;
     return DTRAIN_OK;
@@ -14690,12 +14677,16 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
-    dtrain__chunks_destroy(tape, tape->device, tape->data.first);
-    for (int i = 0; i < 2; i++)
-        dtrain__chunks_destroy(tape, tape->device, tape->regions[i].memory.first);
-    dtrain__chunks_destroy(tape, tape->device, tape->gradients);
-    dtrain__chunks_destroy(tape, NULL, tape->host.first);
     dtrain_allocator allocator = tape->allocator;
+    for (int i = 0; i < DTRAIN__ARENAS; i++) {
+        dtrain_device *device = tape->arenas[i].device;
+        for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
+            next = chunk->next;
+            if (device) device->ops->free(device, chunk->memory, chunk->bytes);
+            else dtrain__free(&allocator, chunk->memory, 1, chunk->bytes);
+            dtrain__free(&allocator, chunk, 1, sizeof *chunk);
+        }
+    }
     dtrain__free(&allocator, tape, 1, sizeof *tape);
 }
 
@@ -14703,52 +14694,39 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed)
 {
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
-    tape->error = DTRAIN_OK;
-    dtrain__bump_rewind(&tape->host);
-    dtrain__bump_rewind(&tape->data);
-    dtrain__segments_forget(tape);
-    for (dtrain__chunk *chunk = tape->gradients; chunk; chunk = chunk->next) chunk->owners = 0;
-    tape->last = NULL;
-    tape->node_count = tape->tensor_count = 0;
-    tape->flags = flags;
-    tape->seed = seed;
-    tape->dropout_count = 0;
-    tape->state = DTRAIN__TAPE_FORWARD;
-    tape->cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
-                 : flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
-                                           : DTRAIN_DTYPE_F32;
-    tape->casts = NULL;
-    dtrain_result result = dtrain__flags_check(flags);
-    return dtrain__tape_stick(tape, result ? result : dtrain__tape_enter(tape, -1));
-}
-
-static dtrain_result dtrain__flags_check(uint32_t flags)
-{
     const uint32_t low = DTRAIN_TAPE_BF16 | DTRAIN_TAPE_F16;
-    if (flags & ~(DTRAIN_TAPE_NO_GRAD | low))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: unknown flags %#x", flags);
-    if ((flags & low) == low)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_tape_begin: flags %#x ask for autocast to bf16 and to f16; a "
-                           "pass has one of them",
-                           flags);
-    return DTRAIN_OK;
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_begin: tape is NULL");
+    for (int i = 0; i < DTRAIN__ARENAS; i++) {
+        dtrain__bump_rewind(&tape->arenas[i]);
+        tape->arenas[i].owner = NULL;
+    }
+    dtrain__chunk *chunk = tape->arenas[DTRAIN__ARENA_GRADIENTS].first;
+    for (; chunk; chunk = chunk->next) chunk->owners = 0;
+    memset(&tape->pass, 0, sizeof tape->pass);
+    tape->pass.state = DTRAIN__TAPE_FORWARD;
+    tape->pass.flags = flags;
+    tape->pass.seed = seed;
+    tape->pass.cast = flags & DTRAIN_TAPE_BF16  ? DTRAIN_DTYPE_BF16
+                      : flags & DTRAIN_TAPE_F16 ? DTRAIN_DTYPE_F16
+                                                : DTRAIN_DTYPE_F32;
+    tape->error = DTRAIN_OK;
+    if (flags & ~(DTRAIN_TAPE_NO_GRAD | low) || (flags & low) == low)
+        return dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                              "dtrain_tape_begin: flags are %#x, expected DTRAIN_TAPE_NO_GRAD and "
+                              "at most one of DTRAIN_TAPE_BF16 and DTRAIN_TAPE_F16",
+                              flags));
+    return dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
 }
 
 DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 {
-    if (!tape || tape->error != DTRAIN_OK) return;
-    if (tape->state != DTRAIN__TAPE_FORWARD)
-        dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE,
-                          "dtrain_tape_unit: no pass is under way; call dtrain_tape_begin first");
-    else if (unit != tape->unit) {
-        dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
-        dtrain__segment_begin(tape);
-    }
+    if (dtrain__tape_check(tape, "dtrain_tape_unit") != DTRAIN_OK || unit == tape->unit) return;
+    dtrain__tape_stick(tape, dtrain__tape_enter(tape, unit));
+    dtrain__segment_begin(tape);
 }
 
-/* Lets go of the unit that is gathered and gathers another; -1 = none. Releasing comes first: two
+/* Let go of the unit that is gathered and gather another; -1 = none. Releasing comes first: two
  * whole units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
 {
@@ -14760,72 +14738,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
     return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
 }
 
-/* Why no tensor can be made now, as an error that sticks; DTRAIN_OK if it can. */
+/* Return why the pass cannot go on, as an error that sticks; DTRAIN_OK if it can. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call)
 {
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    if (tape->error != DTRAIN_OK) return tape->error;
-    if (tape->state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
-    const char *why = tape->state == DTRAIN__TAPE_IDLE ? "no pass is under way"
-                                                       : "this pass has had its backward";
-    dtrain__tape_fail(tape, DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call, why);
-    return tape->error;
+    if (tape->error != DTRAIN_OK) return dtrain_tape_error(tape);
+    if (tape->pass.state == DTRAIN__TAPE_FORWARD) return DTRAIN_OK;
+    return dtrain__tape_stick(
+        tape, dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s; call dtrain_tape_begin first", call,
+                          tape->pass.state == DTRAIN__TAPE_DONE ? "this pass has had its backward"
+                                                                : "no pass is under way"));
 }
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
-DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
-                                            const int64_t *shape, const void *host,
-                                            bool requires_grad)
-{
-    if (dtrain__tape_check(tape, "dtrain_tape_input") != DTRAIN_OK) return NULL;
-    if (dtrain__tape_stick(tape, dtrain__input_check(dtype, ndim, shape, host, requires_grad)))
-        return NULL;
-    dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
-    if (!x) return NULL;
-    x->needs_grad = requires_grad && !(tape->flags & DTRAIN_TAPE_NO_GRAD);
-    const size_t bytes = (size_t)x->count * 4;
-    dtrain_result result;
-    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
-    else
-        result =
-            tape->device->ops->copy(tape->device, x->data, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
-    /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
-        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
-    return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
-}
-
-static dtrain_result dtrain__input_check(dtrain_dtype dtype, uint32_t ndim, const int64_t *shape,
-                                         const void *host, bool requires_grad)
-{
-    const char *const call = "dtrain_tape_input";
-    if (dtype != DTRAIN_DTYPE_F32 && dtype != DTRAIN_DTYPE_I32)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: dtype is %s, not f32 or i32", call,
-                           dtrain_dtype_name(dtype));
-    if (dtype == DTRAIN_DTYPE_I32 && requires_grad)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: i32 has no gradient", call);
-    if (!shape || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
-    if (ndim < 1 || ndim > 4)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
-    for (uint32_t i = 0; i < ndim; i++)
-        if (shape[i] < 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
-                               (long long)shape[i]);
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
-{
-    const int32_t *entries = (const int32_t *)host;
-    int64_t valid = 0;
-    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
-    return valid;
-}
-
-/* The caller's data goes to the input's page-locked place, if it is not there yet, and from there
- * to the device when the stream comes to it. *host becomes that place. */
+/* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
+ * the device when the stream comes to it. *host becomes that place. */
 static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
 {
     dtrain__feed *feed = tape->feed;
@@ -14856,7 +14784,64 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x
                                          DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
 
+DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
+                                            const int64_t *shape, const void *host,
+                                            bool requires_grad)
+{
+    const char *const call = "dtrain_tape_input";
+    dtrain_result result = dtrain__tape_check(tape, call);
+    if (result != DTRAIN_OK) return NULL;
+    if (dtype != DTRAIN_DTYPE_F32 && (dtype != DTRAIN_DTYPE_I32 || requires_grad))
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: dtype is %s, expected f32, or i32, which has no gradient", call,
+                             dtrain_dtype_name(dtype));
+    else if (!shape || !host)
+        result =
+            dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call, shape ? "host" : "shape");
+    else if (ndim < 1 || ndim > 4)
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %u axes, not 1 to 4", call, ndim);
+    for (uint32_t i = 0; i < ndim && !result; i++)
+        if (shape[i] < 1)
+            result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: axis %u has length %lld", call, i,
+                                 (long long)shape[i]);
+    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
+    dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
+    if (!x) return NULL;
+    x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
+    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    else
+        result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
+                                         DTRAIN_COPY_HOST_TO_DEVICE);
+    /* counted here because only here are they in host memory */
+    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
+        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
+    return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
+}
+
+/* Count the entries that are not -1, the targets that are not ignored. */
+DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
+{
+    const int32_t *entries = (const int32_t *)host;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
+    return valid;
+}
+
 /* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* Check what both calls below need. */
+static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
+                                        const float *host, const char *call)
+{
+    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
+    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
+    if (tensor && host && dtrain__is_float(tensor)) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "%s: the tensor is %s and host is %s, expected f32, bf16 or f16 and an array", call,
+        tensor ? dtrain_dtype_name((dtrain_dtype)tensor->dtype) : "NULL",
+        host ? "an array" : "NULL");
+}
 
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *host)
@@ -14879,46 +14864,32 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
                                                  float *host)
 {
-    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, "dtrain_tensor_read_grad"));
-    if (tensor->producer || !tensor->needs_grad)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_tensor_read_grad: only inputs made with "
-                                               "requires_grad keep their gradient");
-    if (tape->state != DTRAIN__TAPE_DONE)
+    const char *const call = "dtrain_tensor_read_grad";
+    DTRAIN__TRY(dtrain__read_check(tape, tensor, host, call));
+    if (tensor->producer || !tensor->needs_grad || tape->pass.state != DTRAIN__TAPE_DONE)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_tensor_read_grad: dtrain_tape_backward has not run");
-    size_t bytes = (size_t)tensor->count * sizeof(float);
-    if (!tensor->grad) { /* the loss does not depend on it */
-        memset(host, 0, bytes);
-        return DTRAIN_OK;
-    }
-    return tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
-                                   DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-static dtrain_result dtrain__read_check(dtrain_tape *tape, const dtrain_tensor *tensor,
-                                        const float *host, const char *call)
-{
-    if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tape is NULL", call);
-    DTRAIN__TRY(dtrain_tape_error(tape)); /* the likely reason why tensor is NULL */
-    if (!tensor || !host)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is NULL", call,
-                           tensor ? "host" : "tensor");
-    if (!dtrain__is_float(tensor))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the tensor is %s, not f32", call,
-                           dtrain_dtype_name((dtrain_dtype)tensor->dtype));
-    return DTRAIN_OK;
+                           "%s: only inputs made with requires_grad have a gradient to read, and "
+                           "only after dtrain_tape_backward",
+                           call);
+    const size_t bytes = (size_t)tensor->count * sizeof(float);
+    memset(host, 0, bytes); /* what stays when the loss does not depend on it */
+    return tensor->grad ? tape->device->ops->copy(tape->device, host, tensor->grad, bytes,
+                                                  DTRAIN_COPY_DEVICE_TO_HOST)
+                        : DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info)
 {
     memset(info, 0, sizeof *info);
     if (!tape) return;
-    info->node_count = tape->node_count;
-    info->tensor_count = tape->tensor_count;
-    info->recomputed_count = tape->recomputed_count;
-    info->activation_bytes = tape->activation_bytes;
-    info->gradient_bytes = tape->gradient_bytes;
-    info->block_allocations = tape->allocation_count;
+    info->node_count = tape->pass.node_count;
+    info->tensor_count = tape->pass.tensor_count;
+    info->recomputed_count = tape->pass.recomputed_count;
+    info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
+    for (int i = DTRAIN__ARENA_DATA; i < DTRAIN__ARENAS; i++)
+        info->activation_bytes += tape->arenas[i].bytes;
+    for (int i = DTRAIN__ARENA_GRADIENTS; i < DTRAIN__ARENAS; i++)
+        info->block_allocations += tape->arenas[i].allocations;
 }
 
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x)
@@ -14937,6 +14908,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x)
  * The sentence is kept with the code: by the time somebody asks, other calls on this thread may
  * have left theirs in the thread's last error. */
 
+/* Keep the first error of a pass. Returns the result that it was given. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result)
 {
     if (result != DTRAIN_OK && tape->error == DTRAIN_OK) {
@@ -14944,20 +14916,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_resul
         memcpy(tape->error_text, dtrain_last_error(), sizeof tape->error_text);
     }
     return result;
-}
-
-/* A new error that sticks. Always NULL: an operation ends by returning it. */
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code,
-                                                 const char *format, ...)
-{
-    char text[DTRAIN__ERROR_BYTES];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    dtrain__tape_stick(tape, dtrain_fail(code, "%s", text));
-    return NULL;
 }
 
 DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
@@ -14975,81 +14933,90 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
  *
  * dtrain_tape_apply is the one way onto the tape, for built-in operations and those of a program:
  *
- * 1. make a node, with a copy of the arguments, in host memory that dtrain_tape_begin rewinds 2.
- * check inputs and parameters, and note the addresses of their values 3. prepare: check shapes,
- * make outputs, take memory for what backward will read 4. forward; before it, inputs that autocast
- * wants in a narrower type are rounded 5. note the node in its segment if its results are dropped,
- * and record it on the tape if a gradient will have to pass through it
+ * 1. make a node, with a copy of the arguments, in host memory that dtrain_tape_begin rewinds
+ * 2. check inputs and parameters, and note the addresses of their values
+ * 3. prepare: check shapes, make outputs, take memory for what backward will read
+ * 4. forward; before it, inputs that autocast wants in a narrower type are rounded
+ * 5. note the node in its segment if its results are dropped, and record it on the tape if a
+ *    gradient will have to pass through it
  *
  * The addresses of steps 2 and 3 hold for the life of the node, although tensor->data may move: a
  * value that a later unit reads is copied out of the region it was dropped into. A forward that
  * runs again must read and write where its neighbours in the unit do, in the region; the copy is
  * for the readers outside. */
 
-static dtrain_node *dtrain__node_new(dtrain_tape *tape, const dtrain_op_desc *desc,
-                                     const void *args, size_t args_bytes);
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p);
-static void dtrain__record(dtrain_node *node);
 
+/* The numbers are those of the list above. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
                                             const void *args, size_t args_bytes)
 {
     const char *const call = desc && desc->name ? desc->name : "dtrain_tape_apply";
+    const size_t node_bytes = dtrain__round_up(sizeof(dtrain_node), DTRAIN__CACHE_LINE);
     dtrain_result result = dtrain__tape_check(tape, call);
     if (result != DTRAIN_OK) return NULL;
     if (!desc || !desc->name || !desc->prepare || !desc->forward || !desc->backward)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "%s: desc is NULL or has no name, prepare, forward or backward",
-                                 call);
-    if (input_count > DTRAIN_OP_INPUTS || param_count > DTRAIN_OP_PARAMS)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "%s: %u inputs and %u parameters, but an operation has at most %d "
-                                 "and %d",
-                                 call, input_count, param_count, DTRAIN_OP_INPUTS,
-                                 DTRAIN_OP_PARAMS);
-    dtrain_node *node = dtrain__node_new(tape, desc, args, args_bytes);
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                             "%s: desc is NULL or has no name, prepare, forward or backward", call);
+    else if (input_count > DTRAIN_OP_INPUTS || param_count > DTRAIN_OP_PARAMS)
+        result =
+            dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                        "%s: %u inputs and %u parameters, but an operation has at most %d and %d",
+                        call, input_count, param_count, DTRAIN_OP_INPUTS, DTRAIN_OP_PARAMS);
+    if (dtrain__tape_stick(tape, result) != DTRAIN_OK) return NULL;
+
+    /* 1. without gradients too: the arguments have to be somewhere */
+    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, node_bytes + args_bytes);
     if (!node) return NULL;
+    dtrain_op *op = &node->op;
+    if (args_bytes) op->args = (char *)node + node_bytes;
+    if (args_bytes && args) memcpy(op->args, args, args_bytes);
+    op->desc = desc;
+    op->tape = tape;
+    op->device = tape->device;
+    op->reads = desc->reads;
+    op->cast = tape->pass.cast;
+    op->planning = tape->planning;
+    node->unit = tape->unit;
+    node->mark = tape->pass.mark_count;
+    node->segment = tape->pass.segment;
+    node->dropped = node->segment && (tape->checkpoint_ops & desc->checkpoint);
+
+    /* 2. to 4. An error of prepare may be in its result, or stick to the tape alone. */
     for (uint32_t i = 0; i < input_count && !result; i++)
         result = dtrain__take_input(node, inputs[i]);
     for (uint32_t i = 0; i < param_count && !result; i++)
         result = dtrain__take_param(node, params[i]);
-    if (result == DTRAIN_OK) result = desc->prepare(&node->op);
-    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && node->op.output_count == 0)
+    if (result == DTRAIN_OK) result = desc->prepare(op);
+    if (result == DTRAIN_OK && tape->error == DTRAIN_OK && op->output_count == 0)
         result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: prepare has made no output", call);
     if (result == DTRAIN_OK && tape->error == DTRAIN_OK) result = dtrain__op_run(node);
     dtrain__tape_stick(tape, result);
     if (tape->error != DTRAIN_OK) return NULL;
-    dtrain__record(node);
-    return node->op.outputs[0];
+
+    /* 5. uses of inputs are counted for in-place backwards, which must know that nobody else will
+     * read an input */
+    if (node->dropped && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD)) {
+        node->redo = node->segment->dropped;
+        node->segment->dropped = node;
+    }
+    if (!op->needs_grad) return op->outputs[0];
+    for (uint32_t i = 0; i < op->output_count; i++) {
+        op->outputs[i]->producer = node;
+        op->outputs[i]->needs_grad = true;
+    }
+    for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
+    node->previous = tape->pass.last;
+    tape->pass.last = node;
+    tape->pass.node_count++;
+    return op->outputs[0];
 }
 
-/* A node for one call. Without gradients too: the arguments have to be somewhere, and it costs
- * nothing but a little host memory until the next begin. */
-static dtrain_node *dtrain__node_new(dtrain_tape *tape, const dtrain_op_desc *desc,
-                                     const void *args, size_t args_bytes)
-{
-    dtrain_node *node = (dtrain_node *)dtrain__take_host(tape, sizeof *node);
-    void *copy = args_bytes ? dtrain__take_host(tape, args_bytes) : NULL;
-    if (!node || (args_bytes && !copy)) return NULL;
-    if (args_bytes) memcpy(copy, args, args_bytes);
-    node->op.desc = desc;
-    node->op.tape = tape;
-    node->op.device = tape->device;
-    node->op.args = copy;
-    node->op.cast = tape->cast;
-    node->op.planning = tape->planning;
-    node->unit = tape->unit;
-    node->mark = tape->mark_count;
-    node->segment = tape->segment;
-    node->dropped = tape->segment && (tape->dropped_ops & desc->checkpoint);
-    return node;
-}
-
-/* The next input: it is there, of the right type, and stays where it is as long as the node needs
- * it. A gradient that it needs makes the node need one. */
+/* Take the next input: it is there, of the right type, and stays where it is as long as the node
+ * needs it. A gradient that it needs makes the node need one. */
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
 {
     dtrain_op *op = &node->op;
@@ -15063,22 +15030,19 @@ static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x)
     if (x->needs_grad) op->needs_grad = true;
     op->inputs[i] = x;
     op->input_data[i] = node->source[i] = x->data;
-    if (!op->desc->autocast || integer || x->dtype == (uint32_t)op->cast) return DTRAIN_OK;
-    op->input_data[i] = node->rounded[i] = dtrain_op_save(op, op->cast, x->count);
+    if (op->desc->autocast && !integer && x->dtype != (uint32_t)op->cast)
+        op->input_data[i] = dtrain_op_save(op, op->cast, x->count);
     return op->tape->error;
 }
 
-/* ---- Parameters -------------------------------------------------------------------------------*/
+/* ---- Parameters
+ *
+ *     declared    the parameter that the operation was given: name, unit, flags, its count of uses
+ *     storage     the end of its alias chain: the address of the values and of the gradient
+ *
+ * A tied weight is declared once in each unit that uses it, and stored once. */
 
-/* Where value and gradient are: the end of the alias chain. A strategy has looked it up already. */
-static dtrain_param *dtrain__param_storage(dtrain_param *p)
-{
-    if (p->state.storage) return p->state.storage;
-    while (p->alias_of) p = p->alias_of;
-    return p;
-}
-
-/* A sharded strategy has values of the gathered unit only. */
+/* Check that the values are there: a sharded strategy has those of the gathered unit only. */
 static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param *p,
                                          const dtrain_param *storage)
 {
@@ -15090,146 +15054,104 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: parameter %s %s; give it to dtrain_strategy_create first", call,
                            name, foreign ? "belongs to no strategy" : "has no value");
-    if (tape->unit < 0)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: parameter \"%s\" belongs to unit %u, and no unit is gathered; mark "
-                           "it with dtrain_tape_unit",
-                           call, name, p->unit);
     return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: parameter \"%s\" belongs to unit %u, and unit %lld is gathered; "
-                       "register an alias of it in each other unit that uses it",
+                       "%s: parameter \"%s\" belongs to unit %u, which is not gathered: the tape "
+                       "is in unit %lld (-1: before the first mark); mark each unit with "
+                       "dtrain_tape_unit, and register an alias of a parameter in each other unit "
+                       "that uses it",
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Count the elements of a parameter. Only a strategy completes the field from the shape. */
-static int64_t dtrain__value_count(const dtrain_param *p)
+/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made at
+ * the first use in this pass. It is no result of a node, because other units may use it too. */
+static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
-    int64_t count = p->shape[0];
-    for (int i = 1; i < 4 && p->shape[i]; i++) count *= p->shape[i];
-    return p->count ? p->count : count;
+    const dtrain_dtype dtype = tape->pass.cast;
+    const void *low = dtrain__strategy_low(tape->strategy, storage, dtype);
+    dtrain__cast *cast = tape->pass.casts;
+    if (low) return low;
+    while (cast && cast->storage != storage) cast = cast->next;
+    if (cast) return cast->low;
+    int64_t count = storage->shape[0] ? 1 : storage->count;
+    for (int a = 0; a < 4 && storage->shape[a]; a++) count *= storage->shape[a];
+    cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
+    void *made = dtrain__take_data(tape, NULL, count, dtype);
+    if (!cast || !made) return NULL; /* the error sticks */
+    dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, count, storage->value,
+                                                  DTRAIN_DTYPE_F32, made, dtype));
+    cast->storage = storage;
+    cast->low = made;
+    cast->next = tape->pass.casts;
+    tape->pass.casts = cast;
+    return made;
 }
 
-/* The next parameter, with its value; of the type of autocast, the strategy's copy is taken, or one
- * that is made at the first use in this pass: no result of the node, other units may use it too. */
+/* Take the next parameter: its values, and where its gradient goes if it gets one in this pass. A
+ * plan may be made before gradients are allocated: there only the flag counts. */
 static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 {
     dtrain_op *op = &node->op;
     dtrain_tape *tape = op->tape;
     const uint32_t i = op->param_count++;
-    int64_t shape[4];
+    int64_t *shape = op->param_shape[i];
     if (!p)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %u is NULL", op->desc->name,
                            i + 1);
-    dtrain_param *storage = dtrain__param_storage(p);
+    /* a strategy knows it, for copies of a registered parameter too, whose own value may be old */
+    dtrain_param *storage = p->state.storage ? p->state.storage : p;
+    while (storage->alias_of) storage = storage->alias_of;
     DTRAIN__TRY(dtrain__check_value(op, p, storage));
+    const dtrain_param *declared = p->shape[0] || p->count ? p : storage;
+    memcpy(shape, declared->shape, sizeof declared->shape);
+    if (shape[0] == 0) shape[0] = declared->count;
     op->params[i] = p;
     op->param_data[i] = storage->value;
-    node->storage[i] = storage;
-    if (dtrain__param_trainable(node, i)) op->needs_grad = true;
-    if (!op->desc->autocast || op->cast == DTRAIN_DTYPE_F32 ||
-        dtrain__param_shape(op, i, shape) < 2)
-        return DTRAIN_OK;
-    if (tape->strategy) op->param_data[i] = dtrain__strategy_low(tape->strategy, storage, op->cast);
-    else op->param_data[i] = NULL;
-    for (dtrain__cast *cast = tape->casts; cast && !op->param_data[i]; cast = cast->next)
-        if (cast->storage == storage) op->param_data[i] = cast->low;
-    if (op->param_data[i]) return DTRAIN_OK;
-    dtrain__cast *cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
-    if (!cast) return tape->error;
-    cast->storage = storage;
-    cast->low = dtrain__cast_to(tape, storage->value, DTRAIN_DTYPE_F32, op->cast,
-                                dtrain__value_count(storage));
-    cast->next = tape->casts;
-    tape->casts = cast;
-    op->param_data[i] = cast->low;
+    if (!tape->planning) p->state.pending_uses = 0; /* a backward that failed leaves a count */
+    if (!(tape->pass.flags & DTRAIN_TAPE_NO_GRAD) &&
+        !((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) &&
+        (tape->planning || tape->strategy || storage->grad)) {
+        node->target[i] = storage;
+        op->needs_grad = true;
+    }
+    if (op->desc->autocast && op->cast != DTRAIN_DTYPE_F32 && shape[1])
+        op->param_data[i] = dtrain__param_low(tape, storage);
     return tape->error;
-}
-
-/* The axes of a parameter: all zero means one axis of count, and for an alias its target's. */
-DTRAIN__PRIVATE uint32_t dtrain__param_shape(const dtrain_op *op, uint32_t i, int64_t shape[4])
-{
-    const dtrain_param *p = op->params[i];
-    const dtrain_param *from = p->shape[0] || p->count ? p : ((const dtrain_node *)op)->storage[i];
-    uint32_t ndim = 0;
-    memcpy(shape, from->shape, sizeof from->shape);
-    while (ndim < 4 && shape[ndim] != 0) ndim++;
-    if (ndim > 0) return ndim;
-    shape[0] = from->count;
-    return 1;
-}
-
-/* Whether it gets a gradient in this pass. A plan may be made before gradients are allocated: there
- * only the flag counts. */
-DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i)
-{
-    const dtrain_tape *tape = node->op.tape;
-    const dtrain_param *p = node->op.params[i], *storage = node->storage[i];
-    if (tape->flags & DTRAIN_TAPE_NO_GRAD) return false;
-    if ((p->flags | storage->flags) & DTRAIN_PARAM_FROZEN) return false;
-    return tape->planning || tape->strategy || storage->grad;
 }
 
 /* ---- Running ----------------------------------------------------------------------------------*/
 
-/* Runs the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
+/* Run the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
     dtrain_op *op = &node->op;
     if (op->planning) return DTRAIN_OK;
     for (uint32_t i = 0; i < op->input_count; i++) {
         const dtrain_tensor *x = op->inputs[i];
-        if (node->rounded[i])
+        if (op->input_data[i] != node->source[i])
             DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
-                                             node->rounded[i], op->cast));
+                                             (void *)op->input_data[i], op->cast));
     }
     return op->desc->forward(op);
 }
 
-/* The node goes on the tape if a gradient will have to pass through it. Uses are counted for
- * in-place backwards, which must know that nobody else will look at an input. */
-static void dtrain__record(dtrain_node *node)
-{
-    dtrain_op *op = &node->op;
-    dtrain_tape *tape = op->tape;
-    if (node->dropped && !(tape->flags & DTRAIN_TAPE_NO_GRAD)) {
-        node->redo = node->segment->dropped;
-        node->segment->dropped = node;
-    }
-    if (!op->needs_grad) return;
-    for (uint32_t i = 0; i < op->output_count; i++) {
-        op->outputs[i]->producer = node;
-        op->outputs[i]->needs_grad = true;
-    }
-    for (uint32_t i = 0; i < op->input_count; i++) op->inputs[i]->pending_uses++;
-    node->previous = tape->last;
-    tape->last = node;
-    tape->node_count++;
-}
+/* ---- Kernels that several operations launch ---------------------------------------------------*/
 
-/* count values in another type, to stay until the next begin; themselves when they have it. NULL
- * after an error. */
-DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
-                                            dtrain_dtype to, int64_t count)
-{
-    if (from == (uint32_t)to) return values;
-    void *made = dtrain__take_data(tape, NULL, count, to);
-    if (made)
-        dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, count, values, from, made, to));
-    return tape->error == DTRAIN_OK ? made : NULL;
-}
-
+/* Set y to x, in its own type. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
                                                    const void *x, uint32_t x_dtype, void *y,
                                                    uint32_t y_dtype)
 {
-    dtrain_convert_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.x = x;
-    args.y = y;
-    args.x_dtype = (dtrain_dtype)x_dtype;
-    args.y_dtype = (dtrain_dtype)y_dtype;
+    const dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
     return device->ops->convert(device, &args);
+}
+
+/* Set out to x + y, in x's type. */
+DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t count, const void *x,
+                                               uint32_t x_dtype, const void *y, uint32_t y_dtype,
+                                               void *out)
+{
+    const dtrain_add_args args = {count, x, y, out, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
+    return device->ops->add(device, &args);
 }
 
 /* ---- For authors ------------------------------------------------------------------------------*/
@@ -15239,12 +15161,13 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
 {
     const uint32_t i = op->output_count;
     if (op->tape->error != DTRAIN_OK) return NULL;
-    if (i == DTRAIN_OP_OUTPUTS)
-        return dtrain__tape_fail(op->tape, DTRAIN_ERROR_USAGE,
-                                 "%s: an operation has at most %d outputs", op->desc->name,
-                                 DTRAIN_OP_OUTPUTS);
-    op->outputs[i] = dtrain__tensor_new(op->tape, (dtrain_node *)op, dtype, ndim, shape);
-    if (!op->outputs[i]) return NULL;
+    if (i < DTRAIN_OP_OUTPUTS)
+        op->outputs[i] = dtrain__tensor_new(op->tape, (dtrain_node *)op, dtype, ndim, shape);
+    else
+        dtrain__tape_stick(op->tape, dtrain_fail(DTRAIN_ERROR_USAGE,
+                                                 "%s: an operation has at most %d outputs",
+                                                 op->desc->name, DTRAIN_OP_OUTPUTS));
+    if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
     return op->outputs[i];
@@ -15257,64 +15180,40 @@ DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count
     return dtrain__take_data(op->tape, node, count, dtype);
 }
 
-/* "(6, 16)", with "any" for -1. Written to *to, so that one sentence can have several. */
-static const char *dtrain__axes_text(uint32_t ndim, const int64_t *shape, dtrain__text *to)
+/* Write a shape, "(6, 16)", with "any" for -1, to a text of the caller's, so that one sentence can
+ * have several. */
+DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text)
 {
     size_t used = 0;
-    for (uint32_t i = 0; i < ndim; i++) {
+    for (uint32_t i = 0; i < 4 && (i == 0 || shape[i]); i++) {
         char length[24] = "any";
         if (shape[i] >= 0) snprintf(length, sizeof length, "%lld", (long long)shape[i]);
-        used += (size_t)snprintf(to->text + used, sizeof to->text - used, "%s%s", i ? ", " : "(",
-                                 length); /* 4 axes of 19 digits fit */
+        used += (size_t)snprintf(text + used, DTRAIN__SHAPE_TEXT - used, "%s%s", i ? ", " : "(",
+                                 length);
     }
-    snprintf(to->text + used, sizeof to->text - used, ")");
-    return to->text;
-}
-
-DTRAIN__PRIVATE const char *dtrain__shape_text(const dtrain_tensor *x, dtrain__text *to)
-{
-    return dtrain__axes_text(x->ndim, x->shape, to);
+    snprintf(text + used, DTRAIN__SHAPE_TEXT - used, ")");
+    return text;
 }
 
 DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
                                                int64_t columns)
 {
-    const int64_t expected[2] = {rows, columns};
-    const uint32_t ndim = columns ? 2 : 1;
-    int64_t shape[4];
-    dtrain__text found_text, expected_text, input_text;
+    const int64_t expected[4] = {rows, columns, 0, 0};
+    char found_text[DTRAIN__SHAPE_TEXT], expected_text[DTRAIN__SHAPE_TEXT];
+    char input_text[DTRAIN__SHAPE_TEXT];
+    bool same = true;
     if (i >= op->param_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: there is no parameter %u", op->desc->name,
                            i + 1);
-    const uint32_t found = dtrain__param_shape(op, i, shape);
-    bool same = found == ndim;
-    for (uint32_t a = 0; same && a < ndim; a++) same = expected[a] < 0 || expected[a] == shape[a];
+    const int64_t *found = op->param_shape[i];
+    for (int a = 0; a < 4; a++)
+        same = same && (expected[a] < 0 ? found[a] > 0 : found[a] == expected[a]);
     if (same) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s",
-                       op->desc->name, op->params[i]->name ? op->params[i]->name : "?",
-                       dtrain__axes_text(found, shape, &found_text),
-                       op->input_count ? dtrain__shape_text(op->inputs[0], &input_text) : "(none)",
-                       dtrain__axes_text(ndim, expected, &expected_text));
-}
-
-DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate)
-{
-    *accumulate = false;
-    if (i >= op->input_count || !op->inputs[i]->needs_grad) return NULL;
-    dtrain__tape_stick(op->tape, dtrain__gradient_open(op->tape, op->inputs[i], accumulate));
-    return op->inputs[i]->grad;
-}
-
-/* Whoever asks must write: the gradient counts as written from here on. */
-DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
-{
-    dtrain_node *node = (dtrain_node *)op;
-    *accumulate = false;
-    if (i >= op->param_count || !dtrain__param_trainable(node, i)) return NULL;
-    dtrain_param *storage = node->storage[i];
-    *accumulate = storage->state.grad_written;
-    if (!op->planning) storage->state.grad_written = true;
-    return storage->grad;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT, "%s: parameter %s is %s where input %s needs %s", op->desc->name,
+        op->params[i]->name ? op->params[i]->name : "?", dtrain__shape_text(found, found_text),
+        op->input_count ? dtrain__shape_text(op->inputs[0]->shape, input_text) : "(none)",
+        dtrain__shape_text(expected, expected_text));
 }
 
 /* ================================================================================================
@@ -15333,91 +15232,78 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
  * use of its outputs has contributed: their gradients are complete, are spent, and their buffers go
  * back. A handful of buffers serves a model of any depth. */
 
-static void dtrain__mark_reached(dtrain_tape *tape, dtrain_tensor *loss)
+static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
+
+/* Pass the gradient through one operation: step 2 of the walk. */
+static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 {
-    dtrain_node *node;
+    dtrain_op *op = &node->op;
+    dtrain_tensor *y = op->outputs[0];
+    bool accumulate;
+    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(dtrain__segment_again(tape, node));
+    if (!y->grad) { /* another output has one, or nothing depends on the node's results */
+        DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
+        DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
+    }
+    DTRAIN__TRY(op->desc->backward(op));
+    DTRAIN__TRY(tape->error);
+    for (uint32_t i = 0; i < op->input_count; i++)
+        DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
+    for (uint32_t i = 0; i < op->output_count; i++) { /* spent */
+        dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->outputs[i];
+        if (made->gradient) made->gradient->owners--;
+        made->gradient = NULL;
+        made->tensor.grad = NULL;
+    }
+    for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
+        dtrain_param_state *state = &op->params[i]->state;
+        if (--state->pending_uses == 0 && tape->strategy && node->target[i])
+            DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, state->index));
+    }
+    return DTRAIN_OK;
+}
+
+/* Walk the tape: a loss that can have gradients, step 1, the loss's own gradient, step 2. */
+static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    const char *const call = "dtrain_tape_backward";
+    bool accumulate;
+    if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
+    if (loss->count != 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the loss has %lld elements, not one; use dtrain_mean or dtrain_sum",
+                           call, (long long)loss->count);
+    if (!loss->needs_grad)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: the loss depends on no trainable parameter and no input with "
+                           "requires_grad, or the pass was begun with DTRAIN_TAPE_NO_GRAD",
+                           call);
+    tape->pass.segment = NULL;
+    DTRAIN__TRY(dtrain__tensor_keep(tape, loss, call));
     if (loss->producer) loss->producer->reached = true;
-    for (node = tape->last; node; node = node->previous) {
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous) {
         const dtrain_op *op = &node->op;
         if (!node->reached) continue;
         for (uint32_t i = 0; i < op->input_count; i++)
             if (op->inputs[i]->needs_grad && op->inputs[i]->producer)
                 op->inputs[i]->producer->reached = true;
-        /* a backward that failed half-way leaves a count behind */
         for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
-            op->params[i]->state.pending_uses = 0;
+            op->params[i]->state.pending_uses++;
     }
-    for (node = tape->last; node && !tape->planning; node = node->previous)
-        for (uint32_t i = 0; i < node->op.param_count && node->reached; i++)
-            node->op.params[i]->state.pending_uses++;
-}
-
-/* No contribution came to the first output: another output did, or nothing depends on it. */
-static dtrain_result dtrain__gradient_zero(dtrain_tape *tape, dtrain_tensor *x)
-{
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(tape, x, &accumulate));
-    return tape->device->ops->zero(tape->device, x->grad, dtrain__tensor_bytes(x));
-}
-
-static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
-{
-    dtrain_op *op = &node->op;
-    DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
-    DTRAIN__TRY(dtrain__segment_again(tape, node));
-    if (!op->outputs[0]->grad) DTRAIN__TRY(dtrain__gradient_zero(tape, op->outputs[0]));
-    DTRAIN__TRY(op->desc->backward(op));
-    DTRAIN__TRY(tape->error);
-    for (uint32_t i = 0; i < op->output_count; i++) dtrain__gradient_drop(op->outputs[i]);
-    for (uint32_t i = 0; i < op->param_count && !tape->planning; i++) {
-        dtrain_param *p = op->params[i];
-        if (--p->state.pending_uses == 0 && tape->strategy && dtrain__param_trainable(node, i))
-            DTRAIN__TRY(dtrain_strategy_ready(tape->strategy, p->state.index));
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
-{
-    bool accumulate;
-    dtrain_axpby_args seed;
-    tape->segment = NULL;
-    DTRAIN__TRY(dtrain__tensor_keep(tape, loss, "dtrain_tape_backward"));
-    dtrain__mark_reached(tape, loss);
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    memset(&seed, 0, sizeof seed);
-    seed.count = 1;
-    seed.a = scale;
-    seed.y = loss->grad;
-    seed.dtype = DTRAIN_DTYPE_F32;
+    const dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_DTYPE_F32};
     DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
-    for (dtrain_node *node = tape->last; node; node = node->previous)
+    for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
     return dtrain__tape_enter(tape, -1);
 }
 
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
-    const char *const call = "dtrain_tape_backward";
-    dtrain_result result = dtrain__tape_check(tape, call);
-    if (result != DTRAIN_OK) return tape ? dtrain_tape_error(tape) : result;
-    if (tape->flags & DTRAIN_TAPE_NO_GRAD)
-        result = dtrain_fail(DTRAIN_ERROR_USAGE, "%s: the pass was begun with DTRAIN_TAPE_NO_GRAD",
-                             call);
-    else if (!loss) result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
-    else if (loss->count != 1)
-        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                             "%s: the loss has %lld elements, not one; use dtrain_mean or "
-                             "dtrain_sum",
-                             call, (long long)loss->count);
-    else if (!loss->needs_grad)
-        result = dtrain_fail(DTRAIN_ERROR_USAGE,
-                             "%s: the loss depends on no trainable parameter "
-                             "and no input with requires_grad",
-                             call);
-    else result = dtrain__backward_run(tape, loss, scale);
-    tape->state = DTRAIN__TAPE_DONE;
-    return dtrain__tape_stick(tape, result);
+    DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
+    tape->pass.state = DTRAIN__TAPE_DONE;
+    return dtrain__tape_stick(tape, dtrain__backward_run(tape, loss, scale));
 }
 
 /* ---- Gradients of tensors
@@ -15427,113 +15313,102 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
  * makes a copy first. In a residual network
  *
  *     y = add(x, f(x)):   d y becomes d x and d f(x) at no cost; f's backward reads it and lets go,
- *                         and by the time it adds its own share to d x that is the only owner */
+ *                         and by the time it adds its own share to d x that is the only owner
+ *
+ * A kernel that can only overwrite gets a buffer of its own; the contributions of before are put
+ * aside (`earlier`) and added when its backward has returned, or when it asks for the same tensor
+ * again. */
 
-static dtrain__chunk *dtrain__gradient_take(dtrain_tape *tape, const dtrain_tensor *x)
-{
-    size_t bytes = dtrain__round_up(dtrain__tensor_bytes(x), DTRAIN__CACHE_LINE);
-    dtrain__chunk *chunk = tape->gradients;
-    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
-    if (!chunk) {
-        chunk = dtrain__chunk_create(tape, tape->device, bytes);
-        if (!chunk) return NULL;
-        chunk->next = tape->gradients;
-        tape->gradients = chunk;
-        tape->gradient_bytes += bytes;
-    }
-    chunk->owners = 1;
-    return chunk;
-}
-
-DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
+/* Point x's gradient to a chunk; the caller counts the owners. */
+static void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk)
 {
     ((dtrain__tape_tensor *)x)->gradient = chunk;
     x->grad = chunk ? chunk->memory : NULL;
-    x->grad_written = chunk != NULL;
 }
 
-DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x)
-{
-    dtrain__chunk *chunk = ((dtrain__tape_tensor *)x)->gradient;
-    if (chunk) chunk->owners--;
-    dtrain__gradient_set(x, NULL);
-}
-
-/* Makes x the only owner of its gradient, so that it can be written in place. */
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x)
-{
-    dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *own;
-    if (shared->owners == 1) return DTRAIN_OK;
-    own = dtrain__gradient_take(tape, x);
-    if (!own) return tape->error;
-    shared->owners--;
-    dtrain__gradient_set(x, own);
-    return tape->device->ops->copy(tape->device, own->memory, shared->memory,
-                                   dtrain__tensor_bytes(x), DTRAIN_COPY_DEVICE_TO_DEVICE);
-}
-
-/* x->grad is ready for one contribution; *accumulate tells the kernel whether to add. */
+/* Make x the only owner of its gradient, for one contribution that is written there; *accumulate
+ * tells the kernel whether to add. Without a chunk it is memory that nobody shares. */
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate)
 {
-    *accumulate = x->grad_written;
-    if (x->grad_written) return dtrain__gradient_own(tape, x);
-    dtrain__gradient_set(x, dtrain__gradient_take(tape, x));
-    return x->grad ? DTRAIN_OK : tape->error;
+    dtrain__bump *pool = &tape->arenas[DTRAIN__ARENA_GRADIENTS];
+    dtrain__chunk *shared = ((dtrain__tape_tensor *)x)->gradient, *chunk = pool->first;
+    const size_t bytes = dtrain__round_up(dtrain__tensor_bytes(x), DTRAIN__CACHE_LINE);
+    *accumulate = x->grad != NULL;
+    if (x->grad && (!shared || shared->owners == 1)) return DTRAIN_OK;
+    while (chunk && (chunk->owners || chunk->bytes != bytes)) chunk = chunk->next;
+    if (!chunk) chunk = dtrain__chunk_create(tape, pool, bytes);
+    if (!chunk) return tape->error;
+    chunk->owners = 1;
+    dtrain__gradient_set(x, chunk);
+    if (!shared) return DTRAIN_OK;
+    shared->owners--;
+    return tape->device->ops->copy(tape->device, chunk->memory, shared->memory,
+                                   dtrain__tensor_bytes(x), DTRAIN_COPY_DEVICE_TO_DEVICE);
 }
 
-/* The same for kernels that can only overwrite: x->grad is a fresh buffer, and what x had is put
- * aside in *earlier; gradient_merge adds it when the kernel has run. */
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk **earlier)
+/* Add to x's gradient the contributions that were put aside for a kernel that overwrites. */
+static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x)
 {
-    bool accumulate;
-    *earlier = ((dtrain__tape_tensor *)x)->gradient;
-    dtrain__gradient_set(x, NULL);
-    return dtrain__gradient_open(tape, x, &accumulate);
-}
-
-/* x's gradient += what is at `more`, of type dtype. */
-static dtrain_result dtrain__gradient_add(dtrain_tape *tape, dtrain_tensor *x, const void *more,
-                                          uint32_t dtype)
-{
-    dtrain_add_args args;
-    memset(&args, 0, sizeof args);
-    args.count = x->count;
-    args.x = x->grad;
-    args.y = more;
-    args.out = x->grad;
-    args.x_dtype = (dtrain_dtype)x->dtype;
-    args.y_dtype = (dtrain_dtype)dtype;
-    return tape->device->ops->add(tape->device, &args);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk *earlier)
-{
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
+    dtrain__chunk *earlier = made->earlier;
     if (!earlier) return DTRAIN_OK;
+    made->earlier = NULL;
     earlier->owners--;
-    return dtrain__gradient_add(tape, x, earlier->memory, x->dtype);
+    return dtrain__tape_add(tape->device, x->count, x->grad, x->dtype, earlier->memory, x->dtype,
+                            x->grad);
 }
 
-/* x's gradient += from's gradient, by sharing the buffer when x has none yet and the same type. */
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_tensor *from,
-                                                    dtrain_tensor *x)
+/* Add an output's gradient to an input's, by sharing the buffer when the input has none yet and the
+ * same type. Memory of a value (no chunk) is copied: activation checkpointing may drop the value
+ * while the input still needs its gradient. */
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input)
 {
+    const dtrain_tensor *from = op->outputs[output];
+    dtrain_tensor *x = op->inputs[input];
     dtrain__chunk *chunk = ((const dtrain__tape_tensor *)from)->gradient;
     bool accumulate;
     if (!x->needs_grad) return DTRAIN_OK;
-    if (!x->grad_written && from->dtype == x->dtype && !chunk->in_region) {
+    if (!x->grad && from->dtype == x->dtype && chunk) {
         chunk->owners++;
         dtrain__gradient_set(x, chunk);
         return DTRAIN_OK;
     }
     DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &accumulate));
-    if (accumulate) return dtrain__gradient_add(op->tape, x, from->grad, from->dtype);
-    if (from->dtype == x->dtype)
-        return op->device->ops->copy(op->device, x->grad, from->grad, dtrain__tensor_bytes(x),
-                                     DTRAIN_COPY_DEVICE_TO_DEVICE);
+    if (accumulate)
+        return dtrain__tape_add(op->device, x->count, x->grad, x->dtype, from->grad, from->dtype,
+                                x->grad);
     return dtrain__tape_convert(op->device, x->count, from->grad, from->dtype, x->grad, x->dtype);
+}
+
+/* ---- For authors of operations ----------------------------------------------------------------*/
+
+DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate)
+{
+    bool add = false;
+    if (accumulate) *accumulate = false;
+    if (op->tape->error != DTRAIN_OK || i >= op->input_count || !op->inputs[i]->needs_grad)
+        return NULL;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)op->inputs[i];
+    dtrain__tape_stick(op->tape, dtrain__gradient_complete(op->tape, &made->tensor));
+    if (!accumulate) {
+        made->earlier = made->gradient;
+        dtrain__gradient_set(&made->tensor, NULL);
+    }
+    dtrain__tape_stick(op->tape, dtrain__gradient_open(op->tape, &made->tensor, &add));
+    if (accumulate) *accumulate = add;
+    return made->tensor.grad;
+}
+
+/* Whoever asks must write: the gradient counts as written from here on. */
+DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate)
+{
+    dtrain_param *target = i < op->param_count ? ((dtrain_node *)op)->target[i] : NULL;
+    *accumulate = false;
+    if (!target) return NULL;
+    *accumulate = target->state.grad_written;
+    if (!op->planning) target->state.grad_written = true;
+    return target->grad;
 }
 
 /* ================================================================================================
@@ -15553,7 +15428,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_
  *     embedding       tokens
  *     attention       qkv, y, log-sum-exp of each row and head */
 
-/* The output with x's shape and n in the last axis. */
+/* Make the output with x's shape and n in the last axis. */
 static void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
                                 dtrain_dtype dtype)
 {
@@ -15583,11 +15458,8 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
 {
     dtrain_gemm_args *args = &((dtrain__linear *)op->args)->forward;
     const dtrain_tensor *x = op->inputs[0];
-    const int64_t in = x->shape[x->ndim - 1];
-    int64_t weight[4];
+    const int64_t in = x->shape[x->ndim - 1], out = op->param_shape[0][0];
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
-    dtrain__param_shape(op, 0, weight);
-    const int64_t out = weight[0];
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
     if (args->activation > DTRAIN_ACTIVATION_GELU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
@@ -15603,6 +15475,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     args->bias = (const float *)op->param_data[1];
     if (args->activation == DTRAIN_ACTIVATION_GELU && op->needs_grad)
         args->aux = dtrain_op_save(op, op->cast, args->m * out);
+    if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
     return DTRAIN_OK;
 }
 
@@ -15611,43 +15484,18 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     return op->device->ops->gemm(op->device, &((const dtrain__linear *)op->args)->forward);
 }
 
-/* The layer that made x, if this product may finish its activation's backward. Both must be of the
- * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
+/* Return the layer that made x, if the product that makes d_x may finish its activation's backward.
+ * Both must be of the same visit to a unit: gradients of another may not be touched, and its values
+ * may be gone. */
 static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     dtrain_node *inner = x->producer;
-    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad_written ||
+    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
         inner->mark != ((const dtrain_node *)op)->mark)
         return NULL;
     const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
     return layer->forward.activation == DTRAIN_ACTIVATION_GELU ? inner : NULL;
-}
-
-/* d_x (rows,in) = d_z (rows,out) weight (out,in), with gemm.a = d_z. */
-static dtrain_result dtrain__linear_backward_x(dtrain_op *op, dtrain_gemm_args gemm)
-{
-    const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
-    dtrain_tensor *x = op->inputs[0];
-    dtrain_node *inner = dtrain__inner_layer(op);
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &accumulate));
-    gemm.flags = 0;
-    gemm.m = forward->m, gemm.n = forward->k, gemm.k = forward->n;
-    gemm.b = forward->b, gemm.ldb = forward->k;
-    gemm.c = x->grad, gemm.ldc = forward->k;
-    gemm.c_dtype = (dtrain_dtype)x->dtype;
-    gemm.beta = accumulate ? 1.0f : 0.0f;
-    gemm.bias_grad = NULL;
-    if (inner) {
-        dtrain__linear *layer = (dtrain__linear *)inner->op.args;
-        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
-        gemm.activation = layer->forward.activation;
-        gemm.aux = layer->forward.aux;
-        gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
-        layer->grad_is_inner = true;
-    }
-    return op->device->ops->gemm(op->device, &gemm);
 }
 
 static dtrain_result dtrain__linear_backward(dtrain_op *op)
@@ -15657,13 +15505,11 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     const dtrain_device_ops *ops = op->device->ops;
     dtrain_tensor *y = op->outputs[0];
     const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
-    bool add_weight, add_bias = false;
+    bool add_weight, add_bias = false, add_x;
     float *d_weight = dtrain_op_param_grad(op, 0, &add_weight), *d_bias = NULL;
-    dtrain_gemm_args gemm;
-    memset(&gemm, 0, sizeof gemm);
     if (!layer->grad_is_inner) d_bias = dtrain_op_param_grad(op, 1, &add_bias);
 
-    if (activated) DTRAIN__TRY(dtrain__gradient_own(op->tape, y));
+    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add_x)); /* written in place */
     if (activated || (d_bias && !d_weight)) {
         dtrain_activation_backward_args args;
         memset(&args, 0, sizeof args);
@@ -15679,36 +15525,48 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
         DTRAIN__TRY(ops->activation_backward(op->device, &args));
         d_bias = NULL;
     }
+
+    dtrain_gemm_args gemm; /* a = d_z; b and c have rows of `in` */
+    memset(&gemm, 0, sizeof gemm);
     gemm.alpha = 1;
     gemm.a = y->grad;
     gemm.lda = forward->n;
-    gemm.a_dtype = forward->c_dtype;
-    gemm.b_dtype = forward->a_dtype;
+    gemm.n = gemm.ldb = gemm.ldc = forward->k;
+    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
     if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
         gemm.flags = DTRAIN_GEMM_TRANS_A;
-        gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
-        gemm.b = forward->a, gemm.ldb = forward->k;
-        gemm.c = d_weight, gemm.ldc = forward->k;
+        gemm.m = forward->n, gemm.k = forward->m;
+        gemm.b = forward->a;
+        gemm.c = d_weight;
         gemm.c_dtype = DTRAIN_DTYPE_F32;
         gemm.beta = add_weight ? 1.0f : 0.0f;
         gemm.bias_grad = d_bias;
         gemm.accumulate_bias_grad = add_bias;
         DTRAIN__TRY(ops->gemm(op->device, &gemm));
     }
-    return op->inputs[0]->needs_grad ? dtrain__linear_backward_x(op, gemm) : DTRAIN_OK;
+
+    /* d_x (rows,in) = d_z (rows,out) weight (out,in) */
+    dtrain_node *inner = dtrain__inner_layer(op);
+    gemm.c = dtrain_op_input_grad(op, 0, &add_x);
+    if (!gemm.c) return op->tape->error;
+    gemm.flags = 0;
+    gemm.m = forward->m, gemm.k = forward->n;
+    gemm.b = forward->b;
+    gemm.c_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    gemm.beta = add_x ? 1.0f : 0.0f;
+    gemm.bias_grad = NULL;
+    if (inner) {
+        dtrain__linear *before = (dtrain__linear *)inner->op.args;
+        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
+        gemm.activation = before->forward.activation;
+        gemm.aux = before->forward.aux;
+        gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
+        before->grad_is_inner = true;
+    }
+    return ops->gemm(op->device, &gemm);
 }
 
-DTRAIN__OP(linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
-/* The same behind ReLU, whose backward looks at the output. */
-static const dtrain_op_desc dtrain__linear_relu_op = {DTRAIN_OP_READS_INPUTS |
-                                                          DTRAIN_OP_READS_OUTPUTS,
-                                                      DTRAIN_CHECKPOINT_LINEAR,
-                                                      0,
-                                                      true,
-                                                      "dtrain_linear",
-                                                      dtrain__linear_prepare,
-                                                      dtrain__linear_forward,
-                                                      dtrain__linear_backward};
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
@@ -15717,9 +15575,8 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     dtrain__linear args;
     memset(&args, 0, sizeof args);
     args.forward.activation = activation;
-    return dtrain_tape_apply(
-        tape, activation == DTRAIN_ACTIVATION_RELU ? &dtrain__linear_relu_op : &dtrain__linear_op,
-        &x, 1, params, bias ? 2 : 1, &args, sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__linear_op, &x, 1, params, bias ? 2 : 1, &args,
+                             sizeof args);
 }
 
 /* ---- Layer normalisation
@@ -15729,18 +15586,25 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
  *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
  *
- * Behind a residual connection x is the sum of both inputs and the operation's second output. Its
- * gradient, complete with this d_x, becomes that of both inputs; where the residual has a narrower
- * type the kernel writes the rounded copy while the values are at hand. */
+ * Behind a residual connection, the second input, x is the sum of both and the operation's second
+ * output. Its gradient, complete with this d_x, becomes that of both inputs; where the residual has
+ * a narrower type the kernel writes the rounded copy while the values are at hand. */
 
-static dtrain_result dtrain__layernorm_args_fill(dtrain_op *op, const dtrain_tensor *x)
+typedef struct dtrain__layernorm {
+    dtrain_layernorm_args forward;
+    dtrain_tensor **sum; /* the caller's */
+} dtrain__layernorm;
+
+static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
 {
-    dtrain_layernorm_args *args = (dtrain_layernorm_args *)op->args;
+    dtrain__layernorm *layer = (dtrain__layernorm *)op->args;
+    dtrain_layernorm_args *args = &layer->forward;
+    const dtrain_tensor *x = op->inputs[0];
     args->n = x->shape[x->ndim - 1];
     args->rows = x->count / args->n;
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, args->n, 0));
-    dtrain__output_like(op, x, args->n, op->cast);
+    dtrain_op_output(op, op->cast, x->ndim, x->shape);
     args->epsilon = 1e-5f;
     args->x = op->input_data[0];
     args->weight = (const float *)op->param_data[0];
@@ -15750,36 +15614,36 @@ static dtrain_result dtrain__layernorm_args_fill(dtrain_op *op, const dtrain_ten
     args->rstd = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
     args->x_dtype = (dtrain_dtype)x->dtype;
     args->y_dtype = op->cast;
+    if (op->input_count == 1) return DTRAIN_OK;
+    if (!layer->sum) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: sum is NULL", op->desc->name);
+    DTRAIN__TRY(dtrain__check_same(op));
+    *layer->sum = dtrain_op_output(op, args->x_dtype, x->ndim, x->shape);
+    args->residual = op->input_data[1];
+    args->sum = op->output_data[1];
     return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
-{
-    return dtrain__layernorm_args_fill(op, op->inputs[0]);
 }
 
 static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
 {
-    return op->device->ops->layernorm(op->device, (const dtrain_layernorm_args *)op->args);
+    return op->device->ops->layernorm(op->device, &((dtrain__layernorm *)op->args)->forward);
 }
 
-/* The gradient of what was normalised, x, whose values are at `values`; residual NULL, or where
- * its rounded copy goes. */
-static dtrain_result dtrain__layernorm_gradient(dtrain_op *op, dtrain_tensor *x, const void *values,
-                                                void *d_residual)
+static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {
-    const dtrain_layernorm_args *forward = (const dtrain_layernorm_args *)op->args;
-    bool add_weight, add_bias;
+    const dtrain_layernorm_args *forward = &((const dtrain__layernorm *)op->args)->forward;
+    dtrain_tensor *residual = op->inputs[1]; /* NULL without */
+    dtrain_tensor *x = residual ? op->outputs[1] : op->inputs[0];
+    const bool rounded = residual && residual->dtype != x->dtype && !residual->grad;
+    bool add_weight, add_bias, add_residual;
     dtrain_layernorm_backward_args args;
     memset(&args, 0, sizeof args);
     args.rows = forward->rows;
     args.n = forward->n;
-    args.x = values;
+    args.x = residual ? forward->sum : forward->x;
     args.weight = forward->weight;
     args.mean = forward->mean;
     args.rstd = forward->rstd;
     args.d_y = op->outputs[0]->grad;
-    args.d_residual = d_residual;
     args.x_dtype = forward->x_dtype;
     args.y_dtype = forward->y_dtype;
     args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
@@ -15789,69 +15653,26 @@ static dtrain_result dtrain__layernorm_gradient(dtrain_op *op, dtrain_tensor *x,
     if (args.d_weight && args.d_bias && add_weight != add_bias)
         DTRAIN__TRY(op->device->ops->zero(op->device, add_weight ? args.d_bias : args.d_weight,
                                           (size_t)args.n * sizeof(float)));
+    if (rounded) args.d_residual = dtrain_op_input_grad(op, 1, &add_residual);
+    DTRAIN__TRY(op->tape->error);
     if (x->needs_grad) DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &args.accumulate_x));
     args.d_x = x->grad;
-    return op->device->ops->layernorm_backward(op->device, &args);
+    DTRAIN__TRY(op->device->ops->layernorm_backward(op->device, &args));
+    if (!residual) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gradient_pass(op, 1, 0));
+    return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, 1, 1);
 }
 
-static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
-{
-    return dtrain__layernorm_gradient(op, op->inputs[0], op->input_data[0], NULL);
-}
-
-DTRAIN__OP(layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias)
 {
     dtrain_param *const params[2] = {weight, bias};
-    dtrain_layernorm_args args;
-    memset(&args, 0, sizeof args);
-    return dtrain_tape_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, &args,
-                             sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, NULL,
+                             sizeof(dtrain__layernorm));
 }
-
-typedef struct dtrain__add_layernorm {
-    dtrain_layernorm_args forward; /* first: the functions above read it */
-    dtrain_tensor **sum;           /* the caller's */
-} dtrain__add_layernorm;
-
-static dtrain_result dtrain__add_layernorm_prepare(dtrain_op *op)
-{
-    dtrain__add_layernorm *args = (dtrain__add_layernorm *)op->args;
-    const dtrain_tensor *x = op->inputs[0], *residual = op->inputs[1];
-    dtrain__text left, right;
-    if (x->count != residual->count || x->shape[x->ndim - 1] != residual->shape[residual->ndim - 1])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", op->desc->name,
-                           dtrain__shape_text(x, &left), dtrain__shape_text(residual, &right));
-    DTRAIN__TRY(dtrain__layernorm_args_fill(op, x));
-    *args->sum = dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
-    args->forward.residual = op->input_data[1];
-    args->forward.sum = op->output_data[1];
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__add_layernorm_forward(dtrain_op *op)
-{
-    return dtrain__layernorm_forward(op);
-}
-
-static dtrain_result dtrain__add_layernorm_backward(dtrain_op *op)
-{
-    dtrain_tensor *residual = op->inputs[1], *sum = op->outputs[1];
-    bool rounded = false, accumulate;
-    if (residual->needs_grad && !residual->grad_written && residual->dtype != sum->dtype) {
-        DTRAIN__TRY(dtrain__gradient_open(op->tape, residual, &accumulate));
-        rounded = true;
-    }
-    DTRAIN__TRY(
-        dtrain__layernorm_gradient(op, sum, op->output_data[1], rounded ? residual->grad : NULL));
-    dtrain__gradient_drop(op->outputs[0]); /* spent: the buffer may serve the residual */
-    DTRAIN__TRY(dtrain__gradient_pass(op, sum, op->inputs[0]));
-    return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, sum, residual);
-}
-
-DTRAIN__OP(add_layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
 /* The fused kernel takes a residual of the type that autocast computes in. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
@@ -15860,16 +15681,13 @@ DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor 
 {
     dtrain_tensor *const inputs[2] = {x, residual};
     dtrain_param *const params[2] = {weight, bias};
-    dtrain__add_layernorm args;
-    memset(&args, 0, sizeof args);
-    args.sum = sum;
-    if (dtrain__tape_check(tape, "dtrain_add_layernorm") != DTRAIN_OK) return NULL;
-    if (!sum)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add_layernorm: sum is NULL");
-    if (x && residual && residual->dtype != (uint32_t)tape->cast) {
+    dtrain__layernorm args;
+    if (tape && sum && x && residual && residual->dtype != (uint32_t)tape->pass.cast) {
         *sum = dtrain_add(tape, x, residual);
         return dtrain_layernorm(tape, *sum, weight, bias);
     }
+    memset(&args, 0, sizeof args);
+    args.sum = sum;
     return dtrain_tape_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
                              &args, sizeof args);
 }
@@ -15883,22 +15701,18 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
 {
     dtrain_embedding_args *args = (dtrain_embedding_args *)op->args;
     const dtrain_tensor *tokens = op->inputs[0];
-    int64_t token[4], position[4];
-    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
-    dtrain__param_shape(op, 0, token);
+    const int64_t positions = op->param_shape[1][0];
     args->rows = tokens->count;
     args->sequence = tokens->shape[tokens->ndim - 1];
-    args->vocab = token[0];
-    args->n = token[1];
-    if (op->param_count > 1) {
-        DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
-        dtrain__param_shape(op, 1, position);
-        if (position[0] < args->sequence)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
-                               op->params[1]->name ? op->params[1]->name : "?",
-                               (long long)position[0], (long long)args->sequence);
-    }
+    args->vocab = op->param_shape[0][0];
+    args->n = op->param_shape[0][1];
+    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
+    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
+    if (op->param_count > 1 && positions < args->sequence)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
+                           op->params[1]->name ? op->params[1]->name : "?", (long long)positions,
+                           (long long)args->sequence);
     const int64_t shape[2] = {args->rows, args->n};
     dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape);
     args->tokens = (const int32_t *)op->input_data[0];
@@ -15920,13 +15734,11 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     dtrain_embedding_backward_args args;
     float *grad[2];
     for (uint32_t i = 0; i < 2; i++) {
-        int64_t shape[4];
         bool add;
         grad[i] = dtrain_op_param_grad(op, i, &add);
         if (!grad[i] || add) continue;
-        dtrain__param_shape(op, i, shape);
-        DTRAIN__TRY(op->device->ops->zero(op->device, grad[i],
-                                          (size_t)shape[0] * (size_t)shape[1] * sizeof(float)));
+        const size_t count = (size_t)op->param_shape[i][0] * (size_t)forward->n;
+        DTRAIN__TRY(op->device->ops->zero(op->device, grad[i], count * sizeof(float)));
     }
     memset(&args, 0, sizeof args);
     args.rows = forward->rows;
@@ -15941,16 +15753,14 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 1, false)
+DTRAIN__OP(embedding, embedding, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 1, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
 {
     dtrain_param *const params[2] = {token, position};
-    dtrain_embedding_args args;
-    memset(&args, 0, sizeof args);
     return dtrain_tape_apply(tape, &dtrain__embedding_op, &tokens, 1, params, position ? 2 : 1,
-                             &args, sizeof args);
+                             NULL, sizeof(dtrain_embedding_args));
 }
 
 /* ---- Attention
@@ -15964,13 +15774,13 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     dtrain_attention_args *args = (dtrain_attention_args *)op->args;
     const dtrain_tensor *qkv = op->inputs[0];
     const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width, n = width / 3;
-    dtrain__text text;
+    char text[DTRAIN__SHAPE_TEXT];
     if (args->sequence < 1 || rows % args->sequence || args->heads < 1 || width % 3 ||
         n % args->heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_attention: qkv %s does not divide into sequences of %lld rows "
                            "and 3 x %lld heads",
-                           dtrain__shape_text(qkv, &text), (long long)args->sequence,
+                           dtrain__shape_text(qkv->shape, text), (long long)args->sequence,
                            (long long)args->heads);
     args->dtype = (dtrain_dtype)qkv->dtype;
     dtrain__output_like(op, qkv, n, args->dtype);
@@ -15991,9 +15801,8 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
     const dtrain_attention_args *forward = (const dtrain_attention_args *)op->args;
     dtrain_attention_backward_args args;
-    dtrain_tensor *qkv = op->inputs[0];
-    dtrain__chunk *earlier;
-    DTRAIN__TRY(dtrain__gradient_fresh(op->tape, qkv, &earlier));
+    void *d_qkv = dtrain_op_input_grad(op, 0, NULL); /* the kernel can only overwrite */
+    if (!d_qkv) return op->tape->error;
     memset(&args, 0, sizeof args);
     args.batch = forward->batch;
     args.sequence = forward->sequence;
@@ -16004,14 +15813,13 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     args.y = forward->y;
     args.lse = forward->lse;
     args.d_y = op->outputs[0]->grad;
-    args.d_qkv = qkv->grad;
+    args.d_qkv = d_qkv;
     args.dtype = forward->dtype;
-    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
-    return dtrain__gradient_merge(op->tape, qkv, earlier);
+    return op->device->ops->attention_backward(op->device, &args);
 }
 
-DTRAIN__OP(attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_ATTENTION,
-           0, false)
+DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
+           DTRAIN_CHECKPOINT_ATTENTION, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags)
@@ -16021,10 +15829,9 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     args.sequence = sequence;
     args.heads = heads;
     args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
-    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
-    if (flags & ~DTRAIN_ATTENTION_CAUSAL)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
-                                 flags);
+    if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
     return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
 }
 
@@ -16037,6 +15844,16 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
  * Nothing is kept for their backwards but what cross-entropy needs: logits, targets and the
  * log-sum-exp of each row. */
 
+/* Check that inputs 0 and 1 have the same count and last axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *y = op->inputs[1];
+    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
+    if (x->count == y->count && x->shape[x->ndim - 1] == y->shape[y->ndim - 1]) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", op->desc->name,
+                       dtrain__shape_text(x->shape, left), dtrain__shape_text(y->shape, right));
+}
+
 /* ---- Add
  *
  * Both inputs share the gradient of the sum until one of them has more to add. The sum has the
@@ -16045,37 +15862,27 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
 static dtrain_result dtrain__add_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0], *y = op->inputs[1];
-    dtrain__text left, right;
-    if (x->count != y->count || x->shape[x->ndim - 1] != y->shape[y->ndim - 1])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
-                           dtrain__shape_text(x, &left), dtrain__shape_text(y, &right));
-    const bool y_is_wide = y->dtype == DTRAIN_DTYPE_F32;
-    dtrain_op_output(op, (dtrain_dtype)(y_is_wide ? y : x)->dtype, x->ndim, x->shape);
+    const dtrain_tensor *wide = y->dtype == DTRAIN_DTYPE_F32 ? y : x;
+    DTRAIN__TRY(dtrain__check_same(op));
+    dtrain_op_output(op, (dtrain_dtype)wide->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__add_forward(dtrain_op *op)
 {
-    const int wide = op->inputs[1]->dtype == DTRAIN_DTYPE_F32 ? 1 : 0;
-    dtrain_add_args args;
-    memset(&args, 0, sizeof args);
-    args.count = op->inputs[0]->count;
-    args.x = op->input_data[wide];
-    args.y = op->input_data[1 - wide];
-    args.out = op->output_data[0];
-    args.x_dtype = (dtrain_dtype)op->inputs[wide]->dtype;
-    args.y_dtype = (dtrain_dtype)op->inputs[1 - wide]->dtype;
-    return op->device->ops->add(op->device, &args);
+    const int wide = op->inputs[1]->dtype == DTRAIN_DTYPE_F32 ? 1 : 0, other = 1 - wide;
+    return dtrain__tape_add(op->device, op->inputs[0]->count, op->input_data[wide],
+                            op->inputs[wide]->dtype, op->input_data[other],
+                            op->inputs[other]->dtype, op->output_data[0]);
 }
 
 static dtrain_result dtrain__add_backward(dtrain_op *op)
 {
-    for (uint32_t i = 0; i < op->input_count; i++)
-        DTRAIN__TRY(dtrain__gradient_pass(op, op->outputs[0], op->inputs[i]));
+    for (uint32_t i = 0; i < op->input_count; i++) DTRAIN__TRY(dtrain__gradient_pass(op, 0, i));
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(add, add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
@@ -16106,70 +15913,72 @@ static dtrain_result dtrain__cast_forward(dtrain_op *op)
 
 static dtrain_result dtrain__cast_backward(dtrain_op *op)
 {
-    return dtrain__gradient_pass(op, op->outputs[0], op->inputs[0]);
+    return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(cast, cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
 {
-    if (dtrain__tape_check(tape, "dtrain_cast") != DTRAIN_OK) return NULL;
     if (x && dtrain__is_float(x) && x->dtype == (uint32_t)dtype) return x;
     return dtrain_tape_apply(tape, &dtrain__cast_op, &x, 1, NULL, 0, &dtype, sizeof dtype);
 }
 
-/* ---- Scale ------------------------------------------------------------------------------------*/
+/* ---- Scale and dropout
+ *
+ * Both are linear in x and keep nothing: the kernel that makes y of x makes d_x of d_y. Whether
+ * dropout keeps an element is a function of (seed, stream, i). */
 
-static dtrain_result dtrain__scale_prepare(dtrain_op *op)
+typedef struct dtrain__map {
+    dtrain_result (*run)(dtrain_op *op, const void *x, void *y, bool accumulate);
+    float factor;
+    dtrain_dropout_args dropout;
+} dtrain__map;
+
+static dtrain_result dtrain__map_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
 
-/* y = factor x, or added to what is there. */
-static dtrain_result dtrain__scale_to(dtrain_op *op, const void *x, void *y, bool accumulate)
+static dtrain_result dtrain__map_forward(dtrain_op *op)
 {
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.count = op->inputs[0]->count;
-    args.accumulate = accumulate;
-    args.a = *(const float *)op->args;
-    args.b = accumulate ? 1.0f : 0.0f;
-    args.x = x;
-    args.y = y;
-    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    return ((dtrain__map *)op->args)->run(op, op->input_data[0], op->output_data[0], false);
+}
+
+static dtrain_result dtrain__map_backward(dtrain_op *op)
+{
+    bool accumulate;
+    void *d_x = dtrain_op_input_grad(op, 0, &accumulate);
+    if (!d_x) return op->tape->error;
+    return ((dtrain__map *)op->args)->run(op, op->outputs[0]->grad, d_x, accumulate);
+}
+
+DTRAIN__OP(scale, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(dropout, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    const float factor = ((const dtrain__map *)op->args)->factor;
+    const int64_t count = op->inputs[0]->count;
+    const dtrain_axpby_args args = {count, accumulate, factor, 1, x, y, false, dtype};
     return op->device->ops->axpby(op->device, &args);
 }
 
-static dtrain_result dtrain__scale_forward(dtrain_op *op)
-{
-    return dtrain__scale_to(op, op->input_data[0], op->output_data[0], false);
-}
-
-static dtrain_result dtrain__scale_backward(dtrain_op *op)
-{
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(op->tape, op->inputs[0], &accumulate));
-    return dtrain__scale_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
-}
-
-DTRAIN__OP(scale, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
 {
-    return dtrain_tape_apply(tape, &dtrain__scale_op, &x, 1, NULL, 0, &factor, sizeof factor);
+    dtrain__map args;
+    memset(&args, 0, sizeof args);
+    args.run = dtrain__scale_run;
+    args.factor = factor;
+    return dtrain_tape_apply(tape, &dtrain__scale_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* ---- Dropout
- *
- * Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
-
-static dtrain_result dtrain__dropout_prepare(dtrain_op *op) { return dtrain__scale_prepare(op); }
-
-static dtrain_result dtrain__dropout_to(dtrain_op *op, const void *x, void *y, bool accumulate)
+static dtrain_result dtrain__dropout_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
-    dtrain_dropout_args args = *(const dtrain_dropout_args *)op->args;
+    dtrain_dropout_args args = ((const dtrain__map *)op->args)->dropout;
     args.count = op->inputs[0]->count;
     args.accumulate = accumulate;
     args.x = x;
@@ -16178,52 +15987,37 @@ static dtrain_result dtrain__dropout_to(dtrain_op *op, const void *x, void *y, b
     return op->device->ops->dropout(op->device, &args);
 }
 
-static dtrain_result dtrain__dropout_forward(dtrain_op *op)
-{
-    return dtrain__dropout_to(op, op->input_data[0], op->output_data[0], false);
-}
-
-static dtrain_result dtrain__dropout_backward(dtrain_op *op)
-{
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(op->tape, op->inputs[0], &accumulate));
-    return dtrain__dropout_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
-}
-
-DTRAIN__OP(dropout, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
 {
-    dtrain_dropout_args args;
+    dtrain__map args;
     if (dtrain__tape_check(tape, "dtrain_dropout") != DTRAIN_OK) return NULL;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_dropout: probability is %g, not in [0, 1)",
-                                 (double)probability);
-    if (x && dtrain__is_float(x) && (probability == 0 || (tape->flags & DTRAIN_TAPE_NO_GRAD)))
+        dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                                             "dtrain_dropout: probability is %g, not in [0, 1)",
+                                             (double)probability));
+    else if (x && dtrain__is_float(x) &&
+             (probability == 0 || (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)))
         return x;
     memset(&args, 0, sizeof args);
-    args.probability = probability;
-    args.seed = tape->seed;
-    args.stream = tape->dropout_count++; /* other numbers for each dropout of the pass */
-    args.scalars = tape->scalars;
+    args.run = dtrain__dropout_run;
+    args.dropout.probability = probability;
+    args.dropout.seed = tape->pass.seed;
+    args.dropout.stream = tape->pass.dropout_count++; /* other numbers for each of the pass */
+    args.dropout.scalars = tape->scalars;
     return dtrain_tape_apply(tape, &dtrain__dropout_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* ---- Sum and mean -----------------------------------------------------------------------------*/
+/* ---- Sum and mean
+ *
+ * y = factor * sum of x, with factor 1 or one over the count. */
 
-/* out (1) = factor * sum of x (count); added up in double: a float sum over many rows would lose
- * digits of the loss. */
+/* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
+ * would lose digits of the loss. */
 static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
-                                           int64_t count, float factor)
+                                           int64_t count, double factor)
 {
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.scale = (double)factor;
-    args.x = x;
-    args.dtype = (dtrain_dtype)dtype;
-    args.out = (float *)op->output_data[0];
+    float *out = (float *)op->output_data[0];
+    const dtrain_sum_args args = {count, false, false, factor, x, NULL, out, (dtrain_dtype)dtype};
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -16240,43 +16034,36 @@ static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
-                                 *(const float *)op->args);
+                                 (double)*(const float *)op->args);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
  * the factor: a scaled loss may be beyond fp16 while its mean is not. */
 static dtrain_result dtrain__sum_backward(dtrain_op *op)
 {
-    const dtrain_device_ops *ops = op->device->ops;
-    dtrain_tensor *x = op->inputs[0];
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.a = *(const float *)op->args;
-    args.x = op->outputs[0]->grad;
-    if (x->dtype != DTRAIN_DTYPE_F32) {
-        float *scaled = (float *)dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
-        if (!scaled) return op->tape->error;
-        args.count = 1;
-        args.y = scaled;
-        args.dtype = DTRAIN_DTYPE_F32;
-        DTRAIN__TRY(ops->axpby(op->device, &args));
-        args.a = 1;
-        args.x = dtrain__cast_to(op->tape, scaled, DTRAIN_DTYPE_F32, (dtrain_dtype)x->dtype, 1);
+    const dtrain_tensor *x = op->inputs[0];
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, dtype = (dtrain_dtype)x->dtype;
+    const void *upstream = op->outputs[0]->grad;
+    float factor = *(const float *)op->args;
+    bool accumulate;
+    if (dtype != f32) {
+        void *scaled = dtrain__take_data(op->tape, NULL, 1, f32);
+        void *rounded = dtrain__take_data(op->tape, NULL, 1, dtype);
         DTRAIN__TRY(op->tape->error);
+        const dtrain_axpby_args scale = {1, false, factor, 0, upstream, scaled, false, f32};
+        DTRAIN__TRY(op->device->ops->axpby(op->device, &scale));
+        DTRAIN__TRY(dtrain__tape_convert(op->device, 1, scaled, f32, rounded, dtype));
+        upstream = rounded;
+        factor = 1;
     }
-    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &args.accumulate));
-    args.count = x->count;
-    args.b = 1;
-    args.y = x->grad;
-    args.broadcast = true;
-    args.dtype = (dtrain_dtype)x->dtype;
-    return ops->axpby(op->device, &args);
+    void *d_x = dtrain_op_input_grad(op, 0, &accumulate);
+    if (!d_x) return op->tape->error;
+    const dtrain_axpby_args spread = {x->count, accumulate, factor, 1, upstream, d_x, true, dtype};
+    return op->device->ops->axpby(op->device, &spread);
 }
 
-static const dtrain_op_desc dtrain__sum_op = {
-    0, 0, 0, false, "dtrain_sum", dtrain__sum_prepare, dtrain__sum_forward, dtrain__sum_backward};
-static const dtrain_op_desc dtrain__mean_op = {
-    0, 0, 0, false, "dtrain_mean", dtrain__sum_prepare, dtrain__sum_forward, dtrain__sum_backward};
+DTRAIN__OP(sum, sum, 0, 0, 0, false)
+DTRAIN__OP(mean, sum, 0, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
 {
@@ -16297,7 +16084,7 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
  * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
  * only use and the operation that made them does not look at them in its own backward, they are
  * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
- * The chunk that says so belongs to no pool: it goes with the nodes of the pass. */
+ */
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
@@ -16311,12 +16098,12 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
     const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
     const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
-    dtrain__text left, right;
+    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (targets->count != rows)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                           dtrain__shape_text(logits, &left), (long long)rows,
-                           dtrain__shape_text(targets, &right));
+                           dtrain__shape_text(logits->shape, left), (long long)rows,
+                           dtrain__shape_text(targets->shape, right));
     args->rows = rows;
     args->n = n;
     args->logits = op->input_data[0];
@@ -16334,25 +16121,18 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
     return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
-                                 loss->factor);
+                                 (double)loss->factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     dtrain_tensor *logits = op->inputs[0];
-    dtrain__chunk *earlier = NULL;
     if (logits->producer && logits->pending_uses == 1 &&
-        !(logits->producer->op.desc->reads & DTRAIN_OP_READS_OUTPUTS)) {
-        dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(op->tape, sizeof *in_place);
-        if (!in_place) return op->tape->error;
-        const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)logits;
-        in_place->memory = (char *)logits->data;
-        in_place->owners = 1;
-        in_place->in_region = made->segment && !made->kept;
-        dtrain__gradient_set(logits, in_place);
-    } else {
-        DTRAIN__TRY(dtrain__gradient_fresh(op->tape, logits, &earlier));
+        !(logits->producer->op.reads & DTRAIN_OP_READS_OUTPUTS)) {
+        logits->grad = logits->data;
+    } else if (!dtrain_op_input_grad(op, 0, NULL)) {
+        return op->tape->error;
     }
     dtrain_cross_entropy_backward_args args;
     memset(&args, 0, sizeof args);
@@ -16365,20 +16145,17 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
-    DTRAIN__TRY(op->device->ops->cross_entropy_backward(op->device, &args));
-    return dtrain__gradient_merge(op->tape, logits, earlier);
+    return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
-DTRAIN__OP(cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
+DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets)
 {
     dtrain_tensor *const inputs[2] = {logits, targets};
-    dtrain__cross_entropy args;
-    memset(&args, 0, sizeof args);
-    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
-                             sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, NULL,
+                             sizeof(dtrain__cross_entropy));
 }
 
 #undef DTRAIN__OP
@@ -16406,39 +16183,31 @@ DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor 
  * tensor->data is the copy, in the data arena, for everyone outside the unit; the operations of the
  * unit itself keep the address they noted. */
 
-DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape)
+/* Give the segment's region to it; the results of the owner before are overwritten from here on. */
+static void dtrain__region_take(dtrain__tape_segment *segment)
 {
-    tape->every = tape->checkpoint_every;
-    tape->dropped_ops = tape->checkpoint_ops;
-    tape->mark_count = tape->segment_count = 0;
-    tape->recomputed_count = 0;
-    tape->segment = NULL;
-    tape->regions[0].owner = tape->regions[1].owner = NULL;
+    dtrain__tape_segment *before = segment->region->owner;
+    if (before && !before->successor) before->successor = segment;
+    segment->region->owner = segment;
 }
 
-static void dtrain__region_take(dtrain_tape *tape, dtrain__tape_segment *segment)
-{
-    dtrain__tape_region *region = &tape->regions[segment->region];
-    if (region->owner && !region->owner->successor) region->owner->successor = segment;
-    region->owner = segment;
-}
-
-/* After a mark: what follows is a segment, if this unit drops results. */
+/* Begin a segment after a mark, if this unit drops results. */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
 {
-    const uint32_t every = tape->every, mark = tape->mark_count++;
-    tape->segment = NULL;
+    const uint32_t every = tape->checkpoint_every, mark = tape->pass.mark_count++;
+    tape->pass.segment = NULL;
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
     dtrain__tape_segment *segment =
         (dtrain__tape_segment *)dtrain__take_host(tape, sizeof *segment);
     if (!segment) return;
     segment->unit = tape->unit;
-    segment->region = tape->segment_count++ % 2;
-    dtrain__region_take(tape, segment);
-    dtrain__bump_rewind(&tape->regions[segment->region].memory);
-    tape->segment = segment;
+    segment->region = &tape->arenas[DTRAIN__ARENA_REGION + tape->pass.segment_count++ % 2];
+    dtrain__region_take(segment);
+    dtrain__bump_rewind(segment->region);
+    tape->pass.segment = segment;
 }
 
+/* Check that x's values have not been overwritten by a later unit. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call)
 {
     const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)x;
@@ -16451,13 +16220,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const
         call, (long long)made->segment->unit, (long long)made->segment->successor->unit);
 }
 
-/* Before a use outside of the segment that is recorded now: x->data is there until the next begin.
- */
+/* Copy x's values before a use outside of the segment that made them: x->data is then there until
+ * the next begin. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
                                                   const char *call)
 {
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
-    if (!made->segment || made->kept || made->segment == tape->segment) return DTRAIN_OK;
+    if (!made->segment || made->kept || made->segment == tape->pass.segment) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_intact(x, call));
     void *copy = dtrain__take_data(tape, NULL, x->count, x->dtype);
     if (!copy) return tape->error;
@@ -16468,7 +16237,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
     return DTRAIN_OK;
 }
 
-/* These values will be read at the addresses at which the segment made them. */
+/* Note that these values will be read at the addresses at which the segment made them. */
 static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *const *tensors,
                          uint32_t count)
 {
@@ -16478,44 +16247,37 @@ static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *con
     }
 }
 
-/* Whether the node's results are needed: saved memory by its own backward, outputs by others. */
-static bool dtrain__is_needed(const dtrain_node *node)
-{
-    bool needed = node->reached && node->saves;
-    for (uint32_t i = 0; i < node->op.output_count; i++)
-        needed = needed || ((const dtrain__tape_tensor *)node->op.outputs[i])->wanted;
-    return needed;
-}
-
-/* Makes the segment's values again as far as backward needs them, if they are gone; node is the
+/* Make the segment's values again as far as backward needs them, if they are gone; node is the
  * last that has a backward to run.
  *
  * 1. what the backward functions read is wanted
- * 2. from the last dropped node to the first: if it is needed, its inputs are wanted as well
+ * 2. from the last dropped node to the first: a node is needed if one of its outputs is wanted or
+ *    its own backward reads what it saved; then its inputs are wanted as well
  * 3. the needed ones run, in the order of forward */
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node)
 {
     dtrain__tape_segment *segment = node->segment;
     dtrain_node *first = NULL, *made, *before;
-    if (!segment || !segment->successor) return DTRAIN_OK;
-    if (tape->regions[segment->region].owner == segment) return DTRAIN_OK; /* done already */
-    dtrain__region_take(tape, segment);
+    if (!segment || segment->region->owner == segment) return DTRAIN_OK; /* there, or there again */
+    dtrain__region_take(segment);
     for (; node && node->segment == segment; node = node->previous) {
         const dtrain_op *op = &node->op;
         if (!node->reached) continue;
-        if (op->desc->reads & DTRAIN_OP_READS_INPUTS)
-            dtrain__want(segment, op->inputs, op->input_count);
-        if (op->desc->reads & DTRAIN_OP_READS_OUTPUTS)
+        if (op->reads & DTRAIN_OP_READS_INPUTS) dtrain__want(segment, op->inputs, op->input_count);
+        if (op->reads & DTRAIN_OP_READS_OUTPUTS)
             dtrain__want(segment, op->outputs, op->output_count);
     }
     for (made = segment->dropped; made; made = before) {
         before = made->redo;
-        if (!dtrain__is_needed(made)) continue;
+        bool needed = made->reached && made->saves;
+        for (uint32_t i = 0; i < made->op.output_count; i++)
+            needed = needed || ((dtrain__tape_tensor *)made->op.outputs[i])->wanted;
+        if (!needed) continue;
         dtrain__want(segment, made->op.inputs, made->op.input_count);
         made->redo = first;
         first = made;
     }
-    for (made = first; made; made = made->redo, tape->recomputed_count++)
+    for (made = first; made; made = made->redo, tape->pass.recomputed_count++)
         DTRAIN__TRY(dtrain__op_run(made));
     return DTRAIN_OK;
 }
@@ -16542,45 +16304,40 @@ DTRAIN_API dtrain_result dtrain_tape_checkpoint(dtrain_tape *tape, uint32_t ever
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
 
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
-                                            dtrain__chunk *chunk)
-{
-    while (chunk) {
-        dtrain__chunk *next = chunk->next;
-        if (chunk->memory && device) device->ops->free(device, chunk->memory, chunk->bytes);
-        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-        chunk = next;
-    }
-}
-
-/* device NULL: host memory. NULL when there is none; the error sticks. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
+/* Insert a chunk where the arena stands. NULL when there is no memory; the error sticks. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes)
 {
     const dtrain_allocator *host = &tape->allocator;
+    dtrain_device *device = arena->device;
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     void *memory = NULL;
     dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
     if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
     else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
-    if (memory) {
-        chunk->bytes = bytes;
-        chunk->memory = (char *)memory;
-        if (device) tape->allocation_count++;
-        return chunk;
+    if (!memory) {
+        dtrain__tape_stick(tape, result);
+        dtrain__free(host, chunk, 1, sizeof *chunk);
+        return NULL;
     }
-    dtrain__tape_stick(tape, result);
-    dtrain__chunks_destroy(tape, device, chunk);
-    return NULL;
+    chunk->bytes = bytes;
+    chunk->memory = (char *)memory;
+    chunk->next = *arena->at;
+    *arena->at = chunk;
+    arena->bytes += bytes;
+    arena->allocations++;
+    return chunk;
 }
 
+/* Give the arena's memory back to it; what was taken is overwritten by what is taken next. */
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
     arena->at = &arena->first;
     arena->used = 0;
 }
 
+/* Take bytes of an arena: from the chunk in use, from the next one that is large enough, or from a
+ * new one. What a chunk has left when the arena moves on stays unused until it is rewound. */
 static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
     bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
@@ -16589,65 +16346,63 @@ static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t by
         arena->used = 0;
     }
     if (!*arena->at) {
-        size_t chunk_bytes = bytes;
-        if (!arena->device && bytes < DTRAIN__TAPE_HOST_BYTES)
-            chunk_bytes = DTRAIN__TAPE_HOST_BYTES;
-        *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
-        if (!*arena->at) return NULL;
-        if (arena->device) tape->activation_bytes += chunk_bytes;
+        const bool small = !arena->device && bytes < DTRAIN__TAPE_HOST_BYTES;
+        if (!dtrain__chunk_create(tape, arena, small ? DTRAIN__TAPE_HOST_BYTES : bytes))
+            return NULL;
     }
     void *memory = (*arena->at)->memory + arena->used;
     arena->used += bytes;
     return memory;
 }
 
-/* A zeroed node or tensor. */
+/* Take zeroed host memory for a node or a tensor. */
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
 {
-    void *memory = dtrain__bump_take(tape, &tape->host, bytes);
+    void *memory = dtrain__bump_take(tape, &tape->arenas[DTRAIN__ARENA_HOST], bytes);
     if (memory) memset(memory, 0, bytes);
     return memory;
 }
 
-/* Device memory for count values of this pass, contents undefined: results of the node, or what
- * stays until the next begin when node is NULL. */
+/* Take device memory for count values of this pass, contents undefined: results of the node, or
+ * what stays until the next begin when node is NULL. */
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
     const bool dropped = node && node->dropped;
-    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
     size_t bytes;
-    if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
-        bytes > PTRDIFF_MAX) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
+    if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) &&
+        bytes <= PTRDIFF_MAX)
+        return dtrain__bump_take(
+            tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], bytes);
+    dtrain__tape_stick(
+        tape, dtrain_fail(DTRAIN_ERROR_MEMORY,
                           "a tensor of %lld elements is more than this machine can address",
-                          (long long)count);
-        return NULL;
-    }
-    return dtrain__bump_take(tape, arena, bytes);
+                          (long long)count));
+    return NULL;
 }
 
-/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
- */
+/* Make a tensor of this pass, the node's result or (NULL) an input. NULL after an error, which
+ * sticks. */
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
 {
-    dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
-    if (!tensor) return NULL;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)dtrain__take_host(tape, sizeof *made);
+    if (!made) return NULL;
+    dtrain_tensor *tensor = &made->tensor;
     size_t count = 1;
     for (uint32_t i = 0; i < ndim; i++) {
         /* what overflows is left at the largest count, which take_data refuses */
-        if (!dtrain__size_mul(count, (size_t)shape[i], &count)) count = PTRDIFF_MAX;
-        if (count > PTRDIFF_MAX) count = PTRDIFF_MAX;
+        if (!dtrain__size_mul(count, (size_t)shape[i], &count) || count > PTRDIFF_MAX)
+            count = PTRDIFF_MAX;
         tensor->shape[i] = shape[i];
     }
     tensor->dtype = dtype;
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
     tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
-    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
-    tape->tensor_count++;
+    if (node && node->dropped) made->segment = node->segment;
+    tape->pass.tensor_count++;
     return tensor->data ? tensor : NULL;
 }
 

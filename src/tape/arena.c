@@ -4,56 +4,44 @@
  * in them. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/log.h"
-#include "core/result.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/device.h"
 
 #define DTRAIN__TAPE_HOST_BYTES 65536u /* of a chunk of nodes and tensors: some hundred */
 
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
-                                            dtrain__chunk *chunk)
-{
-    while (chunk) {
-        dtrain__chunk *next = chunk->next;
-        if (chunk->memory && device) device->ops->free(device, chunk->memory, chunk->bytes);
-        else dtrain__free(&tape->allocator, chunk->memory, 1, chunk->bytes);
-        dtrain__free(&tape->allocator, chunk, 1, sizeof *chunk);
-        chunk = next;
-    }
-}
-
-/* device NULL: host memory. NULL when there is none; the error sticks. */
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
+/* Insert a chunk where the arena stands. NULL when there is no memory; the error sticks. */
+DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes)
 {
     const dtrain_allocator *host = &tape->allocator;
+    dtrain_device *device = arena->device;
     dtrain_result result = DTRAIN_ERROR_MEMORY;
     void *memory = NULL;
     dtrain__chunk *chunk = (dtrain__chunk *)dtrain__alloc(host, 1, sizeof *chunk, "the tape");
     if (chunk && device) result = device->ops->alloc(device, bytes, &memory);
     else if (chunk) memory = dtrain__alloc(host, 1, bytes, "nodes of the tape");
-    if (memory) {
-        chunk->bytes = bytes;
-        chunk->memory = (char *)memory;
-        if (device) tape->allocation_count++;
-        return chunk;
+    if (!memory) {
+        dtrain__tape_stick(tape, result);
+        dtrain__free(host, chunk, 1, sizeof *chunk);
+        return NULL;
     }
-    dtrain__tape_stick(tape, result);
-    dtrain__chunks_destroy(tape, device, chunk);
-    return NULL;
+    chunk->bytes = bytes;
+    chunk->memory = (char *)memory;
+    chunk->next = *arena->at;
+    *arena->at = chunk;
+    arena->bytes += bytes;
+    arena->allocations++;
+    return chunk;
 }
 
+/* Give the arena's memory back to it; what was taken is overwritten by what is taken next. */
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena)
 {
     arena->at = &arena->first;
     arena->used = 0;
 }
 
+/* Take bytes of an arena: from the chunk in use, from the next one that is large enough, or from a
+ * new one. What a chunk has left when the arena moves on stays unused until it is rewound. */
 static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t bytes)
 {
     bytes = dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
@@ -62,64 +50,62 @@ static void *dtrain__bump_take(dtrain_tape *tape, dtrain__bump *arena, size_t by
         arena->used = 0;
     }
     if (!*arena->at) {
-        size_t chunk_bytes = bytes;
-        if (!arena->device && bytes < DTRAIN__TAPE_HOST_BYTES)
-            chunk_bytes = DTRAIN__TAPE_HOST_BYTES;
-        *arena->at = dtrain__chunk_create(tape, arena->device, chunk_bytes);
-        if (!*arena->at) return NULL;
-        if (arena->device) tape->activation_bytes += chunk_bytes;
+        const bool small = !arena->device && bytes < DTRAIN__TAPE_HOST_BYTES;
+        if (!dtrain__chunk_create(tape, arena, small ? DTRAIN__TAPE_HOST_BYTES : bytes))
+            return NULL;
     }
     void *memory = (*arena->at)->memory + arena->used;
     arena->used += bytes;
     return memory;
 }
 
-/* A zeroed node or tensor. */
+/* Take zeroed host memory for a node or a tensor. */
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
 {
-    void *memory = dtrain__bump_take(tape, &tape->host, bytes);
+    void *memory = dtrain__bump_take(tape, &tape->arenas[DTRAIN__ARENA_HOST], bytes);
     if (memory) memset(memory, 0, bytes);
     return memory;
 }
 
-/* Device memory for count values of this pass, contents undefined: results of the node, or what
- * stays until the next begin when node is NULL. */
+/* Take device memory for count values of this pass, contents undefined: results of the node, or
+ * what stays until the next begin when node is NULL. */
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype)
 {
     const bool dropped = node && node->dropped;
-    dtrain__bump *arena = dropped ? &tape->regions[node->segment->region].memory : &tape->data;
     size_t bytes;
-    if (!dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) ||
-        bytes > PTRDIFF_MAX) {
-        dtrain__tape_fail(tape, DTRAIN_ERROR_MEMORY,
+    if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) &&
+        bytes <= PTRDIFF_MAX)
+        return dtrain__bump_take(
+            tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], bytes);
+    dtrain__tape_stick(
+        tape, dtrain_fail(DTRAIN_ERROR_MEMORY,
                           "a tensor of %lld elements is more than this machine can address",
-                          (long long)count);
-        return NULL;
-    }
-    return dtrain__bump_take(tape, arena, bytes);
+                          (long long)count));
+    return NULL;
 }
 
-/* A tensor of this pass, the node's result or (NULL) an input; NULL after an error, which sticks.
- */
+/* Make a tensor of this pass, the node's result or (NULL) an input. NULL after an error, which
+ * sticks. */
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
 {
-    dtrain_tensor *tensor = (dtrain_tensor *)dtrain__take_host(tape, sizeof(dtrain__tape_tensor));
-    if (!tensor) return NULL;
+    dtrain__tape_tensor *made = (dtrain__tape_tensor *)dtrain__take_host(tape, sizeof *made);
+    if (!made) return NULL;
+    dtrain_tensor *tensor = &made->tensor;
     size_t count = 1;
     for (uint32_t i = 0; i < ndim; i++) {
         /* what overflows is left at the largest count, which take_data refuses */
-        if (!dtrain__size_mul(count, (size_t)shape[i], &count)) count = PTRDIFF_MAX;
-        if (count > PTRDIFF_MAX) count = PTRDIFF_MAX;
+        if (!dtrain__size_mul(count, (size_t)shape[i], &count) || count > PTRDIFF_MAX)
+            count = PTRDIFF_MAX;
         tensor->shape[i] = shape[i];
     }
     tensor->dtype = dtype;
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
     tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
-    if (node && node->dropped) ((dtrain__tape_tensor *)tensor)->segment = node->segment;
-    tape->tensor_count++;
+    if (node && node->dropped) made->segment = node->segment;
+    tape->pass.tensor_count++;
     return tensor->data ? tensor : NULL;
 }

@@ -18,48 +18,33 @@
  * unit itself keep the address they noted. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/log.h"
-#include "core/result.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
 
-DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape)
+/* Give the segment's region to it; the results of the owner before are overwritten from here on. */
+static void dtrain__region_take(dtrain__tape_segment *segment)
 {
-    tape->every = tape->checkpoint_every;
-    tape->dropped_ops = tape->checkpoint_ops;
-    tape->mark_count = tape->segment_count = 0;
-    tape->recomputed_count = 0;
-    tape->segment = NULL;
-    tape->regions[0].owner = tape->regions[1].owner = NULL;
+    dtrain__tape_segment *before = segment->region->owner;
+    if (before && !before->successor) before->successor = segment;
+    segment->region->owner = segment;
 }
 
-static void dtrain__region_take(dtrain_tape *tape, dtrain__tape_segment *segment)
-{
-    dtrain__tape_region *region = &tape->regions[segment->region];
-    if (region->owner && !region->owner->successor) region->owner->successor = segment;
-    region->owner = segment;
-}
-
-/* After a mark: what follows is a segment, if this unit drops results. */
+/* Begin a segment after a mark, if this unit drops results. */
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape)
 {
-    const uint32_t every = tape->every, mark = tape->mark_count++;
-    tape->segment = NULL;
+    const uint32_t every = tape->checkpoint_every, mark = tape->pass.mark_count++;
+    tape->pass.segment = NULL;
     if (tape->error != DTRAIN_OK || every == 0 || mark % every != every - 1) return;
     dtrain__tape_segment *segment =
         (dtrain__tape_segment *)dtrain__take_host(tape, sizeof *segment);
     if (!segment) return;
     segment->unit = tape->unit;
-    segment->region = tape->segment_count++ % 2;
-    dtrain__region_take(tape, segment);
-    dtrain__bump_rewind(&tape->regions[segment->region].memory);
-    tape->segment = segment;
+    segment->region = &tape->arenas[DTRAIN__ARENA_REGION + tape->pass.segment_count++ % 2];
+    dtrain__region_take(segment);
+    dtrain__bump_rewind(segment->region);
+    tape->pass.segment = segment;
 }
 
+/* Check that x's values have not been overwritten by a later unit. */
 DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call)
 {
     const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)x;
@@ -72,13 +57,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const
         call, (long long)made->segment->unit, (long long)made->segment->successor->unit);
 }
 
-/* Before a use outside of the segment that is recorded now: x->data is there until the next begin.
- */
+/* Copy x's values before a use outside of the segment that made them: x->data is then there until
+ * the next begin. */
 DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tensor *x,
                                                   const char *call)
 {
     dtrain__tape_tensor *made = (dtrain__tape_tensor *)x;
-    if (!made->segment || made->kept || made->segment == tape->segment) return DTRAIN_OK;
+    if (!made->segment || made->kept || made->segment == tape->pass.segment) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__check_intact(x, call));
     void *copy = dtrain__take_data(tape, NULL, x->count, x->dtype);
     if (!copy) return tape->error;
@@ -89,7 +74,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
     return DTRAIN_OK;
 }
 
-/* These values will be read at the addresses at which the segment made them. */
+/* Note that these values will be read at the addresses at which the segment made them. */
 static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *const *tensors,
                          uint32_t count)
 {
@@ -99,44 +84,37 @@ static void dtrain__want(const dtrain__tape_segment *segment, dtrain_tensor *con
     }
 }
 
-/* Whether the node's results are needed: saved memory by its own backward, outputs by others. */
-static bool dtrain__is_needed(const dtrain_node *node)
-{
-    bool needed = node->reached && node->saves;
-    for (uint32_t i = 0; i < node->op.output_count; i++)
-        needed = needed || ((const dtrain__tape_tensor *)node->op.outputs[i])->wanted;
-    return needed;
-}
-
-/* Makes the segment's values again as far as backward needs them, if they are gone; node is the
+/* Make the segment's values again as far as backward needs them, if they are gone; node is the
  * last that has a backward to run.
  *
  * 1. what the backward functions read is wanted
- * 2. from the last dropped node to the first: if it is needed, its inputs are wanted as well
+ * 2. from the last dropped node to the first: a node is needed if one of its outputs is wanted or
+ *    its own backward reads what it saved; then its inputs are wanted as well
  * 3. the needed ones run, in the order of forward */
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node)
 {
     dtrain__tape_segment *segment = node->segment;
     dtrain_node *first = NULL, *made, *before;
-    if (!segment || !segment->successor) return DTRAIN_OK;
-    if (tape->regions[segment->region].owner == segment) return DTRAIN_OK; /* done already */
-    dtrain__region_take(tape, segment);
+    if (!segment || segment->region->owner == segment) return DTRAIN_OK; /* there, or there again */
+    dtrain__region_take(segment);
     for (; node && node->segment == segment; node = node->previous) {
         const dtrain_op *op = &node->op;
         if (!node->reached) continue;
-        if (op->desc->reads & DTRAIN_OP_READS_INPUTS)
-            dtrain__want(segment, op->inputs, op->input_count);
-        if (op->desc->reads & DTRAIN_OP_READS_OUTPUTS)
+        if (op->reads & DTRAIN_OP_READS_INPUTS) dtrain__want(segment, op->inputs, op->input_count);
+        if (op->reads & DTRAIN_OP_READS_OUTPUTS)
             dtrain__want(segment, op->outputs, op->output_count);
     }
     for (made = segment->dropped; made; made = before) {
         before = made->redo;
-        if (!dtrain__is_needed(made)) continue;
+        bool needed = made->reached && made->saves;
+        for (uint32_t i = 0; i < made->op.output_count; i++)
+            needed = needed || ((dtrain__tape_tensor *)made->op.outputs[i])->wanted;
+        if (!needed) continue;
         dtrain__want(segment, made->op.inputs, made->op.input_count);
         made->redo = first;
         first = made;
     }
-    for (made = first; made; made = made->redo, tape->recomputed_count++)
+    for (made = first; made; made = made->redo, tape->pass.recomputed_count++)
         DTRAIN__TRY(dtrain__op_run(made));
     return DTRAIN_OK;
 }

@@ -4,16 +4,18 @@
  * log-sum-exp of each row. */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
-#include "tape/op.h"
 #include "tape/ops.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
-#include "device/device.h"
+
+/* Check that inputs 0 and 1 have the same count and last axis. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *y = op->inputs[1];
+    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
+    if (x->count == y->count && x->shape[x->ndim - 1] == y->shape[y->ndim - 1]) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", op->desc->name,
+                       dtrain__shape_text(x->shape, left), dtrain__shape_text(y->shape, right));
+}
 
 /* ---- Add
  *
@@ -23,37 +25,27 @@
 static dtrain_result dtrain__add_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0], *y = op->inputs[1];
-    dtrain__text left, right;
-    if (x->count != y->count || x->shape[x->ndim - 1] != y->shape[y->ndim - 1])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_add: %s and %s differ",
-                           dtrain__shape_text(x, &left), dtrain__shape_text(y, &right));
-    const bool y_is_wide = y->dtype == DTRAIN_DTYPE_F32;
-    dtrain_op_output(op, (dtrain_dtype)(y_is_wide ? y : x)->dtype, x->ndim, x->shape);
+    const dtrain_tensor *wide = y->dtype == DTRAIN_DTYPE_F32 ? y : x;
+    DTRAIN__TRY(dtrain__check_same(op));
+    dtrain_op_output(op, (dtrain_dtype)wide->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__add_forward(dtrain_op *op)
 {
-    const int wide = op->inputs[1]->dtype == DTRAIN_DTYPE_F32 ? 1 : 0;
-    dtrain_add_args args;
-    memset(&args, 0, sizeof args);
-    args.count = op->inputs[0]->count;
-    args.x = op->input_data[wide];
-    args.y = op->input_data[1 - wide];
-    args.out = op->output_data[0];
-    args.x_dtype = (dtrain_dtype)op->inputs[wide]->dtype;
-    args.y_dtype = (dtrain_dtype)op->inputs[1 - wide]->dtype;
-    return op->device->ops->add(op->device, &args);
+    const int wide = op->inputs[1]->dtype == DTRAIN_DTYPE_F32 ? 1 : 0, other = 1 - wide;
+    return dtrain__tape_add(op->device, op->inputs[0]->count, op->input_data[wide],
+                            op->inputs[wide]->dtype, op->input_data[other],
+                            op->inputs[other]->dtype, op->output_data[0]);
 }
 
 static dtrain_result dtrain__add_backward(dtrain_op *op)
 {
-    for (uint32_t i = 0; i < op->input_count; i++)
-        DTRAIN__TRY(dtrain__gradient_pass(op, op->outputs[0], op->inputs[i]));
+    for (uint32_t i = 0; i < op->input_count; i++) DTRAIN__TRY(dtrain__gradient_pass(op, 0, i));
     return DTRAIN_OK;
 }
 
-DTRAIN__OP(add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(add, add, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
 {
@@ -84,70 +76,72 @@ static dtrain_result dtrain__cast_forward(dtrain_op *op)
 
 static dtrain_result dtrain__cast_backward(dtrain_op *op)
 {
-    return dtrain__gradient_pass(op, op->outputs[0], op->inputs[0]);
+    return dtrain__gradient_pass(op, 0, 0);
 }
 
-DTRAIN__OP(cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(cast, cast, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype)
 {
-    if (dtrain__tape_check(tape, "dtrain_cast") != DTRAIN_OK) return NULL;
     if (x && dtrain__is_float(x) && x->dtype == (uint32_t)dtype) return x;
     return dtrain_tape_apply(tape, &dtrain__cast_op, &x, 1, NULL, 0, &dtype, sizeof dtype);
 }
 
-/* ---- Scale ------------------------------------------------------------------------------------*/
+/* ---- Scale and dropout
+ *
+ * Both are linear in x and keep nothing: the kernel that makes y of x makes d_x of d_y. Whether
+ * dropout keeps an element is a function of (seed, stream, i). */
 
-static dtrain_result dtrain__scale_prepare(dtrain_op *op)
+typedef struct dtrain__map {
+    dtrain_result (*run)(dtrain_op *op, const void *x, void *y, bool accumulate);
+    float factor;
+    dtrain_dropout_args dropout;
+} dtrain__map;
+
+static dtrain_result dtrain__map_prepare(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
     return DTRAIN_OK;
 }
 
-/* y = factor x, or added to what is there. */
-static dtrain_result dtrain__scale_to(dtrain_op *op, const void *x, void *y, bool accumulate)
+static dtrain_result dtrain__map_forward(dtrain_op *op)
 {
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.count = op->inputs[0]->count;
-    args.accumulate = accumulate;
-    args.a = *(const float *)op->args;
-    args.b = accumulate ? 1.0f : 0.0f;
-    args.x = x;
-    args.y = y;
-    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    return ((dtrain__map *)op->args)->run(op, op->input_data[0], op->output_data[0], false);
+}
+
+static dtrain_result dtrain__map_backward(dtrain_op *op)
+{
+    bool accumulate;
+    void *d_x = dtrain_op_input_grad(op, 0, &accumulate);
+    if (!d_x) return op->tape->error;
+    return ((dtrain__map *)op->args)->run(op, op->outputs[0]->grad, d_x, accumulate);
+}
+
+DTRAIN__OP(scale, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(dropout, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    const float factor = ((const dtrain__map *)op->args)->factor;
+    const int64_t count = op->inputs[0]->count;
+    const dtrain_axpby_args args = {count, accumulate, factor, 1, x, y, false, dtype};
     return op->device->ops->axpby(op->device, &args);
 }
 
-static dtrain_result dtrain__scale_forward(dtrain_op *op)
-{
-    return dtrain__scale_to(op, op->input_data[0], op->output_data[0], false);
-}
-
-static dtrain_result dtrain__scale_backward(dtrain_op *op)
-{
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(op->tape, op->inputs[0], &accumulate));
-    return dtrain__scale_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
-}
-
-DTRAIN__OP(scale, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-
 DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, float factor)
 {
-    return dtrain_tape_apply(tape, &dtrain__scale_op, &x, 1, NULL, 0, &factor, sizeof factor);
+    dtrain__map args;
+    memset(&args, 0, sizeof args);
+    args.run = dtrain__scale_run;
+    args.factor = factor;
+    return dtrain_tape_apply(tape, &dtrain__scale_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* ---- Dropout
- *
- * Keeping is a function of (seed, stream, i): the forward kernel is its own backward. */
-
-static dtrain_result dtrain__dropout_prepare(dtrain_op *op) { return dtrain__scale_prepare(op); }
-
-static dtrain_result dtrain__dropout_to(dtrain_op *op, const void *x, void *y, bool accumulate)
+static dtrain_result dtrain__dropout_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
-    dtrain_dropout_args args = *(const dtrain_dropout_args *)op->args;
+    dtrain_dropout_args args = ((const dtrain__map *)op->args)->dropout;
     args.count = op->inputs[0]->count;
     args.accumulate = accumulate;
     args.x = x;
@@ -156,52 +150,37 @@ static dtrain_result dtrain__dropout_to(dtrain_op *op, const void *x, void *y, b
     return op->device->ops->dropout(op->device, &args);
 }
 
-static dtrain_result dtrain__dropout_forward(dtrain_op *op)
-{
-    return dtrain__dropout_to(op, op->input_data[0], op->output_data[0], false);
-}
-
-static dtrain_result dtrain__dropout_backward(dtrain_op *op)
-{
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(op->tape, op->inputs[0], &accumulate));
-    return dtrain__dropout_to(op, op->outputs[0]->grad, op->inputs[0]->grad, accumulate);
-}
-
-DTRAIN__OP(dropout, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
-
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability)
 {
-    dtrain_dropout_args args;
+    dtrain__map args;
     if (dtrain__tape_check(tape, "dtrain_dropout") != DTRAIN_OK) return NULL;
     if (!(probability >= 0 && probability < 1)) /* so written that NaN is refused */
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT,
-                                 "dtrain_dropout: probability is %g, not in [0, 1)",
-                                 (double)probability);
-    if (x && dtrain__is_float(x) && (probability == 0 || (tape->flags & DTRAIN_TAPE_NO_GRAD)))
+        dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                                             "dtrain_dropout: probability is %g, not in [0, 1)",
+                                             (double)probability));
+    else if (x && dtrain__is_float(x) &&
+             (probability == 0 || (tape->pass.flags & DTRAIN_TAPE_NO_GRAD)))
         return x;
     memset(&args, 0, sizeof args);
-    args.probability = probability;
-    args.seed = tape->seed;
-    args.stream = tape->dropout_count++; /* other numbers for each dropout of the pass */
-    args.scalars = tape->scalars;
+    args.run = dtrain__dropout_run;
+    args.dropout.probability = probability;
+    args.dropout.seed = tape->pass.seed;
+    args.dropout.stream = tape->pass.dropout_count++; /* other numbers for each of the pass */
+    args.dropout.scalars = tape->scalars;
     return dtrain_tape_apply(tape, &dtrain__dropout_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
-/* ---- Sum and mean -----------------------------------------------------------------------------*/
+/* ---- Sum and mean
+ *
+ * y = factor * sum of x, with factor 1 or one over the count. */
 
-/* out (1) = factor * sum of x (count); added up in double: a float sum over many rows would lose
- * digits of the loss. */
+/* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
+ * would lose digits of the loss. */
 static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
-                                           int64_t count, float factor)
+                                           int64_t count, double factor)
 {
-    dtrain_sum_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.scale = (double)factor;
-    args.x = x;
-    args.dtype = (dtrain_dtype)dtype;
-    args.out = (float *)op->output_data[0];
+    float *out = (float *)op->output_data[0];
+    const dtrain_sum_args args = {count, false, false, factor, x, NULL, out, (dtrain_dtype)dtype};
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -218,43 +197,36 @@ static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
-                                 *(const float *)op->args);
+                                 (double)*(const float *)op->args);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
  * the factor: a scaled loss may be beyond fp16 while its mean is not. */
 static dtrain_result dtrain__sum_backward(dtrain_op *op)
 {
-    const dtrain_device_ops *ops = op->device->ops;
-    dtrain_tensor *x = op->inputs[0];
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.a = *(const float *)op->args;
-    args.x = op->outputs[0]->grad;
-    if (x->dtype != DTRAIN_DTYPE_F32) {
-        float *scaled = (float *)dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
-        if (!scaled) return op->tape->error;
-        args.count = 1;
-        args.y = scaled;
-        args.dtype = DTRAIN_DTYPE_F32;
-        DTRAIN__TRY(ops->axpby(op->device, &args));
-        args.a = 1;
-        args.x = dtrain__cast_to(op->tape, scaled, DTRAIN_DTYPE_F32, (dtrain_dtype)x->dtype, 1);
+    const dtrain_tensor *x = op->inputs[0];
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, dtype = (dtrain_dtype)x->dtype;
+    const void *upstream = op->outputs[0]->grad;
+    float factor = *(const float *)op->args;
+    bool accumulate;
+    if (dtype != f32) {
+        void *scaled = dtrain__take_data(op->tape, NULL, 1, f32);
+        void *rounded = dtrain__take_data(op->tape, NULL, 1, dtype);
         DTRAIN__TRY(op->tape->error);
+        const dtrain_axpby_args scale = {1, false, factor, 0, upstream, scaled, false, f32};
+        DTRAIN__TRY(op->device->ops->axpby(op->device, &scale));
+        DTRAIN__TRY(dtrain__tape_convert(op->device, 1, scaled, f32, rounded, dtype));
+        upstream = rounded;
+        factor = 1;
     }
-    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &args.accumulate));
-    args.count = x->count;
-    args.b = 1;
-    args.y = x->grad;
-    args.broadcast = true;
-    args.dtype = (dtrain_dtype)x->dtype;
-    return ops->axpby(op->device, &args);
+    void *d_x = dtrain_op_input_grad(op, 0, &accumulate);
+    if (!d_x) return op->tape->error;
+    const dtrain_axpby_args spread = {x->count, accumulate, factor, 1, upstream, d_x, true, dtype};
+    return op->device->ops->axpby(op->device, &spread);
 }
 
-static const dtrain_op_desc dtrain__sum_op = {
-    0, 0, 0, false, "dtrain_sum", dtrain__sum_prepare, dtrain__sum_forward, dtrain__sum_backward};
-static const dtrain_op_desc dtrain__mean_op = {
-    0, 0, 0, false, "dtrain_mean", dtrain__sum_prepare, dtrain__sum_forward, dtrain__sum_backward};
+DTRAIN__OP(sum, sum, 0, 0, 0, false)
+DTRAIN__OP(mean, sum, 0, 0, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x)
 {
@@ -275,7 +247,7 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
  * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
  * only use and the operation that made them does not look at them in its own backward, they are
  * dead once d_logits is known: it is written over them, and there is no second buffer of that size.
- * The chunk that says so belongs to no pool: it goes with the nodes of the pass. */
+ */
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
@@ -289,12 +261,12 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
     const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
     const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
-    dtrain__text left, right;
+    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (targets->count != rows)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
-                           dtrain__shape_text(logits, &left), (long long)rows,
-                           dtrain__shape_text(targets, &right));
+                           dtrain__shape_text(logits->shape, left), (long long)rows,
+                           dtrain__shape_text(targets->shape, right));
     args->rows = rows;
     args->n = n;
     args->logits = op->input_data[0];
@@ -312,25 +284,18 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
     return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
-                                 loss->factor);
+                                 (double)loss->factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     dtrain_tensor *logits = op->inputs[0];
-    dtrain__chunk *earlier = NULL;
     if (logits->producer && logits->pending_uses == 1 &&
-        !(logits->producer->op.desc->reads & DTRAIN_OP_READS_OUTPUTS)) {
-        dtrain__chunk *in_place = (dtrain__chunk *)dtrain__take_host(op->tape, sizeof *in_place);
-        if (!in_place) return op->tape->error;
-        const dtrain__tape_tensor *made = (const dtrain__tape_tensor *)logits;
-        in_place->memory = (char *)logits->data;
-        in_place->owners = 1;
-        in_place->in_region = made->segment && !made->kept;
-        dtrain__gradient_set(logits, in_place);
-    } else {
-        DTRAIN__TRY(dtrain__gradient_fresh(op->tape, logits, &earlier));
+        !(logits->producer->op.reads & DTRAIN_OP_READS_OUTPUTS)) {
+        logits->grad = logits->data;
+    } else if (!dtrain_op_input_grad(op, 0, NULL)) {
+        return op->tape->error;
     }
     dtrain_cross_entropy_backward_args args;
     memset(&args, 0, sizeof args);
@@ -343,20 +308,17 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
-    DTRAIN__TRY(op->device->ops->cross_entropy_backward(op->device, &args));
-    return dtrain__gradient_merge(op->tape, logits, earlier);
+    return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
-DTRAIN__OP(cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
+DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets)
 {
     dtrain_tensor *const inputs[2] = {logits, targets};
-    dtrain__cross_entropy args;
-    memset(&args, 0, sizeof args);
-    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
-                             sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, NULL,
+                             sizeof(dtrain__cross_entropy));
 }
 
 #undef DTRAIN__OP

@@ -12,19 +12,10 @@
  *     attention       qkv, y, log-sum-exp of each row and head */
 
 #include "core/platform_internal.h"
-#include "core/api.h"
-#include "core/core_internal.h"
-#include "core/dtype.h"
-#include "core/result.h"
-#include "strategy/params.h"
-#include "tape/op.h"
 #include "tape/ops.h"
-#include "tape/tape.h"
 #include "tape/tape_internal.h"
-#include "device/backend.h"
-#include "device/device.h"
 
-/* The output with x's shape and n in the last axis. */
+/* Make the output with x's shape and n in the last axis. */
 static void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
                                 dtrain_dtype dtype)
 {
@@ -54,11 +45,8 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
 {
     dtrain_gemm_args *args = &((dtrain__linear *)op->args)->forward;
     const dtrain_tensor *x = op->inputs[0];
-    const int64_t in = x->shape[x->ndim - 1];
-    int64_t weight[4];
+    const int64_t in = x->shape[x->ndim - 1], out = op->param_shape[0][0];
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
-    dtrain__param_shape(op, 0, weight);
-    const int64_t out = weight[0];
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
     if (args->activation > DTRAIN_ACTIVATION_GELU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
@@ -74,6 +62,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     args->bias = (const float *)op->param_data[1];
     if (args->activation == DTRAIN_ACTIVATION_GELU && op->needs_grad)
         args->aux = dtrain_op_save(op, op->cast, args->m * out);
+    if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
     return DTRAIN_OK;
 }
 
@@ -82,43 +71,18 @@ static dtrain_result dtrain__linear_forward(dtrain_op *op)
     return op->device->ops->gemm(op->device, &((const dtrain__linear *)op->args)->forward);
 }
 
-/* The layer that made x, if this product may finish its activation's backward. Both must be of the
- * same visit to a unit: gradients of another may not be touched, and its values may be gone. */
+/* Return the layer that made x, if the product that makes d_x may finish its activation's backward.
+ * Both must be of the same visit to a unit: gradients of another may not be touched, and its values
+ * may be gone. */
 static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     dtrain_node *inner = x->producer;
-    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad_written ||
+    if (!inner || inner->op.desc != op->desc || x->pending_uses != 1 || x->grad ||
         inner->mark != ((const dtrain_node *)op)->mark)
         return NULL;
     const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
     return layer->forward.activation == DTRAIN_ACTIVATION_GELU ? inner : NULL;
-}
-
-/* d_x (rows,in) = d_z (rows,out) weight (out,in), with gemm.a = d_z. */
-static dtrain_result dtrain__linear_backward_x(dtrain_op *op, dtrain_gemm_args gemm)
-{
-    const dtrain_gemm_args *forward = &((const dtrain__linear *)op->args)->forward;
-    dtrain_tensor *x = op->inputs[0];
-    dtrain_node *inner = dtrain__inner_layer(op);
-    bool accumulate;
-    DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &accumulate));
-    gemm.flags = 0;
-    gemm.m = forward->m, gemm.n = forward->k, gemm.k = forward->n;
-    gemm.b = forward->b, gemm.ldb = forward->k;
-    gemm.c = x->grad, gemm.ldc = forward->k;
-    gemm.c_dtype = (dtrain_dtype)x->dtype;
-    gemm.beta = accumulate ? 1.0f : 0.0f;
-    gemm.bias_grad = NULL;
-    if (inner) {
-        dtrain__linear *layer = (dtrain__linear *)inner->op.args;
-        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
-        gemm.activation = layer->forward.activation;
-        gemm.aux = layer->forward.aux;
-        gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
-        layer->grad_is_inner = true;
-    }
-    return op->device->ops->gemm(op->device, &gemm);
 }
 
 static dtrain_result dtrain__linear_backward(dtrain_op *op)
@@ -128,13 +92,11 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
     const dtrain_device_ops *ops = op->device->ops;
     dtrain_tensor *y = op->outputs[0];
     const bool activated = forward->activation != DTRAIN_ACTIVATION_NONE && !layer->grad_is_inner;
-    bool add_weight, add_bias = false;
+    bool add_weight, add_bias = false, add_x;
     float *d_weight = dtrain_op_param_grad(op, 0, &add_weight), *d_bias = NULL;
-    dtrain_gemm_args gemm;
-    memset(&gemm, 0, sizeof gemm);
     if (!layer->grad_is_inner) d_bias = dtrain_op_param_grad(op, 1, &add_bias);
 
-    if (activated) DTRAIN__TRY(dtrain__gradient_own(op->tape, y));
+    if (activated) DTRAIN__TRY(dtrain__gradient_open(op->tape, y, &add_x)); /* written in place */
     if (activated || (d_bias && !d_weight)) {
         dtrain_activation_backward_args args;
         memset(&args, 0, sizeof args);
@@ -150,36 +112,48 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
         DTRAIN__TRY(ops->activation_backward(op->device, &args));
         d_bias = NULL;
     }
+
+    dtrain_gemm_args gemm; /* a = d_z; b and c have rows of `in` */
+    memset(&gemm, 0, sizeof gemm);
     gemm.alpha = 1;
     gemm.a = y->grad;
     gemm.lda = forward->n;
-    gemm.a_dtype = forward->c_dtype;
-    gemm.b_dtype = forward->a_dtype;
+    gemm.n = gemm.ldb = gemm.ldc = forward->k;
+    gemm.a_dtype = gemm.b_dtype = forward->c_dtype;
     if (d_weight) { /* (out,in) = d_z^T (out,rows) x (rows,in); d_bias: rows of d_z^T added up */
         gemm.flags = DTRAIN_GEMM_TRANS_A;
-        gemm.m = forward->n, gemm.n = forward->k, gemm.k = forward->m;
-        gemm.b = forward->a, gemm.ldb = forward->k;
-        gemm.c = d_weight, gemm.ldc = forward->k;
+        gemm.m = forward->n, gemm.k = forward->m;
+        gemm.b = forward->a;
+        gemm.c = d_weight;
         gemm.c_dtype = DTRAIN_DTYPE_F32;
         gemm.beta = add_weight ? 1.0f : 0.0f;
         gemm.bias_grad = d_bias;
         gemm.accumulate_bias_grad = add_bias;
         DTRAIN__TRY(ops->gemm(op->device, &gemm));
     }
-    return op->inputs[0]->needs_grad ? dtrain__linear_backward_x(op, gemm) : DTRAIN_OK;
+
+    /* d_x (rows,in) = d_z (rows,out) weight (out,in) */
+    dtrain_node *inner = dtrain__inner_layer(op);
+    gemm.c = dtrain_op_input_grad(op, 0, &add_x);
+    if (!gemm.c) return op->tape->error;
+    gemm.flags = 0;
+    gemm.m = forward->m, gemm.k = forward->n;
+    gemm.b = forward->b;
+    gemm.c_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    gemm.beta = add_x ? 1.0f : 0.0f;
+    gemm.bias_grad = NULL;
+    if (inner) {
+        dtrain__linear *before = (dtrain__linear *)inner->op.args;
+        gemm.flags = DTRAIN_GEMM_ACT_BACKWARD | DTRAIN_GEMM_BIAS_GRAD_C;
+        gemm.activation = before->forward.activation;
+        gemm.aux = before->forward.aux;
+        gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
+        before->grad_is_inner = true;
+    }
+    return ops->gemm(op->device, &gemm);
 }
 
-DTRAIN__OP(linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
-/* The same behind ReLU, whose backward looks at the output. */
-static const dtrain_op_desc dtrain__linear_relu_op = {DTRAIN_OP_READS_INPUTS |
-                                                          DTRAIN_OP_READS_OUTPUTS,
-                                                      DTRAIN_CHECKPOINT_LINEAR,
-                                                      0,
-                                                      true,
-                                                      "dtrain_linear",
-                                                      dtrain__linear_prepare,
-                                                      dtrain__linear_forward,
-                                                      dtrain__linear_backward};
+DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
 
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation)
@@ -188,9 +162,8 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
     dtrain__linear args;
     memset(&args, 0, sizeof args);
     args.forward.activation = activation;
-    return dtrain_tape_apply(
-        tape, activation == DTRAIN_ACTIVATION_RELU ? &dtrain__linear_relu_op : &dtrain__linear_op,
-        &x, 1, params, bias ? 2 : 1, &args, sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__linear_op, &x, 1, params, bias ? 2 : 1, &args,
+                             sizeof args);
 }
 
 /* ---- Layer normalisation
@@ -200,18 +173,25 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
  *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
  *
- * Behind a residual connection x is the sum of both inputs and the operation's second output. Its
- * gradient, complete with this d_x, becomes that of both inputs; where the residual has a narrower
- * type the kernel writes the rounded copy while the values are at hand. */
+ * Behind a residual connection, the second input, x is the sum of both and the operation's second
+ * output. Its gradient, complete with this d_x, becomes that of both inputs; where the residual has
+ * a narrower type the kernel writes the rounded copy while the values are at hand. */
 
-static dtrain_result dtrain__layernorm_args_fill(dtrain_op *op, const dtrain_tensor *x)
+typedef struct dtrain__layernorm {
+    dtrain_layernorm_args forward;
+    dtrain_tensor **sum; /* the caller's */
+} dtrain__layernorm;
+
+static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
 {
-    dtrain_layernorm_args *args = (dtrain_layernorm_args *)op->args;
+    dtrain__layernorm *layer = (dtrain__layernorm *)op->args;
+    dtrain_layernorm_args *args = &layer->forward;
+    const dtrain_tensor *x = op->inputs[0];
     args->n = x->shape[x->ndim - 1];
     args->rows = x->count / args->n;
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, args->n, 0));
-    dtrain__output_like(op, x, args->n, op->cast);
+    dtrain_op_output(op, op->cast, x->ndim, x->shape);
     args->epsilon = 1e-5f;
     args->x = op->input_data[0];
     args->weight = (const float *)op->param_data[0];
@@ -221,36 +201,36 @@ static dtrain_result dtrain__layernorm_args_fill(dtrain_op *op, const dtrain_ten
     args->rstd = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
     args->x_dtype = (dtrain_dtype)x->dtype;
     args->y_dtype = op->cast;
+    if (op->input_count == 1) return DTRAIN_OK;
+    if (!layer->sum) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: sum is NULL", op->desc->name);
+    DTRAIN__TRY(dtrain__check_same(op));
+    *layer->sum = dtrain_op_output(op, args->x_dtype, x->ndim, x->shape);
+    args->residual = op->input_data[1];
+    args->sum = op->output_data[1];
     return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
-{
-    return dtrain__layernorm_args_fill(op, op->inputs[0]);
 }
 
 static dtrain_result dtrain__layernorm_forward(dtrain_op *op)
 {
-    return op->device->ops->layernorm(op->device, (const dtrain_layernorm_args *)op->args);
+    return op->device->ops->layernorm(op->device, &((dtrain__layernorm *)op->args)->forward);
 }
 
-/* The gradient of what was normalised, x, whose values are at `values`; residual NULL, or where
- * its rounded copy goes. */
-static dtrain_result dtrain__layernorm_gradient(dtrain_op *op, dtrain_tensor *x, const void *values,
-                                                void *d_residual)
+static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 {
-    const dtrain_layernorm_args *forward = (const dtrain_layernorm_args *)op->args;
-    bool add_weight, add_bias;
+    const dtrain_layernorm_args *forward = &((const dtrain__layernorm *)op->args)->forward;
+    dtrain_tensor *residual = op->inputs[1]; /* NULL without */
+    dtrain_tensor *x = residual ? op->outputs[1] : op->inputs[0];
+    const bool rounded = residual && residual->dtype != x->dtype && !residual->grad;
+    bool add_weight, add_bias, add_residual;
     dtrain_layernorm_backward_args args;
     memset(&args, 0, sizeof args);
     args.rows = forward->rows;
     args.n = forward->n;
-    args.x = values;
+    args.x = residual ? forward->sum : forward->x;
     args.weight = forward->weight;
     args.mean = forward->mean;
     args.rstd = forward->rstd;
     args.d_y = op->outputs[0]->grad;
-    args.d_residual = d_residual;
     args.x_dtype = forward->x_dtype;
     args.y_dtype = forward->y_dtype;
     args.d_weight = dtrain_op_param_grad(op, 0, &add_weight);
@@ -260,69 +240,26 @@ static dtrain_result dtrain__layernorm_gradient(dtrain_op *op, dtrain_tensor *x,
     if (args.d_weight && args.d_bias && add_weight != add_bias)
         DTRAIN__TRY(op->device->ops->zero(op->device, add_weight ? args.d_bias : args.d_weight,
                                           (size_t)args.n * sizeof(float)));
+    if (rounded) args.d_residual = dtrain_op_input_grad(op, 1, &add_residual);
+    DTRAIN__TRY(op->tape->error);
     if (x->needs_grad) DTRAIN__TRY(dtrain__gradient_open(op->tape, x, &args.accumulate_x));
     args.d_x = x->grad;
-    return op->device->ops->layernorm_backward(op->device, &args);
+    DTRAIN__TRY(op->device->ops->layernorm_backward(op->device, &args));
+    if (!residual) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gradient_pass(op, 1, 0));
+    return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, 1, 1);
 }
 
-static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
-{
-    return dtrain__layernorm_gradient(op, op->inputs[0], op->input_data[0], NULL);
-}
-
-DTRAIN__OP(layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias)
 {
     dtrain_param *const params[2] = {weight, bias};
-    dtrain_layernorm_args args;
-    memset(&args, 0, sizeof args);
-    return dtrain_tape_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, &args,
-                             sizeof args);
+    return dtrain_tape_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, NULL,
+                             sizeof(dtrain__layernorm));
 }
-
-typedef struct dtrain__add_layernorm {
-    dtrain_layernorm_args forward; /* first: the functions above read it */
-    dtrain_tensor **sum;           /* the caller's */
-} dtrain__add_layernorm;
-
-static dtrain_result dtrain__add_layernorm_prepare(dtrain_op *op)
-{
-    dtrain__add_layernorm *args = (dtrain__add_layernorm *)op->args;
-    const dtrain_tensor *x = op->inputs[0], *residual = op->inputs[1];
-    dtrain__text left, right;
-    if (x->count != residual->count || x->shape[x->ndim - 1] != residual->shape[residual->ndim - 1])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s and %s differ", op->desc->name,
-                           dtrain__shape_text(x, &left), dtrain__shape_text(residual, &right));
-    DTRAIN__TRY(dtrain__layernorm_args_fill(op, x));
-    *args->sum = dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
-    args->forward.residual = op->input_data[1];
-    args->forward.sum = op->output_data[1];
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__add_layernorm_forward(dtrain_op *op)
-{
-    return dtrain__layernorm_forward(op);
-}
-
-static dtrain_result dtrain__add_layernorm_backward(dtrain_op *op)
-{
-    dtrain_tensor *residual = op->inputs[1], *sum = op->outputs[1];
-    bool rounded = false, accumulate;
-    if (residual->needs_grad && !residual->grad_written && residual->dtype != sum->dtype) {
-        DTRAIN__TRY(dtrain__gradient_open(op->tape, residual, &accumulate));
-        rounded = true;
-    }
-    DTRAIN__TRY(
-        dtrain__layernorm_gradient(op, sum, op->output_data[1], rounded ? residual->grad : NULL));
-    dtrain__gradient_drop(op->outputs[0]); /* spent: the buffer may serve the residual */
-    DTRAIN__TRY(dtrain__gradient_pass(op, sum, op->inputs[0]));
-    return rounded ? DTRAIN_OK : dtrain__gradient_pass(op, sum, residual);
-}
-
-DTRAIN__OP(add_layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
 /* The fused kernel takes a residual of the type that autocast computes in. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
@@ -331,16 +268,13 @@ DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor 
 {
     dtrain_tensor *const inputs[2] = {x, residual};
     dtrain_param *const params[2] = {weight, bias};
-    dtrain__add_layernorm args;
-    memset(&args, 0, sizeof args);
-    args.sum = sum;
-    if (dtrain__tape_check(tape, "dtrain_add_layernorm") != DTRAIN_OK) return NULL;
-    if (!sum)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_add_layernorm: sum is NULL");
-    if (x && residual && residual->dtype != (uint32_t)tape->cast) {
+    dtrain__layernorm args;
+    if (tape && sum && x && residual && residual->dtype != (uint32_t)tape->pass.cast) {
         *sum = dtrain_add(tape, x, residual);
         return dtrain_layernorm(tape, *sum, weight, bias);
     }
+    memset(&args, 0, sizeof args);
+    args.sum = sum;
     return dtrain_tape_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
                              &args, sizeof args);
 }
@@ -354,22 +288,18 @@ static dtrain_result dtrain__embedding_prepare(dtrain_op *op)
 {
     dtrain_embedding_args *args = (dtrain_embedding_args *)op->args;
     const dtrain_tensor *tokens = op->inputs[0];
-    int64_t token[4], position[4];
-    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
-    dtrain__param_shape(op, 0, token);
+    const int64_t positions = op->param_shape[1][0];
     args->rows = tokens->count;
     args->sequence = tokens->shape[tokens->ndim - 1];
-    args->vocab = token[0];
-    args->n = token[1];
-    if (op->param_count > 1) {
-        DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
-        dtrain__param_shape(op, 1, position);
-        if (position[0] < args->sequence)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
-                               op->params[1]->name ? op->params[1]->name : "?",
-                               (long long)position[0], (long long)args->sequence);
-    }
+    args->vocab = op->param_shape[0][0];
+    args->n = op->param_shape[0][1];
+    DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, -1));
+    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, -1, args->n));
+    if (op->param_count > 1 && positions < args->sequence)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_embedding: parameter %s has %lld positions, the tokens %lld",
+                           op->params[1]->name ? op->params[1]->name : "?", (long long)positions,
+                           (long long)args->sequence);
     const int64_t shape[2] = {args->rows, args->n};
     dtrain_op_output(op, DTRAIN_DTYPE_F32, 2, shape);
     args->tokens = (const int32_t *)op->input_data[0];
@@ -391,13 +321,11 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     dtrain_embedding_backward_args args;
     float *grad[2];
     for (uint32_t i = 0; i < 2; i++) {
-        int64_t shape[4];
         bool add;
         grad[i] = dtrain_op_param_grad(op, i, &add);
         if (!grad[i] || add) continue;
-        dtrain__param_shape(op, i, shape);
-        DTRAIN__TRY(op->device->ops->zero(op->device, grad[i],
-                                          (size_t)shape[0] * (size_t)shape[1] * sizeof(float)));
+        const size_t count = (size_t)op->param_shape[i][0] * (size_t)forward->n;
+        DTRAIN__TRY(op->device->ops->zero(op->device, grad[i], count * sizeof(float)));
     }
     memset(&args, 0, sizeof args);
     args.rows = forward->rows;
@@ -412,16 +340,14 @@ static dtrain_result dtrain__embedding_backward(dtrain_op *op)
     return op->device->ops->embedding_backward(op->device, &args);
 }
 
-DTRAIN__OP(embedding, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 1, false)
+DTRAIN__OP(embedding, embedding, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 1, false)
 
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position)
 {
     dtrain_param *const params[2] = {token, position};
-    dtrain_embedding_args args;
-    memset(&args, 0, sizeof args);
     return dtrain_tape_apply(tape, &dtrain__embedding_op, &tokens, 1, params, position ? 2 : 1,
-                             &args, sizeof args);
+                             NULL, sizeof(dtrain_embedding_args));
 }
 
 /* ---- Attention
@@ -435,13 +361,13 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
     dtrain_attention_args *args = (dtrain_attention_args *)op->args;
     const dtrain_tensor *qkv = op->inputs[0];
     const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width, n = width / 3;
-    dtrain__text text;
+    char text[DTRAIN__SHAPE_TEXT];
     if (args->sequence < 1 || rows % args->sequence || args->heads < 1 || width % 3 ||
         n % args->heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_attention: qkv %s does not divide into sequences of %lld rows "
                            "and 3 x %lld heads",
-                           dtrain__shape_text(qkv, &text), (long long)args->sequence,
+                           dtrain__shape_text(qkv->shape, text), (long long)args->sequence,
                            (long long)args->heads);
     args->dtype = (dtrain_dtype)qkv->dtype;
     dtrain__output_like(op, qkv, n, args->dtype);
@@ -462,9 +388,8 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
     const dtrain_attention_args *forward = (const dtrain_attention_args *)op->args;
     dtrain_attention_backward_args args;
-    dtrain_tensor *qkv = op->inputs[0];
-    dtrain__chunk *earlier;
-    DTRAIN__TRY(dtrain__gradient_fresh(op->tape, qkv, &earlier));
+    void *d_qkv = dtrain_op_input_grad(op, 0, NULL); /* the kernel can only overwrite */
+    if (!d_qkv) return op->tape->error;
     memset(&args, 0, sizeof args);
     args.batch = forward->batch;
     args.sequence = forward->sequence;
@@ -475,14 +400,13 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     args.y = forward->y;
     args.lse = forward->lse;
     args.d_y = op->outputs[0]->grad;
-    args.d_qkv = qkv->grad;
+    args.d_qkv = d_qkv;
     args.dtype = forward->dtype;
-    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
-    return dtrain__gradient_merge(op->tape, qkv, earlier);
+    return op->device->ops->attention_backward(op->device, &args);
 }
 
-DTRAIN__OP(attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_ATTENTION,
-           0, false)
+DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
+           DTRAIN_CHECKPOINT_ATTENTION, 0, false)
 
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags)
@@ -492,9 +416,8 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
     args.sequence = sequence;
     args.heads = heads;
     args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
-    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
-    if (flags & ~DTRAIN_ATTENTION_CAUSAL)
-        return dtrain__tape_fail(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x",
-                                 flags);
+    if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
     return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
 }

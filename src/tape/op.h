@@ -43,6 +43,7 @@ typedef struct dtrain_op {
     dtrain_device *device;
     void *args; /* this call's copy of the arguments; prepare may leave addresses in it */
     uint32_t input_count, output_count, param_count;
+    uint32_t reads;    /* the desc's; prepare may change it for this call */
     dtrain_dtype cast; /* the type of autocast in this pass; F32 without autocast */
     bool needs_grad;   /* backward may be called: otherwise nothing has to be saved */
     bool planning;     /* on the plan device addresses have no memory behind them: forward is not
@@ -51,6 +52,7 @@ typedef struct dtrain_op {
     dtrain_param *params[DTRAIN_OP_PARAMS];
     const void *input_data[DTRAIN_OP_INPUTS]; /* of inputs[i]->dtype, or see autocast */
     const void *param_data[DTRAIN_OP_PARAMS]; /* fp32, or see autocast; the unit is gathered */
+    int64_t param_shape[DTRAIN_OP_PARAMS][4]; /* leading non-zero entries, one at least */
     void *output_data[DTRAIN_OP_OUTPUTS];     /* of outputs[i]->dtype */
 } dtrain_op;
 
@@ -68,7 +70,7 @@ struct dtrain_op_desc {
 
 /* Run an operation on the tape and return its first output; NULL after an error, which sticks.
  * Inputs and parameters are checked: not NULL, of the right type, in the unit that is gathered. The
- * desc must outlive the pass; args (args_bytes; NULL and 0 if there are none) are copied. */
+ * desc must outlive the pass; args (args_bytes) are copied, and zero where args is NULL. */
 DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                             dtrain_tensor *const *inputs, uint32_t input_count,
                                             dtrain_param *const *params, uint32_t param_count,
@@ -77,22 +79,25 @@ DTRAIN_API dtrain_tensor *dtrain_tape_apply(dtrain_tape *tape, const dtrain_op_d
 /* The calls below are for prepare and backward. Their errors stick to the tape, which stops after
  * prepare or backward: an address that is only stored needs no check for NULL. */
 
-/* In prepare: make the next output, contents undefined. */
+/* Make the next output, contents undefined (in prepare). */
 DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, uint32_t ndim,
                                            const int64_t *shape);
-/* In prepare: take memory for `count` values that forward writes and backward reads. */
+/* Take memory for `count` values that forward writes and backward reads (in prepare). */
 DTRAIN_API void *dtrain_op_save(dtrain_op *op, dtrain_dtype dtype, int64_t count);
-/* In prepare: require the shape (rows, columns) of parameter i, or (rows) when columns is 0; -1
- * stands for any length. */
+/* Require the shape (rows, columns) of parameter i, or (rows) when columns is 0; -1 stands for any
+ * length (in prepare). */
 DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, int64_t rows,
                                                int64_t columns);
 
-/* In backward: return where the gradient of input i goes (of the input's type), or that of
- * parameter i (fp32); NULL when nobody wants it. *accumulate says whether to add to what is there
- * or to overwrite it. A gradient that was asked for must be written, and that of one input before
- * that of another is asked for: both may be one tensor.
- *
- * The gradients to read are outputs[i]->grad, of the output's type. The gradient of output 0 is
- * always there (zeros where the loss does not depend on it); NULL of another output means zero. */
+/* The gradients to read in backward are outputs[i]->grad, of the output's type. The gradient of
+ * output 0 is always there (zeros where the loss does not depend on it); NULL of another output
+ * means zero. A gradient that was asked for must be written, and that of one input before that of
+ * another is asked for: both may be one tensor. */
+
+/* Return where the gradient of input i goes, of the input's type; NULL when nobody wants it (in
+ * backward). *accumulate says whether to add to what is there or to overwrite it; with accumulate
+ * NULL the call can only overwrite, and the tape adds what was there when backward returns. */
 DTRAIN_API void *dtrain_op_input_grad(dtrain_op *op, uint32_t i, bool *accumulate);
+/* Return where the fp32 gradient of parameter i goes, and whether to add to it; NULL when nobody
+ * wants it (in backward). */
 DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumulate);

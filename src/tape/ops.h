@@ -13,7 +13,7 @@
 #include "tape/tape.h"
 #include "device/device.h"
 
-/* Linear layer: y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
+/* Apply a linear layer, y (rows, out) = act(x (rows, in) weight^T + bias); bias may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
@@ -31,8 +31,8 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                                            dtrain_param *token, dtrain_param *position);
 
 #define DTRAIN_ATTENTION_CAUSAL 1u
-/* Multi-head attention: qkv (batch*sequence, 3n) -> (batch*sequence, n), in each head
- * softmax(q k^T / sqrt(n/heads)) v; q, k and v stand side by side in each row. */
+/* Apply multi-head attention, qkv (batch*sequence, 3n) -> (batch*sequence, n): in each head
+ * softmax(q k^T / sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 
@@ -48,10 +48,13 @@ DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrai
  * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
 
-/* Mean over rows of softmax cross-entropy -> one element; logits (rows, n), targets (rows) I32, -1
- * = ignored. Backward overwrites the logits with their gradient when nothing else reads them, so
- * that behind a linear classifier they are stored once: read logits before backward. */
+/* Compute softmax cross-entropy, the mean over rows as one element; logits (rows, n), targets
+ * (rows) I32, -1 = ignored. Backward overwrites the logits with their gradient when nothing else
+ * reads them, so that behind a linear classifier they are stored once: read logits before backward.
+ */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
                                                dtrain_tensor *targets);
-DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);  /* -> one element */
-DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x); /* -> one element */
+/* Add up all elements; the result has one. */
+DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);
+/* Average all elements; the result has one. */
+DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x);

@@ -42,7 +42,7 @@ typedef struct dtrain_tensor {
     /* Private to the tape. */
     struct dtrain_node *producer; /* NULL for inputs */
     uint32_t pending_uses;
-    bool needs_grad, grad_written;
+    bool needs_grad;
 } dtrain_tensor;
 
 /* ---- A pass -----------------------------------------------------------------------------------*/
@@ -56,19 +56,20 @@ typedef struct dtrain_tensor {
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u
 
-/* Create a tape. With strategy NULL gradients go where the params point: the first backward
- * overwrites them, later ones add until the host clears grad_written, and nothing is communicated.
- * device NULL is the world's; with a device, world may be NULL. A tape on the plan device counts
- * bytes and computes nothing. */
+/* Create a tape that hands gradients to a strategy. With strategy NULL they go where the params
+ * point: the first backward overwrites them, later ones add until the host clears grad_written, and
+ * nothing is communicated. device NULL is the world's; with a device, world may be NULL. A tape on
+ * the plan device counts bytes and computes nothing. */
 DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy *strategy,
                                             dtrain_device *device, dtrain_tape **out);
+/* Free a tape, its tensors and its memory; NULL is allowed. */
 DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape);
 
 /* Start a forward pass; the tensors of the last one are gone. Dropout draws its random numbers from
  * seed: give a different one for every micro-batch and rank. */
 DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, uint64_t seed);
 
-/* Make an input: host data (count elements, F32 or I32) is copied to the device. The gradient of a
+/* Make an input, a copy of host data (count elements, F32 or I32) on the device. The gradient of a
  * requires_grad input can be read after backward: for tests, and for layers that the host computes
  * itself. */
 DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtype, uint32_t ndim,
@@ -89,10 +90,10 @@ DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *
 /* Return the error that sticks to the tape, DTRAIN_OK if there is none. */
 DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
 
-/* Copy a tensor, or the gradient of an input, to host memory (count floats), as fp32. Both wait for
- * the device. */
+/* Copy a tensor to host memory (count floats) as fp32, after a wait for the device. */
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *host);
+/* Copy the gradient of a requires_grad input to host memory, as dtrain_tensor_read does. */
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
                                                  float *host);
 
@@ -110,7 +111,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
  * with Sublinear Memory Cost", 2016). In every n-th unit, counted in the order of their marks, the
  * results of the operations in `ops` (0 = ALL) are dropped; when backward comes to that unit the
  * same kernels make them again from the same numbers, so losses and gradients keep their bits.
- * every 1 = all units, 0 = off. Takes effect at the next dtrain_tape_begin.
+ * every 1 = all units, 0 = off. Takes effect at the next dtrain_tape_unit.
  *
  * A tensor that a later unit uses is kept. It must be used in time: the dropped results of a unit
  * are there until the next but one of such units begins, and using or reading them later is an
@@ -125,4 +126,5 @@ typedef struct dtrain_tape_info {
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
 } dtrain_tape_info;
+/* Count the operations and the memory of a tape. */
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);

@@ -34,7 +34,6 @@ typedef struct dtrain__chunk {
     char *memory;
     size_t bytes;
     uint32_t owners; /* gradient pool only: tensors whose gradient this is; 0 = free */
-    bool in_region;  /* a gradient on top of a dropped value: gone with it, not to be handed on */
 } dtrain__chunk;
 
 /* An arena: chunks in the order they were made; memory is handed out by moving forward through
@@ -46,32 +45,44 @@ typedef struct dtrain__chunk {
 typedef struct dtrain__bump {
     dtrain_device *device; /* NULL: host memory */
     dtrain__chunk *first;
-    dtrain__chunk **at; /* the link to the chunk in use */
-    size_t used;        /* bytes of that chunk */
+    dtrain__chunk **at;                 /* the link to the chunk in use */
+    size_t used;                        /* bytes of that chunk */
+    uint64_t bytes, allocations;        /* of all chunks */
+    struct dtrain__tape_segment *owner; /* of a region: who put its results there last */
 } dtrain__bump;
+
+enum {
+    DTRAIN__ARENA_HOST,
+    DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
+    DTRAIN__ARENA_DATA,
+    DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
+    DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2
+};
 
 /* ---- Nodes and tensors ------------------------------------------------------------------------*/
 
 /* One executed operation. */
 typedef struct dtrain_node {
-    dtrain_op op;                            /* first: a dtrain_op * of this library is a node */
-    struct dtrain_node *previous;            /* recorded before this one */
-    struct dtrain__tape_segment *segment;    /* NULL: this unit drops nothing */
-    struct dtrain_node *redo;                /* in that segment's list of dropped nodes */
-    dtrain_param *storage[DTRAIN_OP_PARAMS]; /* whose value and gradient params[i] are */
-    const void *source[DTRAIN_OP_INPUTS];    /* where inputs[i] was when the node was made ... */
-    void *rounded[DTRAIN_OP_INPUTS];         /* ... and its copy in the type of autocast, or NULL */
-    int64_t unit;                            /* -1: before the first mark */
-    uint32_t mark;                           /* how many marks came before it */
-    bool dropped;                            /* its results are in the segment's region */
-    bool saves;                              /* it has saved memory, which backward reads */
-    bool reached;                            /* by the gradient of this backward's loss */
+    dtrain_op op;                           /* first: a dtrain_op * of this library is a node */
+    struct dtrain_node *previous;           /* recorded before this one */
+    struct dtrain__tape_segment *segment;   /* NULL: this unit drops nothing */
+    struct dtrain_node *redo;               /* in that segment's list of dropped nodes */
+    dtrain_param *target[DTRAIN_OP_PARAMS]; /* where the gradient of params[i] goes; NULL: it is
+                                               frozen, or the pass has no gradients */
+    const void *source[DTRAIN_OP_INPUTS];   /* where inputs[i] was when the node was made; autocast
+                                               rounds it to input_data[i] where the two differ */
+    int64_t unit;                           /* -1: before the first mark */
+    uint32_t mark;                          /* how many marks came before it */
+    bool dropped;                           /* its results are in the segment's region */
+    bool saves;                             /* it has saved memory, which backward reads */
+    bool reached;                           /* by the gradient of this backward's loss */
 } dtrain_node;
 
 /* A tensor and what only the tape knows of it: every dtrain_tensor is the first member of one. */
 typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
-    dtrain__chunk *gradient;              /* what tensor.grad points into */
+    dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
+    dtrain__chunk *earlier;               /* contributions to be added to it */
     int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
@@ -81,16 +92,10 @@ typedef struct dtrain__tape_tensor {
 /* What is recorded between two marks in a unit that drops results. */
 typedef struct dtrain__tape_segment {
     int64_t unit;
-    uint32_t region;
+    dtrain__bump *region;
     dtrain_node *dropped;                         /* the last one first */
     const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
 } dtrain__tape_segment;
-
-/* Where segments put what they drop, one after the other. */
-typedef struct dtrain__tape_region {
-    dtrain__bump memory;
-    dtrain__tape_segment *owner;
-} dtrain__tape_region;
 
 /* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
  * not its address: a strategy that gathers units may have several weights there in turn. */
@@ -129,84 +134,66 @@ struct dtrain_tape {
     dtrain_device *device;
     dtrain_allocator allocator;
     bool planning; /* on the plan device: params and strategy are left alone */
-
-    dtrain__bump host, data;
-    dtrain__tape_region regions[2];
-    dtrain__chunk *gradients; /* the pool */
-    uint64_t activation_bytes, gradient_bytes, allocation_count;
-
-    dtrain_node *last;
-    size_t node_count, tensor_count;
-    uint32_t state, flags;
-    uint64_t seed, dropout_count;
+    dtrain__bump arenas[DTRAIN__ARENAS];
+    struct { /* what dtrain_tape_begin sets to zero */
+        uint32_t state, flags;
+        uint64_t seed, dropout_count;
+        dtrain_dtype cast;   /* the type of autocast; F32 without */
+        dtrain__cast *casts; /* weights rounded in this pass */
+        dtrain_node *last;
+        size_t node_count, tensor_count, recomputed_count;
+        uint32_t mark_count, segment_count;
+        dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
+    } pass;
     int64_t unit;                              /* gathered now; -1 = none */
-    uint32_t checkpoint_every, checkpoint_ops; /* as set last ... */
-    uint32_t every, dropped_ops;               /* ... and in this pass */
-    uint32_t mark_count, segment_count;        /* of this pass */
-    dtrain__tape_segment *segment;             /* the one that is recorded now; NULL: none */
-    size_t recomputed_count;
-    const dtrain_step_scalars *scalars; /* NULL, or where a replayed step finds its seed */
-    dtrain__feed *feed;                 /* NULL, or how inputs of a replayed step come in */
-    dtrain_dtype cast;                  /* the type of autocast; F32 without */
-    dtrain__cast *casts;                /* weights rounded in this pass */
-
-    dtrain_result error; /* the first of this pass, and its sentence */
+    uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
+    const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
+    dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */
+    dtrain_result error;                       /* the first of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
 
 /* tape/tape.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_tensor *dtrain__tape_fail(dtrain_tape *tape, dtrain_result code,
-                                                 const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
 DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 
 /* tape/op.c */
-typedef struct dtrain__text {
-    char text[96];
-} dtrain__text;
-DTRAIN__PRIVATE const char *dtrain__shape_text(const dtrain_tensor *x, dtrain__text *to);
-DTRAIN__PRIVATE uint32_t dtrain__param_shape(const dtrain_op *op, uint32_t i, int64_t shape[4]);
-DTRAIN__PRIVATE bool dtrain__param_trainable(const dtrain_node *node, uint32_t i);
+#define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
+DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
-DTRAIN__PRIVATE const void *dtrain__cast_to(dtrain_tape *tape, const void *values, uint32_t from,
-                                            dtrain_dtype to, int64_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
                                                    const void *x, uint32_t x_dtype, void *y,
                                                    uint32_t y_dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t count, const void *x,
+                                               uint32_t x_dtype, const void *y, uint32_t y_dtype,
+                                               void *out);
 
-/* The descriptor of the built-in operation dtrain_<op>, whose functions are dtrain__<op>_prepare,
+/* tape/elementwise.c */
+DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
+
+/* The descriptor of the built-in operation dtrain_<op>, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
  * use, in elementwise.c. */
-#define DTRAIN__OP(op, reads, checkpoint, integer_inputs, autocast)          \
-    static const dtrain_op_desc dtrain__##op##_op = {reads,                  \
-                                                     checkpoint,             \
-                                                     integer_inputs,         \
-                                                     autocast,               \
-                                                     "dtrain_" #op,          \
-                                                     dtrain__##op##_prepare, \
-                                                     dtrain__##op##_forward, \
-                                                     dtrain__##op##_backward};
+#define DTRAIN__OP(op, functions, reads, checkpoint, integer_inputs, autocast)      \
+    static const dtrain_op_desc dtrain__##op##_op = {reads,                         \
+                                                     checkpoint,                    \
+                                                     integer_inputs,                \
+                                                     autocast,                      \
+                                                     "dtrain_" #op,                 \
+                                                     dtrain__##functions##_prepare, \
+                                                     dtrain__##functions##_forward, \
+                                                     dtrain__##functions##_backward};
 
 /* tape/backward.c */
-DTRAIN__PRIVATE void dtrain__gradient_set(dtrain_tensor *x, dtrain__chunk *chunk);
-DTRAIN__PRIVATE void dtrain__gradient_drop(dtrain_tensor *x);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_own(dtrain_tape *tape, dtrain_tensor *x);
 DTRAIN__PRIVATE dtrain_result dtrain__gradient_open(dtrain_tape *tape, dtrain_tensor *x,
                                                     bool *accumulate);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_fresh(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk **earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_merge(dtrain_tape *tape, dtrain_tensor *x,
-                                                     dtrain__chunk *earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, const dtrain_tensor *from,
-                                                    dtrain_tensor *x);
+DTRAIN__PRIVATE dtrain_result dtrain__gradient_pass(dtrain_op *op, uint32_t output, uint32_t input);
 
 /* tape/checkpointing.c */
-DTRAIN__PRIVATE void dtrain__segments_forget(dtrain_tape *tape);
 DTRAIN__PRIVATE void dtrain__segment_begin(dtrain_tape *tape);
 DTRAIN__PRIVATE dtrain_result dtrain__segment_again(dtrain_tape *tape, const dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__check_intact(const dtrain_tensor *x, const char *call);
@@ -214,9 +201,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tensor_keep(dtrain_tape *tape, dtrain_tens
                                                   const char *call);
 
 /* tape/arena.c */
-DTRAIN__PRIVATE void dtrain__chunks_destroy(dtrain_tape *tape, dtrain_device *device,
-                                            dtrain__chunk *chunk);
-DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain_device *device,
+DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__bump *arena,
                                                     size_t bytes);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);

@@ -14,6 +14,8 @@ typedef struct gate_args {
     int *forwards; /* how often forward ran */
 } gate_args;
 
+static bool overwriting; /* backward cannot add: the tape does */
+
 static dtrain_result gate_prepare(dtrain_op *op)
 {
     gate_args *a = (gate_args *)op->args;
@@ -25,6 +27,7 @@ static dtrain_result gate_prepare(dtrain_op *op)
     dtrain_tensor *second = dtrain_op_output(op, DTRAIN_DTYPE_F32, x->ndim, x->shape);
     if (a->second) *a->second = second;
     a->s = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, x->count);
+    CHECK(op->param_shape[0][0] == op->params[0]->shape[0] && op->param_shape[0][1] == 0);
     return dtrain_op_check_param(op, 0, a->n, 0);
 }
 
@@ -51,11 +54,11 @@ static dtrain_result gate_backward(dtrain_op *op)
     const float *d_y = (const float *)op->outputs[0]->grad;
     const float *d_s = (const float *)op->outputs[1]->grad;
     const int64_t count = op->inputs[0]->count;
-    bool add;
-    float *to = (float *)dtrain_op_input_grad(op, 0, &add);
+    bool add = false;
+    float *to = (float *)dtrain_op_input_grad(op, 0, overwriting ? NULL : &add);
     for (int64_t i = 0; to && !op->planning && i < count; i++)
         to[i] = (add ? to[i] : 0) + d_y[i] * a->s[i] * w[i % a->n];
-    to = (float *)dtrain_op_input_grad(op, 1, &add);
+    to = (float *)dtrain_op_input_grad(op, 1, overwriting ? NULL : &add);
     for (int64_t i = 0; to && !op->planning && i < count; i++)
         to[i] = (add ? to[i] : 0) +
                 (d_y[i] * x[i] * w[i % a->n] + (d_s ? d_s[i] : 0)) * a->s[i] * (1 - a->s[i]);
@@ -126,7 +129,7 @@ static dtrain_param vector(float *value, float *grad)
 
 /* ---- gradients ---- */
 
-enum { BOTH, FIRST_ONLY, SECOND_ONLY, SAME_TENSOR, WAYS };
+enum { BOTH, FIRST_ONLY, SECOND_ONLY, SAME_TENSOR, USED_AGAIN, SAME_USED_AGAIN, WAYS };
 
 static float values[2 * ROWS * N + N]; /* x, g, w */
 
@@ -138,9 +141,10 @@ static dtrain_tensor *gate_loss(dtrain_tape *tape, int way, dtrain_param *w,
     dtrain_tensor *s = NULL, *y;
     for (int i = 0; i < 2; i++)
         input[i] = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, values + i * ROWS * N, true);
-    y = gate(tape, input[0], input[way == SAME_TENSOR ? 0 : 1], w, &s);
+    y = gate(tape, input[0], input[way == SAME_TENSOR || way == SAME_USED_AGAIN ? 0 : 1], w, &s);
     if (way == SECOND_ONLY) return dtrain_sum(tape, s);
     if (way == BOTH) y = dtrain_add(tape, y, dtrain_scale(tape, s, 0.5f));
+    if (way >= USED_AGAIN) y = dtrain_add(tape, y, dtrain_scale(tape, input[0], 0.25f));
     return dtrain_sum(tape, y);
 }
 
@@ -152,7 +156,9 @@ static void test_gradients(void)
     dtrain_tape *tape = cpu_tape(&device);
     dtrain_tensor *input[2];
     fill(values, 2 * ROWS * N + N, 1);
-    for (int way = 0; way < WAYS; way++) {
+    for (int round = 0; round < 2 * WAYS; round++) {
+        const int way = round / 2;
+        overwriting = round % 2;
         w.state.grad_written = false;
         CHECK(dtrain_tape_begin(tape, 0, 0) == DTRAIN_OK);
         dtrain_tensor *loss = gate_loss(tape, way, &w, input);
@@ -171,6 +177,7 @@ static void test_gradients(void)
             CHECK_CLOSE(grad[i], (side[1] - side[0]) / 1e-2f, 2e-3);
         }
     }
+    overwriting = false;
     end(tape, device);
 }
 
@@ -362,6 +369,7 @@ static void test_strategies(void)
 
 static dtrain_result product_prepare(dtrain_op *op)
 {
+    CHECK(op->args && *(const int64_t *)op->args == 0); /* none were given */
     dtrain_op_output(op, op->cast, 2, op->inputs[0]->shape);
     return DTRAIN_OK;
 }
@@ -411,7 +419,7 @@ static void test_autocast(void)
     fill(values, ROWS * N, 3);
     CHECK(dtrain_tape_begin(tape, DTRAIN_TAPE_BF16, 0) == DTRAIN_OK);
     dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, values, true);
-    dtrain_tensor *y = dtrain_tape_apply(tape, &desc, &x, 1, list, 2, NULL, 0);
+    dtrain_tensor *y = dtrain_tape_apply(tape, &desc, &x, 1, list, 2, NULL, sizeof(int64_t));
     CHECK(dtrain_tape_backward(tape, dtrain_sum(tape, y), 2) == DTRAIN_OK);
     CHECK(dtrain_tensor_read_grad(tape, x, grad) == DTRAIN_OK);
     for (int i = 0; i < ROWS * N; i++) CHECK(grad[i] == 2);
@@ -488,12 +496,16 @@ static void test_errors(void)
         if (what == 6) expect(tape, DTRAIN_ERROR_USAGE, "gate: prepare has made no output");
         if (what == 7) expect(tape, DTRAIN_ERROR_USAGE, "gate: an operation has at most 2 outputs");
         if (what == 8) expect(tape, DTRAIN_ERROR_NUMERIC, "gate: as it was told");
+        if (what == 10) CHECK(dtrain_tape_backward(tape, dtrain_sum(tape, y), 1) == DTRAIN_OK);
         if (what == 9) {
             CHECK(dtrain_tape_backward(tape, dtrain_sum(tape, y), 1) == DTRAIN_ERROR_NUMERIC);
             expect(tape, DTRAIN_ERROR_NUMERIC, "gate: as it was told");
         }
     }
+    CHECK(p.state.pending_uses ==
+          0); /* the failed backward has left a count, the last begins anew */
     CHECK(dtrain_tape_apply(NULL, &the_gate, NULL, 0, NULL, 0, NULL, 0) == NULL);
+    CHECK(dtrain_tape_begin(tape, 0, 0) == DTRAIN_OK);
     CHECK(dtrain_tape_apply(tape, NULL, NULL, 0, NULL, 0, NULL, 0) == NULL);
     expect(tape, DTRAIN_ERROR_ARGUMENT, "dtrain_tape_apply: desc is NULL");
     end(tape, device);
