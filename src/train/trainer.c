@@ -25,6 +25,7 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "comm/comm.h"
+#include "comm/comm_internal.h"
 #include "strategy/strategy.h"
 #include "strategy/strategy_internal.h"
 #include "tape/tape.h"
@@ -177,7 +178,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     record->comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_COMM);
     record->exposed_comm_ms = 1e3 * dtrain__trainer_mean(trainer, DTRAIN__WORD_EXPOSED);
     dtrain__straggler_count(trainer, record);
-    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, trainer->slow_rank);
+    record->slowest_rank = dtrain__world_rank(trainer->comm, trainer->slow_rank);
     dtrain__straggler_warn(trainer, record);
     return DTRAIN_OK;
 }
@@ -191,7 +192,7 @@ static dtrain_result dtrain__trainer_judge(const dtrain_trainer *trainer, float 
         if (!dtrain_is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
+                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
                                (double)loss, advice);
     }
     if (!dtrain_is_finite(norm) && !trainer->scaling)
