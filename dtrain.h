@@ -67,7 +67,7 @@
        src/world/launch.c                   A rank's life, and dtrain_launch
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
-       src/comm/reduce.c                    Results of collectives, on one rank
+       src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
        src/comm/engine_internal.h           The progress engine
@@ -75,8 +75,7 @@
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/local.c                     The local transport: shared memory
        src/comm/mpi.c                       The MPI transport
-       src/comm/mpi_internal.h              What the files of the MPI transport share
-       src/comm/mpi_move.c                  The MPI transport: large collectives in lanes, and messages
+       src/comm/mpi_internal.h              What the files of the MPI transport share: mpi.c moves data, mpi_meet.c begins and ends
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
        src/strategy/strategy.c              The road of a gradient: ready, launch, reduce, finish, publish
@@ -790,63 +789,66 @@ typedef enum dtrain_collective_kind {
     DTRAIN_COLLECTIVE_ALL_TO_ALL = 10
 } dtrain_collective_kind;
 
-/* recv (count) = op over ranks of send (count). */
+/* Reduce send (count) over all ranks into recv (count) of every rank. */
 DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
                                            size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                            dtrain_work **work);
-/* recv (recv_count) = this rank's slice of the reduction of send (ranks * recv_count). */
+/* Reduce send (ranks * recv_count) over all ranks and keep this rank's slice in recv
+ * (recv_count). */
 DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *send, void *recv,
                                                size_t recv_count, dtrain_dtype dtype,
                                                dtrain_reduce_op op, dtrain_work **work);
-/* recv (ranks * send_count) = all ranks' send (send_count), in rank order. */
+/* Collect send (send_count) of all ranks, in rank order, in recv (ranks * send_count). */
 DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
                                            size_t send_count, dtrain_dtype dtype,
                                            dtrain_work **work);
-/* recv (ranks * count) = slice `rank` (count) of every rank's send (ranks * count), in rank order.
- * Not in place. */
+/* Collect slice `rank` (count) of every rank's send (ranks * count), in rank order, in recv
+ * (ranks * count). Not in place. */
 DTRAIN_API dtrain_result dtrain_all_to_all(dtrain_comm *comm, const void *send, void *recv,
                                            size_t count, dtrain_dtype dtype, dtrain_work **work);
-/* buffer (count) of every rank = root's. */
+/* Copy root's buffer (count) to every rank's. */
 DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
                                           dtrain_dtype dtype, int root, dtrain_work **work);
-/* recv (count) on root = op over ranks of send (count); recv is ignored on other ranks. */
+/* Reduce send (count) over all ranks into recv (count) of root; other ranks' recv is ignored. */
 DTRAIN_API dtrain_result dtrain_reduce(dtrain_comm *comm, const void *send, void *recv,
                                        size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                        int root, dtrain_work **work);
-/* Point to point: matched in order for each pair of ranks, apart from the collectives. Counts and
- * dtypes must agree. peer == own rank is an error. */
+/* Send to one rank. Messages are matched in order for each pair of ranks, apart from the
+ * collectives. Counts and dtypes must agree. peer == own rank is an error. */
 DTRAIN_API dtrain_result dtrain_send(dtrain_comm *comm, const void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work);
+/* Receive from one rank what it sends with dtrain_send. */
 DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work);
-/* Returns when every rank has called it. */
+/* Wait until every rank has called it. */
 DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm);
 
-/* Waits until the operation is done, reports its result and gives the handle back. NULL is OK. */
+/* Wait until the operation is done, report its result and give the handle back. NULL is OK. */
 DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work);
-/* Advances the communicator without blocking and says whether the operation is done; the handle
+/* Advance the communicator without blocking and say whether the operation is done; the handle
  * still goes to dtrain_work_wait. */
 DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done);
 
-/* Ranks with the same color form a new communicator, ordered by key, then by rank here. A negative
- * color joins none: *out = NULL. Collective over comm. */
+/* Form a new communicator of the ranks with the same color, ordered by key, then by rank here. A
+ * negative color joins none: *out = NULL. Collective over comm. */
 DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key,
                                            dtrain_comm **out);
-/* Free this rank's part; every rank calls it, none waits. NULL is allowed. The world's communicator
- * ends with the world: an error in the log. With handles that were not given to dtrain_work_wait
- * the communicator fails on all ranks instead, and is freed at the end of the world. */
+/* Free this rank's part of a communicator: every rank calls it, none waits. NULL is allowed. The
+ * world's communicator ends with the world: an error in the log. With handles that were not given
+ * to dtrain_work_wait the communicator fails on all ranks instead, and is freed at the end of the
+ * world. */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
+/* Return this rank's number in the communicator; -1 for NULL. */
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
+/* Return how many ranks there are in the communicator; 0 for NULL. */
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
-/* Rank in the world of a rank of this communicator. */
-DTRAIN_API int dtrain_comm_world_rank(const dtrain_comm *comm, int rank);
 
-/* Zeroed, 64-byte aligned memory of the world's device that collectives reach without a staging
- * copy where the backend can (shared memory, registered memory). Local call; freed with the size it
- * was asked with. Memory is checked against what the machine has left, so that a too large request
- * is an error and not a killed process. */
+/* Allocate memory that collectives reach without a staging copy where the backend can: of the
+ * world's device, shared or registered, zeroed, 64-byte aligned. Local call. It is checked against
+ * what the machine has left, so that a too large request is an error and not a killed process. */
 DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **out);
+/* Free memory of dtrain_comm_alloc, with the size it was asked with. NULL is allowed. */
 DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes);
 
 /* What a communicator has done since it was made; differences give a step's share. */
@@ -856,13 +858,15 @@ typedef struct dtrain_comm_info {
     uint64_t payload_bytes;   /* of the buffers handed in */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
     uint64_t staged_bytes;    /* copied because a buffer was not from dtrain_comm_alloc */
-    double inside_seconds; /* this thread spent in communicator calls: cannot compute meanwhile */
-    double flight_seconds; /* at least one operation was under way */
+    double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */
+    double flight_seconds;  /* at least one operation was under way */
+    const int *world_ranks; /* (size) in the world; owned by the communicator */
 } dtrain_comm_info;
+/* Tell what a communicator has done; all zero for a comm of NULL. */
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);
 
-/* The communicator over MPI, for CPU ranks on several hosts: in a program that is compiled with
- * DTRAIN_USE_MPI (mpicc). Give it as comm_ops; where ranks share no memory it is taken without
+/* Return the communicator over MPI, for CPU ranks on several hosts: in a program that is compiled
+ * with DTRAIN_USE_MPI (mpicc). Give it as comm_ops; where ranks share no memory it is taken without
  * being asked for. It moves bytes with MPI and adds in rank order in fp32, so results have the bits
  * of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum, and an
  * all-gather of the results.
@@ -876,8 +880,8 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * going without a rank, ends such a process with the job. */
 extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void);
 
-/* The table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI. Any
- * other is an error that says what to do. */
+/* Find the table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI.
+ * Any other is an error that says what to do. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
 
 /* ================================================================================================
@@ -2367,7 +2371,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 3u
+#define DTRAIN_COMM_ABI 4u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -6215,9 +6219,10 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 
 /* What the files of comm share. */
 
+/* One row a dtrain_collective_kind. cuts: send has a slice for every rank; joins: recv has. */
 typedef struct dtrain__kind {
     const char *call, *name;
-    bool reduces, rooted;
+    bool reduces, rooted, cuts, joins;
 } dtrain__kind;
 
 /* The fields of a call that all ranks must agree on, as ranks show them to each other. */
@@ -6229,119 +6234,54 @@ typedef struct dtrain__shown {
 } dtrain__shown;
 
 /* comm/comm.c */
-DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
-DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, char *text, size_t room);
-DTRAIN__PRIVATE bool dtrain__cuts(const dtrain_collective *what);
-DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int size);
-DTRAIN__PRIVATE size_t dtrain__recv_count(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size);
+DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank);
 DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now);
 DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send,
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work);
 
 /* comm/reduce.c */
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
+DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size);
+DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size);
+DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank);
+DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank);
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count);
 DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
                                   const char *const *in, size_t first, size_t count);
-DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
+DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
-
-static const dtrain__kind dtrain__kinds[] = {
-    {"?", "?", false, false},
-    {"dtrain_all_reduce", "all-reduce", true, false},
-    {"dtrain_reduce_scatter", "reduce-scatter", true, false},
-    {"dtrain_all_gather", "all-gather", false, false},
-    {"dtrain_broadcast", "broadcast", false, true},
-    {"dtrain_reduce", "reduce", true, true},
-    {"dtrain_barrier", "barrier", false, false},
-    {"dtrain_send", "send", false, true},
-    {"dtrain_recv", "recv", false, true},
-    {"dtrain_comm_split", "split", false, false},
-    {"dtrain_all_to_all", "all-to-all", false, false},
-};
-/* The row of a dtrain_collective_kind; of an unknown one the row "?". */
-DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
-{
-    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
-}
-
-/* "all-reduce sum f32 count 100", for messages. */
-DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, char *text, size_t room)
-{
-    static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
-    char root[32] = "";
-    const dtrain__kind *kind = dtrain__kind_of(shown->kind);
-    if (kind->rooted)
-        snprintf(root, sizeof root, " %s %d",
-                 shown->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer", (int)shown->root);
-    if (shown->kind == DTRAIN_COLLECTIVE_BARRIER || shown->kind == DTRAIN_COLLECTIVE_SPLIT)
-        snprintf(text, room, "%s", kind->name);
-    else
-        snprintf(text, room, "%s%s %s count %llu%s", kind->name,
-                 ops[shown->op <= DTRAIN_REDUCE_PROD ? shown->op : 0],
-                 dtrain_dtype_name((dtrain_dtype)shown->dtype), (unsigned long long)shown->count,
-                 root);
-}
-
-/* Elements of the send and the receive buffer: `size` times larger where a call cuts or joins
- * slices. */
-DTRAIN__PRIVATE bool dtrain__cuts(const dtrain_collective *what)
-{
-    return what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
-           what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
-}
-DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int size)
-{
-    return dtrain__cuts(what) ? what->count * (size_t)size : what->count;
-}
-DTRAIN__PRIVATE size_t dtrain__recv_count(const dtrain_collective *what, int size)
-{
-    const bool joins = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
-                       what->kind == DTRAIN_COLLECTIVE_SPLIT ||
-                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
-    return joins ? what->count * (size_t)size : what->count;
-}
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
 /* In place is allowed; a shifted overlap would overwrite what is still to be read. */
-static dtrain_result dtrain__check_overlap(const dtrain_comm *comm, const dtrain_collective *what,
-                                           size_t unit)
-{
-    const uintptr_t send = (uintptr_t)what->send, recv = (uintptr_t)what->recv;
-    const size_t send_bytes = dtrain__send_count(what, comm->size) * unit;
-    const size_t recv_bytes = dtrain__recv_count(what, comm->size) * unit;
-    const size_t slice = (size_t)comm->rank * what->count * unit;
-    bool in_place = send == recv && what->kind != DTRAIN_COLLECTIVE_ALL_TO_ALL;
-    if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER) in_place = send == recv + slice;
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER) in_place = recv == send + slice;
-    if (in_place || send >= recv + recv_bytes || recv >= send + send_bytes) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: send and recv overlap; use %stwo separate ones",
-                       dtrain__kind_of(what->kind)->call,
-                       what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? "" : "one buffer in place or ");
-}
-
 static dtrain_result dtrain__check_buffers(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    const char *call = dtrain__kind_of(what->kind)->call;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool reads = what->kind != DTRAIN_COLLECTIVE_RECV;
-    const bool writes = what->kind != DTRAIN_COLLECTIVE_SEND &&
-                        (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == comm->rank);
+    const bool reads = dtrain__gives(what, comm->rank), writes = dtrain__gets(what, comm->rank);
     size_t bytes;
     if (!dtrain__size_mul(what->count, unit * (size_t)comm->size, &bytes) || bytes > SIZE_MAX / 2)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: count %zu times %d ranks is more than memory can hold", call,
+                           "%s: count %zu times %d ranks is more than memory can hold", kind->call,
                            what->count, comm->size);
-    if (what->count && reads && !what->send)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the buffer to send is NULL and count is %zu",
-                           call, what->count);
-    if (what->count && writes && !what->recv)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: the buffer to receive is NULL and count is %zu", call, what->count);
-    return reads && writes && what->count ? dtrain__check_overlap(comm, what, unit) : DTRAIN_OK;
+    if (what->count && ((reads && !what->send) || (writes && !what->recv)))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: the buffer to %s is NULL and count is %zu",
+                           kind->call, reads && !what->send ? "send" : "receive", what->count);
+    if (!what->count || !reads || !writes) return DTRAIN_OK;
+    const uintptr_t send = (uintptr_t)what->send, recv = (uintptr_t)what->recv;
+    const size_t slice = (size_t)comm->rank * what->count * unit;
+    const bool in_place = kind->cuts && kind->joins ? false
+                          : kind->joins             ? send == recv + slice
+                          : kind->cuts              ? recv == send + slice
+                                                    : send == recv;
+    if (in_place || send >= recv + dtrain__recv_bytes(what, comm->size) ||
+        recv >= send + dtrain__send_bytes(what, comm->size))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: send and recv overlap; use %stwo separate ones",
+                       kind->call, kind->cuts && kind->joins ? "" : "one buffer in place or ");
 }
 
 static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
@@ -6371,35 +6311,29 @@ static dtrain_result dtrain__check_collective(const dtrain_comm *comm,
 
 /* ---- Books ------------------------------------------------------------------------------------*/
 
-/* This rank's share of the traffic as rings would make it, the usual figure for comparing
+/* Return this rank's share of the traffic as rings would make it, the usual figure for comparing
  * systems. */
 DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size)
 {
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const uint64_t bytes = (uint64_t)what->count * dtrain_dtype_bytes(what->dtype);
     const uint64_t n = (uint64_t)size;
-    switch (what->kind) {
-    case DTRAIN_COLLECTIVE_ALL_REDUCE: return 2 * (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
-    case DTRAIN_COLLECTIVE_BROADCAST:
-    case DTRAIN_COLLECTIVE_REDUCE: return bytes / n * (n - 1) + bytes % n * (n - 1) / n;
-    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
-    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
-    case DTRAIN_COLLECTIVE_ALL_GATHER: return bytes * (n - 1);
-    case DTRAIN_COLLECTIVE_SEND: return bytes;
-    default: return 0;
-    }
+    if (what->kind == DTRAIN_COLLECTIVE_SEND) return bytes;
+    if (what->kind == DTRAIN_COLLECTIVE_RECV || what->kind == DTRAIN_COLLECTIVE_SPLIT) return 0;
+    if (kind->cuts || kind->joins) return bytes * (n - 1);
+    return (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 2u : 1u) *
+           (bytes / n * (n - 1) + bytes % n * (n - 1) / n);
 }
 
 static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *what, uint64_t now)
 {
-    const size_t elements =
-        what->kind == DTRAIN_COLLECTIVE_RECV ? what->count : dtrain__send_count(what, comm->size);
     comm->info.operation_count++;
-    comm->info.payload_bytes += (uint64_t)elements * dtrain_dtype_bytes(what->dtype);
+    comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
     comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
     if (!comm->flight_since) comm->flight_since = now;
 }
 
-/* `now` is the end of the time in flight, if nothing is in flight any more. */
+/* End the time in flight at `now`, if nothing is in flight any more. */
 DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
 {
     if (comm->in_flight || !comm->flight_since) return;
@@ -6407,7 +6341,7 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Every public call that may work or wait ends here: two looks at the clock per call. */
+/* Leave a public call that may work or wait: two looks at the clock per call. */
 static void dtrain__comm_leave(dtrain_comm *comm, uint64_t entered)
 {
     const uint64_t now = dtrain__now_ns();
@@ -6420,12 +6354,12 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
     if (!info) return;
     memset(info, 0, sizeof *info);
     if (!comm) return;
-    uint64_t flight = comm->flight_ns;
-    if (comm->flight_since) flight += dtrain__now_ns() - comm->flight_since;
+    const uint64_t since = comm->flight_since ? dtrain__now_ns() - comm->flight_since : 0;
     *info = comm->info;
     info->backend = comm->ops->name;
+    info->world_ranks = comm->world_ranks;
     info->inside_seconds = 1e-9 * (double)comm->inside_ns;
-    info->flight_seconds = 1e-9 * (double)flight;
+    info->flight_seconds = 1e-9 * (double)(comm->flight_ns + since);
 }
 
 /* ---- Public calls -----------------------------------------------------------------------------*/
@@ -6436,22 +6370,16 @@ static dtrain_result dtrain__comm_usable(const dtrain_comm *comm, const char *ca
     return dtrain__world_check(comm->world, call);
 }
 
-/* A rank that made a mistake in its arguments has missed an operation the others count on. Were it
+/* Check, count and start an operation, and wait for it unless `work` is given.
+ *
+ * A rank that made a mistake in its arguments has missed an operation the others count on. Were it
  * allowed to go on, its next call could be taken for this one: so the communicator fails. */
 DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send,
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work)
 {
-    dtrain_collective what;
+    const dtrain_collective what = {kind, dtype, op, root, count, send, recv};
     dtrain_work *started = NULL;
-    memset(&what, 0, sizeof what);
-    what.kind = kind;
-    what.dtype = dtype;
-    what.op = op;
-    what.root = root;
-    what.count = count;
-    what.send = send;
-    what.recv = recv;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
     const uint64_t entered = dtrain__now_ns();
@@ -6563,8 +6491,8 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
     return comm->ops->split(comm, color, key, out);
 }
 
-/* A communicator with handles that were not given back stays until the end of the world: they point
- * to it. */
+/* Keep a communicator with handles that were not given back until the end of the world: they
+ * point to it. */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
 {
     char text[160];
@@ -6586,9 +6514,10 @@ DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
 
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm) { return comm ? comm->rank : -1; }
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm) { return comm ? comm->size : 0; }
-DTRAIN_API int dtrain_comm_world_rank(const dtrain_comm *comm, int rank)
+/* Return the rank in the world of a rank of this communicator; -1 for none. */
+DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank)
 {
-    return comm && rank >= 0 && rank < comm->size ? comm->world_ranks[rank] : -1;
+    return rank >= 0 && rank < comm->size ? comm->world_ranks[rank] : -1;
 }
 
 DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **out)
@@ -6610,7 +6539,21 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
  * src/comm/reduce.c
  * ==============================================================================================*/
 
-/* Results of collectives, on one rank */
+/* What collectives do: who sends what to whom, and the results on one rank
+ *
+ * Large collectives have one or two phases, in which a rank owns slice `rank`:
+ *
+ *                         parts of slice j         results of slice j
+ *                         to rank j from           from rank j to       slices
+ *         all-reduce      all                      all                  cut
+ *         reduce          all                      root                 cut
+ *         reduce-scatter  all                                           count elements each
+ *         broadcast       root                     all but root         cut
+ *         all-gather                               all                  count elements each
+ *         all-to-all      all, not added                                count elements each
+ *
+ * In terms of the table below: parts come from those who give, unless a call only joins; results go
+ * to those who get, unless a call cuts. */
 
 /* ================================================================================================
  * src/device/device_internal.h
@@ -6634,60 +6577,93 @@ typedef struct dtrain__mix_job {
 /* device/cpu/mix.c */
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job);
 
+static const dtrain__kind dtrain__kinds[] = {
+    /*                                           reduces rooted cuts joins */
+    {"?", "?", false, false, false, false},
+    {"dtrain_all_reduce", "all-reduce", true, false, false, false},
+    {"dtrain_reduce_scatter", "reduce-scatter", true, false, true, false},
+    {"dtrain_all_gather", "all-gather", false, false, false, true},
+    {"dtrain_broadcast", "broadcast", false, true, false, false},
+    {"dtrain_reduce", "reduce", true, true, false, false},
+    {"dtrain_barrier", "barrier", false, false, false, false},
+    {"dtrain_send", "send", false, true, false, false},
+    {"dtrain_recv", "recv", false, true, false, false},
+    {"dtrain_comm_split", "split", false, false, false, true},
+    {"dtrain_all_to_all", "all-to-all", false, false, true, true},
+};
+/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
+{
+    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
+}
+
+/* Return the bytes of the send buffer, and below of the receive buffer. */
+DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->cuts ? (size_t)size : 1);
+}
+DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
+}
+
+/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
+DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_RECV &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == rank);
+}
+DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_SEND &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root != rank) &&
+           (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
+}
+
 /* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
  * an output may be one of the inputs. One input is a copy: exact for every dtype. */
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count)
 {
-    const size_t bytes = count * dtrain_dtype_bytes(what->dtype);
-    dtrain__mix_job job;
-    if (in_count == 1) {
-        for (int i = 0; i < out_count; i++)
-            if (out[i] != in[0]) memcpy(out[i], in[0], bytes);
+    const dtrain__mix_job job = {in, out, in_count, out_count, count, what->dtype, what->op};
+    if (in_count > 1) {
+        dtrain__mix(&job);
         return;
     }
-    job.in = in;
-    job.out = out;
-    job.in_count = in_count;
-    job.out_count = out_count;
-    job.count = count;
-    job.dtype = what->dtype;
-    job.op = what->op;
-    dtrain__mix(&job);
+    for (int i = 0; i < out_count; i++)
+        if (out[i] != in[0]) memcpy(out[i], in[0], count * dtrain_dtype_bytes(what->dtype));
 }
 
 /* Compute elements [first, first + count) of this rank's own result from everybody's input,
- * in (size). */
+ * in (size). A barrier has no buffers; a reduction has no recv but at the root. */
 DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
                                   const char *const *in, size_t first, size_t count)
 {
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const int size = comm->size, rank = comm->rank;
-    if (!count) return; /* a barrier has no buffers; a reduction has no recv but at the root */
-    char *out = what->recv ? (char *)what->recv + first * unit : NULL;
-    switch (what->kind) {
-    case DTRAIN_COLLECTIVE_REDUCE:
-        if (rank != what->root) break;
-        /* fall through */
-    case DTRAIN_COLLECTIVE_ALL_REDUCE:
-    case DTRAIN_COLLECTIVE_REDUCE_SCATTER: dtrain__combine(what, in, size, &out, 1, count); break;
-    case DTRAIN_COLLECTIVE_BROADCAST:
-        if (rank != what->root) memcpy(out, in[what->root], count * unit);
-        break;
-    default: /* all-gather, all-to-all, split */
-        for (int i = 0; i < size; i++, out += what->count * unit)
-            if (out != in[i]) memcpy(out, in[i], count * unit);
-        break;
-    }
+    if (!count || !dtrain__gets(what, comm->rank)) return;
+    char *out = (char *)what->recv + first * unit;
+    if (kind->reduces) dtrain__combine(what, in, comm->size, &out, 1, count);
+    else if (!kind->joins) dtrain__combine(what, in + what->root, 1, &out, 1, count);
+    for (int i = 0; kind->joins && i < comm->size; i++, out += what->count * unit)
+        dtrain__combine(what, in + i, 1, &out, 1, count);
 }
 
-/* Cut count elements into a slice for each rank, at multiples of 64 bytes so that no two ranks
- * write one line. */
-DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
+/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
+ * is cut at multiples of 64 bytes so that no two ranks write one line. */
+DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length)
 {
-    const size_t step = DTRAIN__CACHE_LINE / unit, steps = count / step + (count % step != 0);
-    const size_t each = steps / (size_t)size, more = steps % (size_t)size, r = (size_t)rank;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t count = what->count, r = (size_t)rank;
+    *first = r * count;
+    *length = count;
+    if (kind->cuts || kind->joins) return;
+    const size_t step = DTRAIN__CACHE_LINE / dtrain_dtype_bytes(what->dtype);
+    const size_t steps = count / step + (count % step != 0);
+    const size_t each = steps / (size_t)size, more = steps % (size_t)size;
     const size_t begin = (each * r + (r < more ? r : more)) * step;
     const size_t end = begin + (each + (r < more)) * step;
     *first = begin < count ? begin : count;
@@ -6716,7 +6692,7 @@ DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank
  *      QUEUED         waits for its copy, and until fewer than DTRAIN__WINDOW are under way
  *         |   transport->show: what this rank calls, with the data when the operation is small
  *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
- *         |   small: every rank computes its own result from transport->inputs
+ *         |   small: every rank computes its own result from what it has heard
  *      MOVING         transport->move, until it returns true
  *         |   emulated links only: the transfer has a due time
  *      DUE            waits for the clock, then for the other ranks at transport->meet
@@ -6740,8 +6716,7 @@ DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank
 
 typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
-typedef struct dtrain__staging dtrain__staging; /* comm/staged.c */
-typedef struct dtrain__bounce dtrain__bounce;
+typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
 /* A transport. No function waits. Functions that can fail report it through dtrain__engine_fail,
  * after which comm->failed is set and the engine calls none but unmap and release. */
@@ -6750,13 +6725,11 @@ typedef struct dtrain__transport {
     uint64_t grace_ns;             /* how much later than the news that a rank has left the data
                                       may come that this rank sent before */
 
-    /* Tell all ranks what this rank calls, work->shown; with the input when work->small. */
+    /* Show all ranks what this rank calls: dtrain__write_shown in memory that reaches them. */
     void (*show)(dtrain__engine *comm, dtrain__work *work);
-    /* What another rank has shown as its collective number `sequence`, or NULL if it has not yet.
-     * Asked for numbers of the last 2 W operations. */
+    /* What another rank has shown as its collective number `sequence`, its small data behind it; or
+     * NULL if it has not yet. Asked for numbers of the last 2 W operations. */
     const dtrain__shown *(*heard)(const dtrain__engine *comm, uint64_t sequence, int rank);
-    /* in[i] = the small input of rank i for this rank, after all ranks were heard. */
-    void (*inputs)(const dtrain__engine *comm, const dtrain__work *work, const char **in);
     /* Move a collective on that all ranks agree about; true when its buffers are the host's again.
      * Only the oldest one may use what exists once in a communicator. A small one has its result
      * already. */
@@ -6765,24 +6738,25 @@ typedef struct dtrain__transport {
     bool (*message)(dtrain__engine *comm, dtrain__work *work);
     /* Whether the operation, which is MOVING, waits for this rank: for error messages. */
     bool (*lags)(const dtrain__engine *comm, const dtrain__work *work, int rank);
-    /* Make the failure known to all ranks, unless one is known already: comm->report is to be
-     * filled on every rank. */
-    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
-    /* Memory that the transport reaches without a copy; zeroed. */
+    /* Memory that the transport reaches without a copy: zeroed whole pages. */
     dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
-    void (*unmap)(dtrain__engine *comm, void *memory);
+    void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
+
+    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
+     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
+     * what make has made, as far as other ranks do not use it; without join it was known to nobody.
+     * The world's communicator has number 0, is made first and released last. */
+    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
+    void (*join)(dtrain__engine *comm, const int64_t *addresses);
+    void (*release)(dtrain__engine *comm);
 
     /* Optional: take in what has arrived. False: nothing has, and the queue need not be visited. */
     bool (*poll)(dtrain__engine *comm);
     /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
     bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-
-    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
-     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
-     * what make has made, as far as other ranks do not use it. */
-    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
-    void (*join)(dtrain__engine *comm, const int64_t *addresses);
-    void (*release)(dtrain__engine *comm);
+    /* Optional: make the failure known to all ranks, unless one is known already, so that
+     * comm->report is filled on every rank. NULL: the report is in memory that they share. */
+    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
 } dtrain__transport;
 
 typedef enum dtrain__state {
@@ -6794,52 +6768,53 @@ typedef enum dtrain__state {
 
 struct dtrain__work {
     dtrain_work base;
-    dtrain__work *next;     /* in the queue, or among the idle */
-    dtrain_collective what; /* as the transport moves it: its buffers are host memory */
+    dtrain__work *next;       /* in the queue, or among the idle */
+    dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
+    dtrain__bounce *bounce;   /* device memory only; stays, too */
+    dtrain_collective what;   /* as the transport moves it: its buffers are host memory */
     dtrain__shown shown;
     uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    int heard;         /* ranks below it have been heard */
+    int heard;         /* ranks below it have been heard, and call the same */
     dtrain__state state;
-    bool small, differs, done;
+    bool small, done;
     uint64_t steps;           /* of the transport; emulated waits sleep when there are none */
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
     uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
-    dtrain__bounce *bounce;   /* device memory only */
 };
-
-/* WINDOW works, of work_bytes each, follow. */
-typedef struct dtrain__work_block {
-    struct dtrain__work_block *next;
-    uint64_t unused;
-} dtrain__work_block;
 
 struct dtrain__engine {
     dtrain_comm base;
     const dtrain__transport *transport;
-    void *shared;                 /* of the transport: the same in all communicators of the rank */
-    dtrain__engine *next;         /* in world->comms */
-    int64_t number, number_limit; /* of communicators, for tags; 0: no limit */
-    bool failed;                  /* comm->report says why */
-    bool stirred;                 /* the queue must be visited whatever poll says */
-    dtrain__abort_record *report; /* the first failure; who shares it fails together */
-    uint64_t sequence;            /* of the collective started last */
-    uint64_t agreed;              /* of the collective agreed on last */
-    dtrain__work *queue, **queue_end, *idle; /* queue: not done, in the order of their start */
-    dtrain__work_block *blocks;              /* one, unless very many handles are kept open */
-    dtrain__staging *staging;                /* NULL: the device's memory is host memory */
+    dtrain__engine *next;             /* in world->comms */
+    int64_t number;                   /* no two communicators of a rank have the same */
+    bool failed;                      /* comm->report says why */
+    bool stirred;                     /* the queue must be visited whatever poll says */
+    dtrain__abort_record *report;     /* the first failure; who shares it fails together */
+    uint64_t sequence;                /* of the collective started last */
+    uint64_t agreed;                  /* of the collective agreed on last */
+    dtrain__work *queue, **queue_end; /* not done, in the order of their start */
+    dtrain__work *idle, *blocks;
+    dtrain_stream *stream; /* of copies; NULL: the device's memory is host memory */
 };
 
+/* The entries of a communicator table that the engine has. */
+#define DTRAIN__ENGINE_OPS(name, create)                                                          \
+    {                                                                                             \
+        DTRAIN_COMM_ABI, false, name, create, dtrain__engine_start, dtrain__engine_test,          \
+            dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, dtrain__engine_split, \
+            dtrain__engine_fail, dtrain__engine_destroy                                           \
+    }
+
 /* comm/engine.c */
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
+                                           dtrain__shown *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
                                                    const char *format, ...);
-DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
-                                            const char *text);
-DTRAIN__PRIVATE dtrain_result dtrain__message_differs(dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain_dtype dtype,
-                                                      uint64_t count);
+DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
+                                            const dtrain__shown *sent);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
                                                    dtrain_work **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done);
@@ -6848,11 +6823,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int color, int key,
                                                    dtrain_comm **out);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                  const dtrain__transport *transport, void *shared,
-                                                  int size, int rank, dtrain__engine **out,
-                                                  int64_t *address);
-DTRAIN__PRIVATE void dtrain__engine_release(dtrain__engine *comm);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
+                                                    const dtrain__transport *transport,
+                                                    dtrain_comm **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
 /* comm/links.c */
 DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work);
@@ -6862,22 +6836,47 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait);
 
 /* comm/staged.c */
-DTRAIN__PRIVATE dtrain_result dtrain__staging_create(dtrain__engine *comm);
-DTRAIN__PRIVATE void dtrain__staging_destroy(dtrain__engine *comm);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE void dtrain__bounce_return(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__staged_alone(dtrain__engine *comm,
-                                                   const dtrain_collective *what);
-DTRAIN__PRIVATE dtrain_result dtrain__twin_alloc(dtrain__engine *comm, size_t bytes, void **out);
-DTRAIN__PRIVATE void dtrain__twin_free(dtrain__engine *comm, void *memory);
+DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
 
 /* comm/local.c */
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
 
-/* ---- Progress ---------------------------------------------------------------------------------*/
+/* ---- What ranks call --------------------------------------------------------------------------*/
+
+/* Write what this rank calls, and its small input behind it, where a transport wants it; return the
+ * bytes of both. */
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
+                                           dtrain__shown *at)
+{
+    const size_t bytes = work->small && dtrain__gives(&work->what, comm->base.rank)
+                             ? dtrain__send_bytes(&work->what, comm->base.size)
+                             : 0;
+    *at = work->shown;
+    if (bytes) memcpy(at + 1, work->what.send, bytes);
+    return sizeof *at + bytes;
+}
+
+/* Describe a call for a message: "all-reduce sum f32 count 100". */
+static void dtrain__describe(const dtrain__shown *shown, char *text, size_t room)
+{
+    static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
+    char root[32] = "";
+    const dtrain__kind *kind = dtrain__kind_of(shown->kind);
+    if (kind->rooted)
+        snprintf(root, sizeof root, " %s %d",
+                 shown->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer", (int)shown->root);
+    if (shown->kind == DTRAIN_COLLECTIVE_BARRIER || shown->kind == DTRAIN_COLLECTIVE_SPLIT)
+        snprintf(text, room, "%s", kind->name);
+    else
+        snprintf(text, room, "%s%s %s count %llu%s", kind->name,
+                 ops[shown->op <= DTRAIN_REDUCE_PROD ? shown->op : 0],
+                 dtrain_dtype_name((dtrain_dtype)shown->dtype), (unsigned long long)shown->count,
+                 root);
+}
 
 static bool dtrain__same_call(const dtrain__shown *a, const dtrain__shown *b)
 {
@@ -6890,17 +6889,6 @@ static const dtrain__shown *dtrain__shown_by(const dtrain__engine *comm, const d
 {
     if (rank == comm->base.rank) return &work->shown;
     return comm->transport->heard(comm, work->sequence, rank);
-}
-
-static bool dtrain__all_heard(dtrain__engine *comm, dtrain__work *work)
-{
-    for (; work->heard < comm->base.size; work->heard++) {
-        const dtrain__shown *shown = dtrain__shown_by(comm, work, work->heard);
-        if (!shown) return false;
-        if (!dtrain__same_call(shown, &work->shown)) work->differs = true;
-        if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
-    }
-    return true;
 }
 
 /* Compare what two ranks call. */
@@ -6919,27 +6907,43 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
                                 a, comm->base.world_ranks[second], b);
 }
 
-/* Check, when all ranks were heard, that they call the same. Everybody compares with the first
- * rank, so that all find the same difference. */
-static dtrain_result dtrain__engine_agree(dtrain__engine *comm, const dtrain__work *work)
+/* Say whether all ranks have been heard and call the same. The first rank that calls something else
+ * than the first one of all is named, by whoever finds it. */
+static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 {
-    for (int i = 1; work->differs && i < comm->base.size; i++)
-        DTRAIN__TRY(dtrain__compare(comm, work, 0, i));
+    for (; work->heard < comm->base.size; work->heard++) {
+        const dtrain__shown *shown = dtrain__shown_by(comm, work, work->heard);
+        if (!shown) return false;
+        if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
+        if (dtrain__same_call(shown, &work->shown)) continue;
+        (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
+        return false;
+    }
     /* A rank that gave up has taken its buffers back; a small input was copied and is still
      * good. */
     if (!work->small && dtrain__load(&comm->report->state))
-        return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
-    return DTRAIN_OK;
+        (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+    return !comm->failed;
 }
 
 /* Compute this rank's result from the inputs that came along with the calls. */
 static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
 {
+    const dtrain_collective *what = &work->what;
     const char *in[DTRAIN_MAX_RANKS];
-    if (!work->what.count) return;
-    comm->transport->inputs(comm, work, in);
-    dtrain__pull(&comm->base, &work->what, in, 0, work->what.count);
+    const size_t cut = dtrain__kind_of(what->kind)->cuts
+                           ? (size_t)comm->base.rank * what->count * dtrain_dtype_bytes(what->dtype)
+                           : 0;
+    if (!what->count) return;
+    for (int i = 0; i < comm->base.size; i++)
+        in[i] = (i == comm->base.rank
+                     ? (const char *)what->send
+                     : (const char *)(comm->transport->heard(comm, work->sequence, i) + 1)) +
+                cut;
+    dtrain__pull(&comm->base, what, in, 0, what->count);
 }
+
+/* ---- Progress ---------------------------------------------------------------------------------*/
 
 /* Move one collective as far as it goes without waiting; true when it is done. Ranks agree in the
  * order of the sequence numbers, because emulated links carry in that order. */
@@ -6953,8 +6957,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
         if (comm->failed) return false;
     }
     if (work->state == DTRAIN__SHOWN) {
-        if (!dtrain__all_heard(comm, work) || work->sequence != comm->agreed + 1) return false;
-        if (dtrain__engine_agree(comm, work) != DTRAIN_OK) return false;
+        if (work->sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work)) return false;
         comm->agreed = work->sequence;
         if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
         if (work->small) dtrain__small_result(comm, work);
@@ -6991,7 +6994,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
         if (!oldest) oldest = work->sequence;
-        if (work->bounce && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
+        if (comm->stream && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
             comm->stirred = true; /* later ones stand behind it on the copy stream */
             return;
         }
@@ -7002,7 +7005,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
             link = &work->next;
             continue;
         }
-        const dtrain_result copied = work->bounce ? dtrain__copy_out(comm, work) : DTRAIN_OK;
+        const dtrain_result copied = comm->stream ? dtrain__copy_out(comm, work) : DTRAIN_OK;
         if (copied != DTRAIN_OK) {
             (void)dtrain__engine_fail(&comm->base, copied, dtrain_last_error());
             return;
@@ -7028,72 +7031,59 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
 }
 
 /* ---- Failure
-*
+ *
  * The first rank that finds something wrong writes it into a report that all ranks can read;
  * everybody returns that. */
 
-/* Whether the sentence is there. The rank that was to write it may have died between its two
- * stores: then the record of deaths, which is some 100 us behind, names it. */
-static bool dtrain__sentence_is_there(const dtrain__engine *comm)
-{
-    const uint32_t *failed = &comm->base.world->control->first_failed;
-    for (int i = 0; i < 100000; i++) {
-        if (dtrain__load(&comm->report->state) == 2) return true;
-        if (dtrain__load(failed)) return dtrain__load(&comm->report->state) == 2;
-        sched_yield();
-    }
-    return false;
-}
-
-static dtrain_result dtrain__died_speaking(const dtrain_world *world)
-{
-    char text[160] = "a rank died while it was saying why it gave up";
-    const uint32_t failed = dtrain__load(&world->control->first_failed);
-    if (failed) dtrain__describe_end(world->control, (int)failed - 1, text, sizeof text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
-}
-
-/* Return the failure that stands, after it was published. Nothing in flight will be finished. */
+/* Return the failure that stands, after it was published. Nothing in flight will be finished.
+ *
+ * The rank that was to write the sentence may have died between its two stores: then the record of
+ * deaths, which is some 100 us behind, names it. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     const dtrain__abort_record *report = comm->report;
-    for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
+    const dtrain_world *world = comm->base.world;
+    for (dtrain__engine *other = world->comms; other; other = other->next) {
         if (other->report != report) continue;
         other->failed = true;
         other->queue = NULL;
         other->queue_end = &other->queue;
         other->base.in_flight = 0;
     }
-    if (!dtrain__sentence_is_there(comm)) return dtrain__died_speaking(comm->base.world);
+    for (int i = 0; i < 100000 && dtrain__load(&report->state) != 2; i++) {
+        if (dtrain__load(&world->control->first_failed)) break;
+        sched_yield();
+    }
+    if (dtrain__load(&report->state) != 2) {
+        DTRAIN__TRY(dtrain__trouble(world));
+        return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
+    }
     const dtrain_result code = (dtrain_result)report->code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
-                            code == DTRAIN_ERROR_PEER || report->rank == comm->base.world->rank;
+                            code == DTRAIN_ERROR_PEER || report->rank == world->rank;
     if (everybodys) return dtrain_fail(code, "%s", report->text);
     return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s", report->rank, report->text);
 }
 
-/* transport->publish where comm->report is in memory that all ranks share. */
-DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
-                                            const char *text)
-{
-    dtrain__abort_record *report = comm->report;
-    uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_ACQUIRE))
-        return;
-    report->code = (int32_t)code;
-    report->rank = comm->base.world->rank;
-    snprintf(report->text, sizeof report->text, "%s", text);
-    dtrain__store(&report->state, 2);
-}
-
+/* Publish a failure, unless there is one already, and return the one that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
-    char own[480];
+    dtrain__abort_record *report = comm->report;
+    uint32_t none = 0;
+    char own[480]; /* `text` may be the last error, or in the report */
     snprintf(own, sizeof own, "%s", dtrain__bare(text));
-    if (!comm->failed) comm->transport->publish(comm, code, own);
+    if (comm->failed) return dtrain__engine_standing(comm);
+    if (comm->transport->publish) {
+        comm->transport->publish(comm, code, own);
+    } else if (__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
+                                           __ATOMIC_ACQUIRE)) {
+        report->code = (int32_t)code;
+        report->rank = base->world->rank;
+        snprintf(report->text, sizeof report->text, "%s", own);
+        dtrain__store(&report->state, 2);
+    }
     return dtrain__engine_standing(comm);
 }
 
@@ -7109,18 +7099,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_
     return dtrain__engine_fail(&comm->base, code, text);
 }
 
-/* A receiver has found another type or count than it asked for. */
-DTRAIN__PRIVATE dtrain_result dtrain__message_differs(dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain_dtype dtype,
-                                                      uint64_t count)
+/* Compare what was sent with what this receiver asks for. */
+DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
+                                            const dtrain__shown *sent)
 {
     const dtrain_collective *what = &work->what;
     const int *world = comm->base.world_ranks;
-    return dtrain__engine_failf(
+    if (sent->count == work->shown.count && sent->dtype == work->shown.dtype) return true;
+    (void)dtrain__engine_failf(
         comm, DTRAIN_ERROR_MISMATCH,
         "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-        world[what->root], dtrain_dtype_name(dtype), (unsigned long long)count,
-        world[comm->base.rank], dtrain_dtype_name(what->dtype), what->count);
+        world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
+        (unsigned long long)sent->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
+        what->count);
+    return false;
 }
 
 /* ---- What a wait is waiting for ---------------------------------------------------------------*/
@@ -7172,7 +7164,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
     const uint64_t now = dtrain__now_ns();
     char name[128];
-    if (dtrain__load(&comm->report->state)) return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+    if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
         const dtrain__exit_record *fate = &comm->base.world->control->exits[world[i]];
         const bool left = dtrain__load(&fate->how) == DTRAIN__LEFT &&
@@ -7201,7 +7193,7 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
     dtrain__name_work(work, name, sizeof name);
-    if (waited->bounce && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
+    if (comm->stream && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
         return dtrain__engine_failf(
             comm, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);
@@ -7229,54 +7221,75 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
 
 /* ---- Start, test, wait ------------------------------------------------------------------------*/
 
+static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
+{
+    work->next = comm->idle;
+    comm->idle = work;
+    comm->base.outstanding--;
+}
+
+static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *block, uint32_t i)
+{
+    return (dtrain__work *)(void *)((char *)block + i * comm->transport->work_bytes);
+}
+
+/* Make a block of works: one is enough, unless very many handles are kept open. */
 static dtrain_result dtrain__more_works(dtrain__engine *comm)
 {
-    const size_t each = comm->transport->work_bytes;
-    dtrain__work_block *block = (dtrain__work_block *)dtrain__alloc(
-        &comm->base.world->allocator, 1, sizeof *block + DTRAIN__WINDOW * each,
-        "operations in flight");
+    dtrain__work *block =
+        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__WINDOW,
+                                      comm->transport->work_bytes, "operations in flight");
     if (!block) return DTRAIN_ERROR_MEMORY;
-    block->next = comm->blocks;
+    block->next_block = comm->blocks;
     comm->blocks = block;
     for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
-        dtrain__work *work = (dtrain__work *)(void *)((char *)(block + 1) + i * each);
+        dtrain__work *work = dtrain__work_at(comm, block, i);
+        work->base.comm = &comm->base;
         work->next = comm->idle;
         comm->idle = work;
     }
     return DTRAIN_OK;
 }
 
-static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
+/* Take a work that is idle and fill it. */
+static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collective *what,
+                                       dtrain__work **out)
 {
-    if (work->bounce) dtrain__bounce_return(comm, work);
-    work->next = comm->idle;
-    comm->idle = work;
-    comm->base.outstanding--;
-}
-
-static void dtrain__work_fill(const dtrain__engine *comm, dtrain__work *work,
-                              const dtrain_collective *what)
-{
-    const int size = comm->base.size;
-    const size_t bytes = dtrain__send_count(what, size) * dtrain_dtype_bytes(what->dtype);
-    work->base.comm = (dtrain_comm *)(uintptr_t)&comm->base;
+    const size_t bytes = dtrain__send_bytes(what, comm->base.size);
+    const size_t kept = offsetof(dtrain__work, what);
+    if (!comm->idle) DTRAIN__TRY(dtrain__more_works(comm));
+    dtrain__work *work = comm->idle;
+    comm->idle = work->next;
+    memset((char *)work + kept, 0, comm->transport->work_bytes - kept);
+    *out = work;
+    comm->base.outstanding++;
+    work->next = NULL;
     work->what = *what;
-    work->small =
-        bytes <= DTRAIN__SMALL_BYTES && bytes * (size_t)size <= (size_t)DTRAIN__SMALL_TOTAL;
+    work->small = bytes <= DTRAIN__SMALL_BYTES &&
+                  bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->shown.count = what->count;
     work->shown.kind = what->kind;
     work->shown.dtype = (uint32_t)what->dtype;
     work->shown.op = what->op;
     work->shown.root = what->root;
     if (dtrain__node_ranks(comm->base.world)) work->shown.started_ns = dtrain__now_ns();
+    return DTRAIN_OK;
 }
 
-/* One rank: the result is what it sends, and there is nothing to wait for. */
-static dtrain_result dtrain__alone(dtrain__engine *comm, const dtrain_collective *what)
+/* One rank: the result is what it sends, and there is nothing to wait for; a copy to or from the
+ * device is on its compute stream. */
+static dtrain_result dtrain__alone(const dtrain__engine *comm, const dtrain_collective *what)
 {
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    dtrain_device *device = comm->base.world->device;
+    const size_t bytes = dtrain__send_bytes(what, 1);
     if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
-    if (comm->staging) return dtrain__staged_alone(comm, what);
+    const bool from_host = dtrain__on_host(device, what->send);
+    const bool to_host = dtrain__on_host(device, what->recv);
+    if (!from_host || !to_host)
+        return device->ops->copy(device, what->recv, what->send, bytes,
+                                 from_host ? DTRAIN_COPY_HOST_TO_DEVICE
+                                 : to_host ? DTRAIN_COPY_DEVICE_TO_HOST
+                                           : DTRAIN_COPY_DEVICE_TO_DEVICE);
     memcpy(what->recv, what->send, bytes);
     return DTRAIN_OK;
 }
@@ -7288,14 +7301,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     *out = NULL;
     if (comm->failed) return dtrain__engine_standing(comm);
     if (base->size == 1) return dtrain__alone(comm, what);
-    if (!comm->idle && dtrain__more_works(comm) != DTRAIN_OK)
+    dtrain__work *work;
+    if (dtrain__work_take(comm, what, &work) != DTRAIN_OK)
         return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    dtrain__work *work = comm->idle;
-    comm->idle = work->next;
-    memset(work, 0, comm->transport->work_bytes);
-    dtrain__work_fill(comm, work, what);
-    base->outstanding++;
-    const dtrain_result copied = comm->staging ? dtrain__copy_in(comm, work) : DTRAIN_OK;
+    const dtrain_result copied = comm->stream ? dtrain__copy_in(comm, work) : DTRAIN_OK;
     if (copied != DTRAIN_OK) {
         dtrain__recycle(comm, work);
         return dtrain__engine_fail(base, copied, dtrain_last_error());
@@ -7343,7 +7352,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (wait.polled) dtrain__engine_look(comm, work, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
-    if (result == DTRAIN_OK && work->bounce) {
+    if (work->done && comm->stream) {
         result = dtrain__after_copy_out(comm, work);
         if (result != DTRAIN_OK)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
@@ -7369,46 +7378,57 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
-    return comm->staging ? dtrain__twin_alloc(comm, bytes, out)
-                         : comm->transport->map(comm, bytes, out);
+    dtrain_device *device = base->world->device;
+    if (!comm->stream) return comm->transport->map(comm, bytes, out);
+    DTRAIN__TRY(device->ops->alloc(device, bytes, out));
+    const dtrain_result result = device->ops->zero(device, *out, bytes);
+    if (result == DTRAIN_OK) return DTRAIN_OK;
+    device->ops->free(device, *out, bytes);
+    *out = NULL;
+    return result;
 }
 
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
-    (void)bytes;
-    if (comm->staging) dtrain__twin_free(comm, memory);
-    else comm->transport->unmap(comm, memory);
+    if (comm->stream) base->world->device->ops->free(base->world->device, memory, bytes);
+    else comm->transport->unmap(comm, memory, bytes);
 }
 
 /* Give back private memory; operations in flight are dropped, because nobody here waits for them
  * any more. */
-DTRAIN__PRIVATE void dtrain__engine_release(dtrain__engine *comm)
+DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
-    const dtrain_allocator *allocator = &comm->base.world->allocator;
-    const size_t work_bytes = comm->transport->work_bytes;
-    dtrain__engine **link = &comm->base.world->comms;
-    if (comm->staging) dtrain__staging_destroy(comm);
+    dtrain__engine *comm = (dtrain__engine *)base;
+    const dtrain_allocator *allocator = &base->world->allocator;
+    dtrain_device *device = base->world->device;
+    dtrain__engine **link = &base->world->comms;
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
-    comm->transport->release(comm);
+    if (comm->stream) device->ops->synchronize(device); /* copies into memory that goes away */
     while (comm->blocks) {
-        dtrain__work_block *block = comm->blocks;
-        comm->blocks = block->next;
-        dtrain__free(allocator, block, 1, sizeof *block + DTRAIN__WINDOW * work_bytes);
+        dtrain__work *block = comm->blocks;
+        comm->blocks = block->next_block;
+        for (uint32_t i = 0; i < DTRAIN__WINDOW; i++)
+            dtrain__bounce_free(comm, dtrain__work_at(comm, block, i));
+        dtrain__free(allocator, block, DTRAIN__WINDOW, comm->transport->work_bytes);
     }
-    dtrain__free(allocator, comm->base.world_ranks, (size_t)comm->base.size, sizeof(int));
+    if (comm->stream) device->ops->stream_destroy(device, comm->stream);
+    comm->transport->release(comm);
+    dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof(int));
     dtrain__free(allocator, comm, 1, comm->transport->comm_bytes);
+    return DTRAIN_OK;
 }
 
-/* Make this rank's half of a communicator; the other ranks are not known to it until `join`. */
-DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                  const dtrain__transport *transport, void *shared,
-                                                  int size, int rank, dtrain__engine **out,
-                                                  int64_t *address)
+/* Make this rank's half of a communicator; NULL and an address of 0 when that fails. The other
+ * ranks are not known to it until `join`. */
+static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
+                                         const dtrain__transport *transport, int size, int rank,
+                                         dtrain__engine **out, int64_t *address)
 {
     const dtrain_allocator *allocator = &world->allocator;
     *out = NULL;
+    *address = 0;
     dtrain__engine *comm =
         (dtrain__engine *)dtrain__alloc(allocator, 1, transport->comm_bytes, "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
@@ -7417,7 +7437,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtr
     comm->base.size = size;
     comm->base.rank = rank;
     comm->transport = transport;
-    comm->shared = shared;
     comm->number = world->comm_count++;
     comm->queue_end = &comm->queue;
     comm->next = world->comms;
@@ -7425,34 +7444,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtr
     comm->base.world_ranks =
         (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
     dtrain_result result = comm->base.world_ranks ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK && !world->device->ops->host_memory)
+        result = world->device->ops->stream_create(world->device, true, &comm->stream);
     if (result == DTRAIN_OK) result = dtrain__more_works(comm);
     if (result == DTRAIN_OK) result = transport->make(comm, address);
-    if (result == DTRAIN_OK && !world->device->ops->host_memory)
-        result = dtrain__staging_create(comm);
     if (result == DTRAIN_OK) {
         *out = comm;
         return DTRAIN_OK;
     }
     *address = 0;
-    dtrain__engine_release(comm);
+    (void)dtrain__engine_destroy(&comm->base);
     return result;
 }
 
-/* Ranks of `mine`'s color in the new order: by key, then by old rank. Writes their old ranks. */
-static int dtrain__split_members(int64_t (*all)[3], int size, int mine, int *members)
+/* Make the world's communicator. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
+                                                    const dtrain__transport *transport,
+                                                    dtrain_comm **out)
 {
-    int count = 0;
-    for (int i = 0; i < size; i++) {
-        if (all[i][0] != all[mine][0]) continue;
-        int at = count++;
-        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
-        members[at] = i;
+    int64_t address, addresses[DTRAIN_MAX_RANKS];
+    dtrain__engine *comm;
+    DTRAIN__TRY(
+        dtrain__engine_make(world, ops, transport, world->size, world->rank, &comm, &address));
+    const dtrain_result result =
+        dtrain_world_all_gather(world, &address, sizeof address, addresses);
+    if (result != DTRAIN_OK) {
+        (void)dtrain__engine_destroy(&comm->base);
+        return result;
     }
-    return count;
+    for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
+    transport->join(comm, addresses);
+    *out = &comm->base;
+    return DTRAIN_OK;
 }
 
-/* Two exchanges: colors and keys; then the address of each rank's half, or that it has none, in
- * which case no rank gets a communicator: half a group would wait for ever.
+/* Split in two exchanges: colors and keys; then the address of each rank's half, or that it has
+ * none, in which case no rank gets a communicator: half a group would wait for ever.
  *
  * The new communicator has a number that no member has given to another one; groups of one split
  * have no pair of ranks in common and may share it. */
@@ -7462,36 +7489,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     dtrain__engine *parent = (dtrain__engine *)base, *comm = NULL;
     dtrain_world *world = base->world;
     int64_t mine[3] = {color < 0 ? -1 : color, key, world->comm_count}, all[DTRAIN_MAX_RANKS][3];
-    int64_t address = color < 0, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
-    int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
+    int64_t address = 1, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
+    int members[DTRAIN_MAX_RANKS], size = 0, rank = 0, lacking = -1;
     DTRAIN__TRY(
         dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
-    for (int i = 0; i < base->size; i++)
+    for (int i = 0; i < base->size; i++) {
         if (world->comm_count < all[i][2]) world->comm_count = all[i][2];
-    if (parent->number_limit && world->comm_count >= parent->number_limit)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_comm_split: this MPI has no tags left after %lld splits; make "
-                           "communicators once and keep them",
-                           (long long)world->comm_count);
-    const int size = dtrain__split_members(all, base->size, base->rank, members);
+        if (all[i][0] != mine[0]) continue;
+        int at = size++; /* members in the new order: by key, then by old rank */
+        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
+        members[at] = i;
+    }
     while (members[rank] != base->rank) rank++;
     if (color < 0) world->comm_count++;
     else
-        (void)dtrain__engine_make(world, base->ops, parent->transport, parent->shared, size, rank,
-                                  &comm, &address);
-    const dtrain_result shared = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
-                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
-    for (int i = 0; i < base->size && shared == DTRAIN_OK; i++)
+        (void)dtrain__engine_make(world, base->ops, parent->transport, size, rank, &comm, &address);
+    dtrain_result result = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
+                                       DTRAIN_DTYPE_I64, 0, -1, NULL);
+    for (int i = 0; i < base->size && result == DTRAIN_OK; i++)
         if (!addresses[i]) lacking = i;
-    if (shared != DTRAIN_OK || lacking >= 0) {
-        if (comm) dtrain__engine_release(comm);
-        if (shared != DTRAIN_OK) return shared;
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_comm_split: rank %d has no memory for its part",
-                           base->world_ranks[lacking]);
-    }
-    *out = NULL;
-    if (!comm) return DTRAIN_OK;
+    if (lacking >= 0)
+        result =
+            dtrain_fail(DTRAIN_ERROR_MEMORY,
+                        "dtrain_comm_split: rank %d could not make its part: it has no memory, "
+                        "or too many communicators have been made; keep them",
+                        base->world_ranks[lacking]);
+    if (result != DTRAIN_OK && comm) (void)dtrain__engine_destroy(&comm->base);
+    if (result != DTRAIN_OK || !comm) return result;
     for (int i = 0; i < size; i++) {
         joined[i] = addresses[members[i]];
         comm->base.world_ranks[i] = base->world_ranks[members[i]];
@@ -7532,78 +7556,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
  * reaches the last stage, one more than without emulation, after its own transfers are due; all
  * have reached it when every transfer is over. */
 
-enum { DTRAIN__LANE_OUT = 0, DTRAIN__LANE_IN = 1 };
-
-typedef struct dtrain__traffic {
-    double out, in;  /* bytes */
-    uint32_t rounds; /* 0: the group is inside one node */
-} dtrain__traffic;
-
-/* Which node a rank of the communicator is on. */
+/* Find the node that a rank of the communicator is on. */
 static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
 {
     return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
 }
 
-/* Where a rank of a group stands between nodes. */
-typedef struct dtrain__spread {
-    int nodes, away; /* nodes of the group; its ranks on other nodes than this one's */
-    bool first;      /* of the group's ranks on this node */
-    bool at_root;    /* on the root's node */
-} dtrain__spread;
-
-static dtrain__spread dtrain__spread_of(const dtrain__engine *comm, int root)
-{
-    bool known[DTRAIN_MAX_RANKS];
-    dtrain__spread spread;
-    const int own = dtrain__emulated_node(comm, comm->base.rank);
-    memset(known, 0, sizeof known);
-    memset(&spread, 0, sizeof spread);
-    spread.at_root = root >= 0 && dtrain__emulated_node(comm, root) == own;
-    for (int i = 0; i < comm->base.size; i++) {
-        const int node = dtrain__emulated_node(comm, i);
-        if (i == comm->base.rank) spread.first = !known[node];
-        spread.nodes += !known[node];
-        spread.away += node != own;
-        known[node] = true;
-    }
-    return spread;
-}
-
-static dtrain__traffic dtrain__traffic_of(const dtrain__engine *comm, const dtrain__work *work)
+/* Count the bytes that a rank of another node is sent, but for a broadcast: parts and results, or
+ * the inputs of a small operation. */
+static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *work, int to)
 {
     const dtrain_collective *what = &work->what;
-    const dtrain__spread at = dtrain__spread_of(comm, what->root);
     const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
-    const double n = comm->base.size, away = at.away;
-    const bool is_root = what->root == comm->base.rank;
-    const bool small = work->small;
-    dtrain__traffic traffic = {0, 0, 0};
-    if (at.nodes == 1) return traffic;
-    traffic.rounds = 1;
-    switch (what->kind) {
-    case DTRAIN_COLLECTIVE_BARRIER:
-        while (1 << traffic.rounds < at.nodes) traffic.rounds++;
-        return traffic;
-    case DTRAIN_COLLECTIVE_BROADCAST:
-        if (is_root) traffic.out = (double)(at.nodes - 1) * bytes;
-        else if (at.first && !at.at_root) traffic.in = bytes;
-        return traffic;
-    case DTRAIN_COLLECTIVE_REDUCE:
-        traffic.rounds = small ? 1 : 2;
-        if (!small) traffic.out = traffic.in = away * bytes / n;
-        if (!at.at_root) traffic.out += small ? bytes : bytes / n;
-        if (is_root) traffic.in += small ? away * bytes : away * bytes / n;
-        return traffic;
-    case DTRAIN_COLLECTIVE_ALL_REDUCE:
-        traffic.rounds = small ? 1 : 2;
-        traffic.out = traffic.in = small ? away * bytes : 2 * away * bytes / n;
-        return traffic;
-    default: traffic.out = traffic.in = away * bytes; return traffic;
-    }
+    if (!dtrain__kind_of(what->kind)->reduces || dtrain__kind_of(what->kind)->cuts) return bytes;
+    if (work->small) return dtrain__gets(what, to) ? bytes : 0;
+    return (dtrain__gets(what, to) ? 2 : 1) * bytes / comm->base.size;
 }
 
-/* Books bytes on a lane, behind what is booked already; returns when they are through. */
+/* Book bytes on a lane, out of a node (0) or into it (1), behind what is booked already; return
+ * when they are through. */
 static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
                                   double bytes)
 {
@@ -7620,28 +7591,47 @@ static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane,
     return end;
 }
 
-static uint64_t dtrain__emulated_latency(const dtrain_world *world, uint32_t rounds)
-{
-    return (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
-}
-
-/* Book this rank's transfers on both lanes of its node, and return when the later one is over. */
+/* Book on the lane out of one node and the lane into another one, and return when the later
+ * transfer is over. */
 static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, double out, int in_node,
                                   double in, uint64_t start, uint32_t rounds)
 {
-    const uint64_t sent = dtrain__book_lane(world, out_node, DTRAIN__LANE_OUT, start, out);
-    const uint64_t received = dtrain__book_lane(world, in_node, DTRAIN__LANE_IN, start, in);
-    return (sent > received ? sent : received) + dtrain__emulated_latency(world, rounds);
+    const uint64_t sent = dtrain__book_lane(world, out_node, 0, start, out);
+    const uint64_t received = dtrain__book_lane(world, in_node, 1, start, in);
+    return (sent > received ? sent : received) +
+           (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
 }
 
-/* Book a collective that all ranks have shown. */
+/* Book this rank's transfers of a collective that all ranks have shown. */
 DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain__traffic traffic = dtrain__traffic_of(comm, work);
-    const int node = dtrain__emulated_node(comm, comm->base.rank);
-    if (!traffic.rounds) return;
-    work->due_ns = dtrain__book_both(comm->base.world, node, traffic.out, node, traffic.in,
-                                     work->last_started_ns, traffic.rounds);
+    const dtrain_collective *what = &work->what;
+    const int rank = comm->base.rank, own = dtrain__emulated_node(comm, rank);
+    const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
+    bool known[DTRAIN_MAX_RANKS], first = false; /* this rank is the first one of its node */
+    double out = 0, in = 0;
+    int nodes = 0;
+    uint32_t rounds = 1;
+    memset(known, 0, sizeof known);
+    for (int i = 0; i < comm->base.size; i++) {
+        const int node = dtrain__emulated_node(comm, i);
+        if (i == rank) first = !known[node];
+        nodes += !known[node];
+        known[node] = true;
+        if (node == own) continue;
+        out += dtrain__bytes_to(comm, work, i);
+        in += dtrain__bytes_to(comm, work, rank);
+    }
+    if (nodes == 1) return;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
+        out = what->root == rank ? (double)(nodes - 1) * bytes : 0;
+        in = first && own != dtrain__emulated_node(comm, what->root) ? bytes : 0;
+    }
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE)
+        rounds = work->small ? 1 : 2;
+    while (what->kind == DTRAIN_COLLECTIVE_BARRIER && 1 << rounds < nodes) rounds++;
+    work->due_ns =
+        dtrain__book_both(comm->base.world, own, out, own, in, work->last_started_ns, rounds);
 }
 
 DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work)
@@ -7650,8 +7640,8 @@ DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const d
                                                        dtrain__emulated_node(comm, comm->base.rank);
 }
 
-/* Whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver knows
- * when both sides were there and books for both. A sender whose message does not fit into the
+/* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
+ * knows when both sides were there and books for both. A sender whose message does not fit into the
  * channel waits for the receiver; shorter messages are copied and forgotten, as MPI's eager
  * messages are. */
 DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
@@ -7667,9 +7657,10 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
     return dtrain__now_ns() >= work->due_ns;
 }
 
-/* A wait of an emulated world. Ranks that have moved something lately yield, as ever. When nothing
- * moves they sleep, 0.1 ms at most: an operation may end that much late, and less than 0.1 ms ahead
- * of a due time they yield again, for the kernel's timers come some 50 us late. */
+/* Take a turn of a wait in an emulated world. Ranks that have moved something lately yield, as
+ * ever. When nothing moves they sleep, 0.1 ms at most: an operation may end that much late, and
+ * less than 0.1 ms ahead of a due time they yield again, for the kernel's timers come some 50 us
+ * late. */
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
@@ -7704,119 +7695,73 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
  *     copy stream                 \ device -> image           / image -> device
  *     host                           copied_in: transport ..  copy_out
  *
- * Memory from dtrain_comm_alloc is device memory with a twin that the transport has mapped, its
- * image at the same offsets; other device memory gets an image of its operation's own. Operations
- * are shown to other ranks in the order they were started, each when its copy has ended. */
+ * A work keeps its images and events for the operations that use it later, so in the steady state
+ * nothing is allocated. Operations are shown to other ranks in the order they were started, each
+ * when its copy has ended. */
 
-typedef struct dtrain__twin {
-    struct dtrain__twin *next;
-    char *device, *image;
-    size_t bytes;
-} dtrain__twin;
-
-/* What an operation on device memory holds from its start until its handle is given back. */
 struct dtrain__bounce {
-    struct dtrain__bounce *next, *next_made; /* among the idle; of all */
-    dtrain_collective called;                /* the host's buffers; work->what has the images */
+    dtrain_collective called; /* the host's buffers; work->what has the images */
     dtrain_event *computed, *copied;
-    char *image[2]; /* of buffers that have no twin: send, recv; they grow */
+    char *image[2]; /* of send, recv: page-locked, and mapped by the transport; they grow */
     size_t image_bytes[2];
 };
 
-struct dtrain__staging {
-    dtrain_device *device;
-    dtrain_stream *stream; /* of copies */
-    dtrain__twin *twins;
-    dtrain__bounce *idle, *made;
-};
-
-/* ---- Memory -----------------------------------------------------------------------------------*/
-
-/* Map page-locked memory that the transport reaches without a copy. */
-static dtrain_result dtrain__image_alloc(dtrain__engine *comm, size_t bytes, char **out)
+static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce, int which)
 {
-    dtrain_device *device = comm->staging->device;
-    void *memory;
-    DTRAIN__TRY(comm->transport->map(comm, bytes, &memory));
-    const size_t pages = dtrain__round_up(bytes ? bytes : 1, dtrain__page_bytes());
-    const dtrain_result result = device->ops->host_register(device, memory, pages);
-    if (result == DTRAIN_OK) *out = (char *)memory;
-    else comm->transport->unmap(comm, memory);
+    dtrain_device *device = comm->base.world->device;
+    if (!bounce->image[which]) return;
+    device->ops->host_unregister(device, bounce->image[which]);
+    comm->transport->unmap(comm, bounce->image[which], bounce->image_bytes[which]);
+    bounce->image[which] = NULL;
+    bounce->image_bytes[which] = 0;
+}
+
+/* Free what a work has for device memory. Nothing on the copy stream uses it any more. */
+DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain_device *device = comm->base.world->device;
+    dtrain__bounce *bounce = work->bounce;
+    if (!bounce) return;
+    for (int i = 0; i < 2; i++) dtrain__image_free(comm, bounce, i);
+    if (bounce->computed) device->ops->event_destroy(device, bounce->computed);
+    if (bounce->copied) device->ops->event_destroy(device, bounce->copied);
+    dtrain__free(&comm->base.world->allocator, bounce, 1, sizeof *bounce);
+    work->bounce = NULL;
+}
+
+static dtrain_result dtrain__bounce_make(dtrain__engine *comm, dtrain__work *work)
+{
+    dtrain_device *device = comm->base.world->device;
+    work->bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
+                                                   sizeof *work->bounce, "an operation");
+    if (!work->bounce) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = device->ops->event_create(device, false, &work->bounce->computed);
+    if (result == DTRAIN_OK)
+        result = device->ops->event_create(device, false, &work->bounce->copied);
+    if (result != DTRAIN_OK) dtrain__bounce_free(comm, work);
     return result;
 }
 
-static void dtrain__image_free(dtrain__engine *comm, char *memory)
-{
-    if (!memory) return;
-    comm->staging->device->ops->host_unregister(comm->staging->device, memory);
-    comm->transport->unmap(comm, memory);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__twin_alloc(dtrain__engine *comm, size_t bytes, void **out)
-{
-    const dtrain_allocator *allocator = &comm->base.world->allocator;
-    dtrain_device *device = comm->staging->device;
-    void *memory = NULL;
-    dtrain__twin *twin =
-        (dtrain__twin *)dtrain__alloc(allocator, 1, sizeof *twin, "communicator memory");
-    if (!twin) return DTRAIN_ERROR_MEMORY;
-    twin->bytes = bytes;
-    dtrain_result result = device->ops->alloc(device, bytes, &memory);
-    if (result == DTRAIN_OK) result = device->ops->zero(device, memory, bytes);
-    if (result == DTRAIN_OK) result = dtrain__image_alloc(comm, bytes, &twin->image);
-    if (result != DTRAIN_OK) {
-        if (memory) device->ops->free(device, memory, bytes);
-        dtrain__free(allocator, twin, 1, sizeof *twin);
-        return result;
-    }
-    twin->device = (char *)memory;
-    twin->next = comm->staging->twins;
-    comm->staging->twins = twin;
-    *out = memory;
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__twin_free(dtrain__engine *comm, void *memory)
-{
-    dtrain_device *device = comm->staging->device;
-    for (dtrain__twin **link = &comm->staging->twins; *link; link = &(*link)->next) {
-        dtrain__twin *twin = *link;
-        if (twin->device != memory) continue;
-        *link = twin->next;
-        device->ops->free(device, memory, twin->bytes);
-        dtrain__image_free(comm, twin->image);
-        dtrain__free(&comm->base.world->allocator, twin, 1, sizeof *twin);
-        return;
-    }
-}
-
-/* ---- Images of an operation's buffers ---------------------------------------------------------*/
-
-static char *dtrain__twin_image(const dtrain__staging *staging, const void *memory)
-{
-    const uintptr_t at = (uintptr_t)memory;
-    for (const dtrain__twin *twin = staging->twins; twin; twin = twin->next) {
-        const uintptr_t begin = (uintptr_t)twin->device;
-        if (at >= begin && at - begin < twin->bytes) return twin->image + (at - begin);
-    }
-    return NULL;
-}
-
-/* Host memory is its own image. */
+/* Find the image of a buffer. Host memory is its own one. */
 static dtrain_result dtrain__image_of(dtrain__engine *comm, dtrain__bounce *bounce, int which,
                                       const void *memory, size_t bytes, char **out)
 {
-    dtrain_device *device = comm->staging->device;
-    const bool on_device = memory && device->ops->is_device_memory(device, memory);
-    *out = on_device ? dtrain__twin_image(comm->staging, memory) : (char *)(uintptr_t)memory;
-    if (*out || !memory) return DTRAIN_OK;
+    dtrain_device *device = comm->base.world->device;
+    *out = (char *)(uintptr_t)memory;
+    if (!memory || dtrain__on_host(device, memory)) return DTRAIN_OK;
     if (bytes > bounce->image_bytes[which]) {
+        void *image;
         /* a copy out of the smaller one may still be queued */
         DTRAIN__TRY(device->ops->synchronize(device));
-        dtrain__image_free(comm, bounce->image[which]);
-        bounce->image[which] = NULL;
-        bounce->image_bytes[which] = 0;
-        DTRAIN__TRY(dtrain__image_alloc(comm, bytes, &bounce->image[which]));
+        dtrain__image_free(comm, bounce, which);
+        DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
+        const dtrain_result locked = device->ops->host_register(
+            device, image, dtrain__round_up(bytes, dtrain__page_bytes()));
+        if (locked != DTRAIN_OK) {
+            comm->transport->unmap(comm, image, bytes);
+            return locked;
+        }
+        bounce->image[which] = (char *)image;
         bounce->image_bytes[which] = bytes;
     }
     *out = bounce->image[which];
@@ -7827,115 +7772,56 @@ static dtrain_result dtrain__image_of(dtrain__engine *comm, dtrain__bounce *boun
  * larger one: so must its image. */
 static dtrain_result dtrain__images(dtrain__engine *comm, dtrain__work *work)
 {
-    dtrain__bounce *bounce = work->bounce;
-    const dtrain_collective *what = &bounce->called;
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const size_t send_bytes = dtrain__send_count(what, comm->base.size) * unit;
-    const size_t recv_bytes = dtrain__recv_count(what, comm->base.size) * unit;
+    const dtrain_collective *what = &work->bounce->called;
+    const size_t send_bytes = dtrain__send_bytes(what, comm->base.size);
+    const size_t recv_bytes = dtrain__recv_bytes(what, comm->base.size);
     const uintptr_t from = (uintptr_t)what->send, to = (uintptr_t)what->recv;
+    const bool send_inside = to && from >= to && from + send_bytes <= to + recv_bytes;
+    const bool recv_inside = from && to >= from && to + recv_bytes <= from + send_bytes;
     char *send = NULL, *recv = NULL;
-    if (what->recv && from >= to && from + send_bytes <= to + recv_bytes) {
-        DTRAIN__TRY(dtrain__image_of(comm, bounce, 1, what->recv, recv_bytes, &recv));
-        send = recv ? recv + (from - to) : NULL;
-    } else if (what->send && to >= from && to + recv_bytes <= from + send_bytes) {
-        DTRAIN__TRY(dtrain__image_of(comm, bounce, 0, what->send, send_bytes, &send));
-        recv = send ? send + (to - from) : NULL;
-    } else {
-        DTRAIN__TRY(dtrain__image_of(comm, bounce, 0, what->send, send_bytes, &send));
-        DTRAIN__TRY(dtrain__image_of(comm, bounce, 1, what->recv, recv_bytes, &recv));
-    }
-    work->what.send = send;
-    work->what.recv = recv;
+    if (!what->count) return DTRAIN_OK;
+    if (!send_inside)
+        DTRAIN__TRY(dtrain__image_of(comm, work->bounce, 0, what->send, send_bytes, &send));
+    if (send_inside || !recv_inside)
+        DTRAIN__TRY(dtrain__image_of(comm, work->bounce, 1, what->recv, recv_bytes, &recv));
+    work->what.send = send_inside ? recv + (from - to) : send;
+    work->what.recv = recv_inside && !send_inside ? send + (to - from) : recv;
     return DTRAIN_OK;
 }
 
-static void dtrain__bounce_destroy(dtrain__engine *comm, dtrain__bounce *bounce)
+/* Copy between a buffer and its image, in the order of the copy stream; `copied` is the end. */
+static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, void *to,
+                                  const void *from, size_t bytes, dtrain_copy_kind kind)
 {
-    dtrain_device *device = comm->staging->device;
-    for (int i = 0; i < 2; i++) dtrain__image_free(comm, bounce->image[i]);
-    if (bounce->computed) device->ops->event_destroy(device, bounce->computed);
-    if (bounce->copied) device->ops->event_destroy(device, bounce->copied);
-    dtrain__free(&comm->base.world->allocator, bounce, 1, sizeof *bounce);
-}
-
-static dtrain_result dtrain__bounce_take(dtrain__engine *comm, dtrain__bounce **out)
-{
-    dtrain__staging *staging = comm->staging;
-    dtrain_device *device = staging->device;
-    *out = staging->idle;
-    if (*out) {
-        staging->idle = (*out)->next;
-        return DTRAIN_OK;
+    dtrain_device *device = comm->base.world->device;
+    if (to != from) {
+        comm->base.info.staged_bytes += bytes;
+        DTRAIN__TRY(device->ops->copy_async(device, to, from, bytes, kind, comm->stream));
     }
-    dtrain__bounce *bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
-                                                             sizeof *bounce, "an operation");
-    if (!bounce) return DTRAIN_ERROR_MEMORY;
-    if (device->ops->event_create(device, false, &bounce->computed) != DTRAIN_OK ||
-        device->ops->event_create(device, false, &bounce->copied) != DTRAIN_OK) {
-        dtrain__bounce_destroy(comm, bounce);
-        return DTRAIN_ERROR_MEMORY;
-    }
-    bounce->next_made = staging->made;
-    staging->made = bounce;
-    *out = bounce;
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE void dtrain__bounce_return(dtrain__engine *comm, dtrain__work *work)
-{
-    work->bounce->next = comm->staging->idle;
-    comm->staging->idle = work->bounce;
-}
-
-/* ---- Copies -----------------------------------------------------------------------------------*/
-
-/* Whether this rank reads its send buffer, and whether it writes its recv buffer. */
-static bool dtrain__gives(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    if (what->kind == DTRAIN_COLLECTIVE_RECV || what->kind == DTRAIN_COLLECTIVE_BARRIER)
-        return false;
-    return what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->rank;
-}
-static bool dtrain__gets(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    if (what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_BARRIER)
-        return false;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) return what->root != comm->rank;
-    return what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == comm->rank;
-}
-
-static dtrain_result dtrain__copy(dtrain__engine *comm, void *to, const void *from, size_t count,
-                                  dtrain_dtype dtype, dtrain_copy_kind kind)
-{
-    const size_t bytes = count * dtrain_dtype_bytes(dtype);
-    comm->base.info.staged_bytes += bytes;
-    return comm->staging->device->ops->copy_async(comm->staging->device, to, from, bytes, kind,
-                                                  comm->staging->stream);
+    return device->ops->event_record(device, bounce->copied, comm->stream);
 }
 
 /* Start the way in. The copy stream takes its turn after everything that compute has queued so
  * far. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain__staging *staging = comm->staging;
-    const dtrain_device_ops *ops = staging->device->ops;
-    DTRAIN__TRY(dtrain__bounce_take(comm, &work->bounce));
+    dtrain_device *device = comm->base.world->device;
+    const dtrain_collective *what = &work->what;
+    if (!work->bounce) DTRAIN__TRY(dtrain__bounce_make(comm, work));
     dtrain__bounce *bounce = work->bounce;
-    const dtrain_collective *called = &bounce->called;
-    bounce->called = work->what;
+    bounce->called = *what;
     DTRAIN__TRY(dtrain__images(comm, work));
-    DTRAIN__TRY(ops->event_record(staging->device, bounce->computed, NULL));
-    DTRAIN__TRY(ops->event_wait(staging->device, bounce->computed, staging->stream));
-    if (dtrain__gives(&comm->base, called) && work->what.send != called->send)
-        DTRAIN__TRY(dtrain__copy(comm, (void *)(uintptr_t)work->what.send, called->send,
-                                 dtrain__send_count(called, comm->base.size), called->dtype,
-                                 DTRAIN_COPY_DEVICE_TO_HOST));
-    return ops->event_record(staging->device, bounce->copied, staging->stream);
+    DTRAIN__TRY(device->ops->event_record(device, bounce->computed, NULL));
+    DTRAIN__TRY(device->ops->event_wait(device, bounce->computed, comm->stream));
+    const bool gives = dtrain__gives(what, comm->base.rank);
+    return dtrain__copy(comm, bounce, (void *)(uintptr_t)what->send,
+                        gives ? bounce->called.send : what->send,
+                        dtrain__send_bytes(what, comm->base.size), DTRAIN_COPY_DEVICE_TO_HOST);
 }
 
 DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
 {
-    dtrain_device *device = comm->staging->device;
+    dtrain_device *device = comm->base.world->device;
     bool done = false;
     const dtrain_result result = device->ops->event_query(device, work->bounce->copied, &done);
     if (result != DTRAIN_OK) (void)dtrain__engine_fail(&comm->base, result, dtrain_last_error());
@@ -7945,66 +7831,18 @@ DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work 
 /* Start the way out, when the transport is done. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain__staging *staging = comm->staging;
-    const dtrain_collective *called = &work->bounce->called;
-    if (dtrain__gets(&comm->base, called) && work->what.recv != called->recv)
-        DTRAIN__TRY(dtrain__copy(comm, called->recv, work->what.recv,
-                                 dtrain__recv_count(called, comm->base.size), called->dtype,
-                                 DTRAIN_COPY_HOST_TO_DEVICE));
-    return staging->device->ops->event_record(staging->device, work->bounce->copied,
-                                              staging->stream);
+    const dtrain_collective *what = &work->what;
+    const bool gets = dtrain__gets(what, comm->base.rank);
+    return dtrain__copy(comm, work->bounce, gets ? work->bounce->called.recv : what->recv,
+                        what->recv, dtrain__recv_bytes(what, comm->base.size),
+                        DTRAIN_COPY_HOST_TO_DEVICE);
 }
 
 /* Let what compute queues from now on come after the way out. */
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
 {
-    dtrain_device *device = comm->staging->device;
+    dtrain_device *device = comm->base.world->device;
     return device->ops->event_wait(device, work->bounce->copied, NULL);
-}
-
-/* One rank: the copy, if any, is on the compute stream. */
-DTRAIN__PRIVATE dtrain_result dtrain__staged_alone(dtrain__engine *comm,
-                                                   const dtrain_collective *what)
-{
-    dtrain_device *device = comm->staging->device;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const bool from = device->ops->is_device_memory(device, what->send);
-    const bool to = device->ops->is_device_memory(device, what->recv);
-    if (!from && !to) memcpy(what->recv, what->send, bytes);
-    if (!from && !to) return DTRAIN_OK;
-    return device->ops->copy(device, what->recv, what->send, bytes,
-                             from && to ? DTRAIN_COPY_DEVICE_TO_DEVICE
-                             : from     ? DTRAIN_COPY_DEVICE_TO_HOST
-                                        : DTRAIN_COPY_HOST_TO_DEVICE);
-}
-
-/* ---- Life -------------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__staging_create(dtrain__engine *comm)
-{
-    dtrain_world *world = comm->base.world;
-    dtrain__staging *staging =
-        (dtrain__staging *)dtrain__alloc(&world->allocator, 1, sizeof *staging, "a communicator");
-    if (!staging) return DTRAIN_ERROR_MEMORY;
-    comm->staging = staging;
-    staging->device = world->device;
-    return world->device->ops->stream_create(world->device, true, &staging->stream);
-}
-
-DTRAIN__PRIVATE void dtrain__staging_destroy(dtrain__engine *comm)
-{
-    dtrain__staging *staging = comm->staging;
-    dtrain_device *device = staging->device;
-    device->ops->synchronize(device); /* copies into memory that goes away */
-    while (staging->made) {
-        dtrain__bounce *bounce = staging->made;
-        staging->made = bounce->next_made;
-        dtrain__bounce_destroy(comm, bounce);
-    }
-    while (staging->twins) dtrain__twin_free(comm, staging->twins->device);
-    if (staging->stream) device->ops->stream_destroy(device, staging->stream);
-    dtrain__free(&comm->base.world->allocator, staging, 1, sizeof *staging);
-    comm->staging = NULL;
 }
 
 /* ================================================================================================
@@ -8043,19 +7881,16 @@ DTRAIN__PRIVATE void dtrain__staging_destroy(dtrain__engine *comm)
 typedef struct dtrain__slot {
     uint64_t progress; /* atomic; only grows */
     dtrain__shown shown;
+    char data[DTRAIN__SMALL_BYTES];
     const char *send;
     char *recv;
-    uint32_t direct; /* the other ranks can reach these buffers */
-    uint32_t unused;
-    char payload[DTRAIN__SMALL_BYTES];
+    uint64_t direct; /* the other ranks can reach these buffers */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
 typedef struct dtrain__cell {
-    uint64_t count;      /* of the whole message */
-    uint64_t started_ns; /* when it was sent; emulated links only */
-    uint32_t dtype;
-    uint32_t unused[11];
+    dtrain__shown shown; /* of the whole message */
+    char line[DTRAIN__CACHE_LINE - sizeof(dtrain__shown)];
     char data[DTRAIN__CELL_BYTES];
 } dtrain__cell;
 
@@ -8122,30 +7957,22 @@ static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, 
                   work->base.sequence << DTRAIN__STAGE_BITS | stage);
 }
 
-/* The buffers that other ranks would touch on the direct path are where they can touch them. */
-static bool dtrain__is_direct(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool given = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                       what->kind == DTRAIN_COLLECTIVE_BROADCAST ||
-                       (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root == comm->rank);
-    return dtrain__is_shared(comm->world, what->send,
-                             dtrain__send_count(what, comm->size) * unit) &&
-           (!given || dtrain__is_shared(comm->world, what->recv, what->count * unit));
-}
-
 static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const dtrain_world *world = comm->base.world;
     dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
-    const size_t bytes =
-        dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
-    const bool gives = what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->base.rank;
-    slot->shown = work->shown;
+    (void)dtrain__write_shown(comm, work, &slot->shown);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
-    slot->direct = !work->small && dtrain__is_direct(&comm->base, what);
-    if (bytes && gives && work->small) memcpy(slot->payload, what->send, bytes);
+    /* what other ranks would touch on the direct path: results of a slice are written to all */
+    slot->direct =
+        !work->small &&
+        dtrain__is_shared(world, what->send, dtrain__send_bytes(what, comm->base.size)) &&
+        (kind->cuts || kind->joins ||
+         (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank) ||
+         dtrain__is_shared(world, what->recv, dtrain__recv_bytes(what, comm->base.size)));
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
@@ -8158,41 +7985,26 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
 
 /* ---- The three paths --------------------------------------------------------------------------*/
 
-static void dtrain__local_inputs(const dtrain__engine *comm, const dtrain__work *work,
-                                 const char **in)
-{
-    const dtrain_collective *what = &work->what;
-    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * what->count : 0;
-    for (int i = 0; i < comm->base.size; i++)
-        in[i] = dtrain__slot_of(comm, i, work->sequence)->payload +
-                slice * dtrain_dtype_bytes(what->dtype);
-}
-
 static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const int size = comm->base.size, rank = comm->base.rank;
-    const bool sliced = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                        what->kind == DTRAIN_COLLECTIVE_REDUCE ||
-                        what->kind == DTRAIN_COLLECTIVE_BROADCAST;
+    const bool whole = kind->cuts || kind->joins; /* all of this rank's own result, or a slice */
     const char *in[DTRAIN_MAX_RANKS];
     char *out[DTRAIN_MAX_RANKS];
-    size_t first = 0, length = what->count;
+    size_t first, length;
     int outs = 0;
-    if (sliced) dtrain__slice(what->count, unit, size, rank, &first, &length);
-    else if (dtrain__cuts(what)) first = (size_t)rank * what->count;
-    for (int i = 0; i < size; i++) {
+    dtrain__slice(what, comm->base.size, comm->base.rank, &first, &length);
+    if (!kind->cuts && kind->joins) first = 0; /* all-gather: of what each one gives */
+    for (int i = 0; i < comm->base.size; i++) {
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
         in[i] = slot->send + first * unit;
-        const bool receives = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                              (what->kind == DTRAIN_COLLECTIVE_REDUCE) == (i == what->root);
-        if (sliced && receives) out[outs++] = slot->recv + first * unit;
+        if (!whole && dtrain__gets(what, i)) out[outs++] = slot->recv + first * unit;
     }
-    if (!sliced) dtrain__pull(&comm->base, what, in, 0, length);
-    else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
-        dtrain__combine(what, in + what->root, 1, out, outs, length);
-    else dtrain__combine(what, in, size, out, outs, length);
+    if (whole) dtrain__pull(&comm->base, what, in, 0, length);
+    else if (kind->reduces) dtrain__combine(what, in, comm->base.size, out, outs, length);
+    else dtrain__combine(what, in + what->root, 1, out, outs, length);
 }
 
 /* The copied path:
@@ -8206,7 +8018,7 @@ static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *
 
 static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_collective *what)
 {
-    const size_t pieces = dtrain__cuts(what) ? (size_t)comm->base.size : 1;
+    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
@@ -8216,9 +8028,8 @@ static dtrain_result dtrain__chunk_in(dtrain__engine *comm, const dtrain_collect
     dtrain__part *part = ((dtrain__local_comm *)comm)->parts[comm->base.rank];
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t pieces = dtrain__send_count(what, comm->base.size) / what->count;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank)
-        return DTRAIN_OK;
+    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
+    if (!dtrain__gives(what, comm->base.rank)) return DTRAIN_OK;
     if (!part->stage) {
         void *stage;
         if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
@@ -8239,7 +8050,7 @@ static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *wha
     const char *in[DTRAIN_MAX_RANKS];
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * chunk : 0;
+    const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.rank * chunk : 0;
     for (int i = 0; i < comm->base.size; i++) {
         /* NULL on ranks that give nothing */
         const char *stage = ((dtrain__local_comm *)comm)->parts[i]->stage;
@@ -8336,16 +8147,12 @@ static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work)
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype), rest = bytes - work->moved;
     const size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
     if (sends) {
-        cell->count = what->count;
-        cell->started_ns = work->base.shown.started_ns;
-        cell->dtype = (uint32_t)what->dtype;
+        cell->shown = work->base.shown;
         if (length) memcpy(cell->data, (const char *)what->send + work->moved, length);
     } else {
-        if (!dtrain__message_due(comm, &work->base, cell->started_ns) && length == rest)
+        if (!dtrain__message_due(comm, &work->base, cell->shown.started_ns) && length == rest)
             return false;
-        if (cell->count != what->count || cell->dtype != (uint32_t)what->dtype)
-            return dtrain__message_differs(comm, &work->base, (dtrain_dtype)cell->dtype,
-                                           cell->count) == DTRAIN_OK;
+        if (!dtrain__message_agrees(comm, &work->base, &cell->shown)) return false;
         if (length) memcpy((char *)what->recv + work->moved, cell->data, length);
     }
     dtrain__store(mine, *mine + 1);
@@ -8386,8 +8193,9 @@ static dtrain_result dtrain__local_map(dtrain__engine *comm, size_t bytes, void 
 {
     return dtrain__shared_alloc(comm->base.world, bytes, out);
 }
-static void dtrain__local_unmap(dtrain__engine *comm, void *memory)
+static void dtrain__local_unmap(dtrain__engine *comm, void *memory, size_t bytes)
 {
+    (void)bytes;
     dtrain__shared_free(comm->base.world, memory);
 }
 
@@ -8433,27 +8241,22 @@ static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
     base->report = &comm->parts[0]->report;
 }
 
-/* Private memory only; a part that others know is left to those who may still read it. */
+/* Free private memory; a part that others know is left to those who may still read it. */
 static void dtrain__local_release(dtrain__engine *base)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
     dtrain_world *world = base->base.world;
     if (!comm->parts) return;
-    if (!base->report) dtrain__shared_free(world, comm->parts[base->base.rank]);
+    dtrain__part *part = comm->parts[base->base.rank];
+    if (base->report) {
+        part->next = world->retired;
+        world->retired = part;
+        for (int i = 0; i < base->base.size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
+        dtrain__sweep_retired(world);
+    } else {
+        dtrain__shared_free(world, part);
+    }
     dtrain__free(&world->allocator, comm->parts, (size_t)base->base.size, sizeof *comm->parts);
-}
-
-static dtrain_result dtrain__local_destroy(dtrain_comm *base)
-{
-    dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    dtrain_world *world = base->world;
-    dtrain__part *part = comm->parts[base->rank];
-    part->next = world->retired;
-    world->retired = part;
-    for (int i = 0; i < base->size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
-    dtrain__engine_release(&comm->base);
-    dtrain__sweep_retired(world);
-    return DTRAIN_OK;
 }
 
 static const dtrain__transport dtrain__local_transport = {sizeof(dtrain__local_comm),
@@ -8461,56 +8264,38 @@ static const dtrain__transport dtrain__local_transport = {sizeof(dtrain__local_c
                                                           0,
                                                           dtrain__local_show,
                                                           dtrain__local_heard,
-                                                          dtrain__local_inputs,
                                                           dtrain__local_move,
                                                           dtrain__local_message,
                                                           dtrain__local_lags,
-                                                          dtrain__publish_shared,
                                                           dtrain__local_map,
                                                           dtrain__local_unmap,
-                                                          NULL,
-                                                          dtrain__local_meet,
                                                           dtrain__local_make,
                                                           dtrain__local_join,
-                                                          dtrain__local_release};
+                                                          dtrain__local_release,
+                                                          NULL,
+                                                          dtrain__local_meet,
+                                                          NULL};
 
 static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out);
-
-#define DTRAIN__LOCAL_OPS(name)                                                                  \
-    {                                                                                            \
-        DTRAIN_COMM_ABI, false, name, dtrain__local_create, dtrain__engine_start,                \
-            dtrain__engine_test, dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, \
-            dtrain__engine_split, dtrain__engine_fail, dtrain__local_destroy                     \
-    }
-static const dtrain_comm_ops dtrain__local_ops = DTRAIN__LOCAL_OPS("local");
-static const dtrain_comm_ops dtrain__staged_ops = DTRAIN__LOCAL_OPS("staged");
-#undef DTRAIN__LOCAL_OPS
+static const dtrain_comm_ops dtrain__local_ops = DTRAIN__ENGINE_OPS("local", dtrain__local_create);
+static const dtrain_comm_ops dtrain__staged_ops =
+    DTRAIN__ENGINE_OPS("staged", dtrain__local_create);
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void) { return &dtrain__local_ops; }
 
-/* The first thing in each arena is the rank's part: nothing has to be exchanged, and zeroed memory
- * is a rank that has not started yet. */
 static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out)
 {
-    const bool host_memory = world->device->ops->host_memory;
-    int64_t addresses[DTRAIN_MAX_RANKS];
-    dtrain__engine *comm;
     if (!world->control->arenas)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s; the local communicator "
-            "needs that, between hosts set comm_ops to one that crosses them: NCCL on GPUs",
+            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
+            "communicator "
+            "needs that; between hosts give one that crosses them: on GPUs NCCL (comm_ops, "
+            "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
             world->size, world->node_count, world->node_count == 1 ? "" : "s",
             world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
-    DTRAIN__TRY(dtrain__engine_make(world, host_memory ? &dtrain__local_ops : &dtrain__staged_ops,
-                                    &dtrain__local_transport, NULL, world->size, world->rank, &comm,
-                                    addresses));
-    for (int i = 0; i < world->size; i++) {
-        comm->base.world_ranks[i] = i;
-        addresses[i] = (int64_t)(intptr_t)dtrain__arena(world->control, i);
-    }
-    comm->transport->join(comm, addresses);
-    *out = &comm->base;
-    return DTRAIN_OK;
+    return dtrain__engine_create(
+        world, world->device->ops->host_memory ? &dtrain__local_ops : &dtrain__staged_ops,
+        &dtrain__local_transport, out);
 }
 
 /* ================================================================================================
@@ -8521,42 +8306,55 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
  * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. MPI compares nothing, has no
- * deadline and promises no order of additions: the engine and these files do. A collective:
+ * deadline and promises no order of additions: the engine and this file do. A collective:
  *
- *     record     from every rank to every other: | fingerprint, 64 bytes | small data |; all must
- *                agree. Small operations end here, after one round
+ *     record     from every rank to every other: | fingerprint | small data |; all must agree.
+ *                Small operations end here
  *     parts      chunk c of slice j from the ranks that have one to rank j ...
  *     results    ... which adds them in rank order and sends the sum to the ranks that want it
- *
- *                         parts of slice j from    results of slice j to
- *         all-reduce      all                      all
- *         reduce          all                      root
- *         reduce-scatter  all
- *         broadcast       root                     all but root
- *         all-gather                               all
- *         all-to-all      all, not added
  *
  *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
  *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
  *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
  *
- * Between two ranks each of the four directions of a collective is a lane: its chunks go in order
- * under one tag, at most DTRAIN__MPI_DEPTH of them under way, so temporary memory does not depend
- * on the count. Records of later operations are exchanged meanwhile; parts and results are moved
- * for the oldest operation only. A lane never waits for a later chunk, so there is no deadlock.
+ * (comm/reduce.c says who has a part and who wants results.) Large operations go in rounds. Round r
+ * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of it is
+ * over, the sum of chunk r is computed and the next round begins. So temporary memory does not
+ * depend on the count: a chunk from every rank, and in this rank's place the sum. Only the oldest
+ * operation has rounds; records of later ones are exchanged meanwhile. A rank posts a whole round
+ * before it waits for any of it, so there is no deadlock.
  *
- * A communicator is a range of tags. No call of MPI that may block is made once the ranks have met,
- * and none at all after a failure: what is under way then keeps its memory until the process
- * ends. */
+ * A message is a record, with the data when it is small, and then the data in pieces.
+ *
+ * A communicator is a range of tags: MPI keeps what has one tag in order. No call of MPI that may
+ * block is made once the ranks have met, and none at all after a failure: what is under way then
+ * keeps its memory until the process ends. */
 
 /* ================================================================================================
  * src/comm/mpi_internal.h
  * ==============================================================================================*/
 
-/* What the files of the MPI transport share
- *
- * mpi.c carries records and requests, mpi_move.c
- * large operations and messages, mpi_meet.c begins and ends. */
+/* What the files of the MPI transport share: mpi.c moves data, mpi_meet.c begins and ends. */
+
+#ifdef DTRAIN_USE_MPI
+
+enum { DTRAIN__MPI_TAGS = 3 }; /* of a communicator: records, parts and results, messages */
+
+/* One a rank. */
+typedef struct dtrain__mpi_hub {
+    MPI_Comm mpi;
+    int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
+    int64_t number_limit;        /* of communicators: MPI has no tags for more */
+    bool ours;                   /* MPI_Init was called here */
+    bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
+    bool failed;                 /* MPI is not called any more */
+} dtrain__mpi_hub;
+
+/* comm/mpi_meet.c */
+DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub);
+DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub);
+
+#endif /* DTRAIN_USE_MPI */
 
 #ifdef DTRAIN_USE_MPI
 
@@ -8566,165 +8364,55 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
 #ifndef DTRAIN__MPI_MESSAGE_BYTES
 #define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
 #endif
-#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* bytes, about; more with very many ranks */
-#define DTRAIN__MPI_DEPTH 2u
-#define DTRAIN__MPI_MAGIC 0x4d505244u
+#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* bytes, at most; more with very many ranks */
 
+/* What a request is for. Ranks that owe a part are waited for first, for without it there are no
+ * results; then those that owe results; then those that do not take what is sent. */
 typedef enum dtrain__mpi_use {
-    DTRAIN__PART_OUT = 0, /* the first four are lanes */
-    DTRAIN__PART_IN = 1,
-    DTRAIN__RESULT_OUT = 2,
-    DTRAIN__RESULT_IN = 3,
-    DTRAIN__RECORD_OUT = 4,
-    DTRAIN__RECORD_IN = 5,
-    DTRAIN__HEAD = 6, /* of a message */
-    DTRAIN__BODY = 7
+    DTRAIN__PART_IN = 0,
+    DTRAIN__RESULT_IN = 1,
+    DTRAIN__SENT = 2,
+    DTRAIN__RECORD_IN = 3
 } dtrain__mpi_use;
 
-enum { DTRAIN__MPI_LANES = 4, DTRAIN__MPI_TAGS = 5 };
-
-typedef struct dtrain__mpi_record {
-    uint32_t magic, unused;
-    uint64_t sequence;
-    dtrain__shown shown;
-    uint64_t reserved[2];
-} dtrain__mpi_record; /* 64 bytes; data follows */
-
-/* Chunks in one direction between two ranks. */
-typedef struct dtrain__mpi_lane {
-    size_t chunks, posted, done;
-    uint32_t landed; /* bit c % depth: chunk c >= done is there */
-} dtrain__mpi_lane;
+typedef enum dtrain__mpi_tag {
+    DTRAIN__TAG_RECORD = 0,
+    DTRAIN__TAG_ROUND = 1,
+    DTRAIN__TAG_MESSAGE = 2
+} dtrain__mpi_tag;
 
 typedef struct dtrain__mpi_work {
     dtrain__work base;
-    int unsent;            /* records of this rank that are still on their way out */
-    bool open, complete;   /* large collectives: the lanes are its own; have reached their ends */
-    bool begun, headed;    /* messages: the head is under way; has come ... */
-    bool compared;         /* ... and agrees with what the receiver asked for */
-    dtrain__mpi_lane lane; /* messages */
+    int pending;  /* requests under way but for records to this rank */
+    size_t round; /* the next one; of messages: 0 the record, then the pieces */
 } dtrain__mpi_work;
 
-/* What a request is for. */
 typedef struct dtrain__mpi_token {
     dtrain__mpi_work *work;
-    uint32_t use;
+    dtrain__mpi_use use;
     int rank;
-    size_t chunk;
 } dtrain__mpi_token;
-
-typedef struct dtrain__mpi_memory {
-    struct dtrain__mpi_memory *next;
-    void *at;
-    size_t bytes; /* whole pages */
-} dtrain__mpi_memory;
 
 typedef struct dtrain__mpi_comm {
     dtrain__engine base;
-    struct dtrain__mpi_hub *hub;
-    int active, room;      /* requests */
-    MPI_Request *requests; /* these four (room), the first two (active) */
+    dtrain__mpi_hub *hub, own; /* own: of the world's communicator, which all others use */
+    int active;                /* requests */
+    MPI_Request *requests;     /* these four (room), the first two (active) */
     dtrain__mpi_token *tokens;
     MPI_Status *statuses;
     int *indices;
+    uint64_t *heard; /* (window, size) sequence of the record that came last */
+    char *records;   /* see dtrain__mpi_record */
+    char *temporary; /* (size, chunk_bytes) */
     size_t record_bytes, chunk_bytes;
-    char *records;           /* (2, window + 1, size, record_bytes): out, in; last: of messages */
-    uint64_t *heard;         /* (window, size) sequence of the record that came last */
-    char *temporary;         /* (depth, size + 1, chunk_bytes), made when first needed */
-    dtrain__mpi_lane *lanes; /* (lanes, size), of the oldest collective */
-    size_t combined;         /* its chunks of this rank's slice that are added up */
+    char *memory; /* all of these */
+    size_t memory_bytes;
 } dtrain__mpi_comm;
-
-/* One a rank. */
-typedef struct dtrain__mpi_hub {
-    dtrain_world *world;
-    MPI_Comm mpi;
-    int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
-    int64_t range_limit;         /* of tags */
-    bool ours;                   /* MPI_Init was called here */
-    bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
-    bool failed;                 /* MPI is not called any more */
-    dtrain__mpi_memory *memory;
-} dtrain__mpi_hub;
-
-/* comm/mpi.c */
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked, void **out);
-DTRAIN__PRIVATE void dtrain__mpi_unmap(dtrain__mpi_hub *hub, const void *at);
-DTRAIN__PRIVATE void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use,
-                                      int rank, size_t chunk, bool sends, void *at, size_t bytes);
-DTRAIN__PRIVATE char *dtrain__mpi_slot(const dtrain__mpi_comm *comm, bool in, uint64_t slot,
-                                       int rank);
-DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain__work *work, const void *data,
-                                       size_t bytes);
-DTRAIN__PRIVATE const dtrain__transport *dtrain__mpi_transport(void);
-
-/* comm/mpi_move.c */
-DTRAIN__PRIVATE bool dtrain__mpi_move(dtrain__engine *comm, dtrain__work *work, bool oldest);
-DTRAIN__PRIVATE bool dtrain__mpi_message(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE bool dtrain__mpi_lags(const dtrain__engine *comm, const dtrain__work *work,
-                                      int rank);
-
-/* comm/mpi_meet.c */
-DTRAIN__PRIVATE void dtrain__mpi_linger(const dtrain_comm *base);
-
-#endif /* DTRAIN_USE_MPI */
-
-#ifdef DTRAIN_USE_MPI
-
-/* ---- Memory -----------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked, void **out)
-{
-    dtrain_world *world = hub->world;
-    *out = NULL;
-    if (asked > SIZE_MAX / 2)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: %zu bytes asked for", asked);
-    const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
-    DTRAIN__TRY(dtrain_device_check_limit(world->device, bytes));
-    dtrain__mpi_memory *memory = (dtrain__mpi_memory *)dtrain__alloc(
-        &world->allocator, 1, sizeof *memory, "the book of communicator memory");
-    if (!memory) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = dtrain__promise(world->control, bytes);
-    if (result == DTRAIN_OK) {
-        memory->at = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory->at == MAP_FAILED) {
-            __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
-            result = dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s",
-                                 bytes, strerror(errno));
-        }
-    }
-    if (result != DTRAIN_OK) {
-        dtrain__free(&world->allocator, memory, 1, sizeof *memory);
-        return result;
-    }
-    memory->bytes = bytes;
-    memory->next = hub->memory;
-    hub->memory = memory;
-    dtrain_device_account(world->device, &world->device->comm_bytes, bytes);
-    *out = memory->at;
-    return DTRAIN_OK;
-}
-
-/* After a failure MPI may still write to it: then it stays mapped. */
-DTRAIN__PRIVATE void dtrain__mpi_unmap(dtrain__mpi_hub *hub, const void *at)
-{
-    dtrain_world *world = hub->world;
-    for (dtrain__mpi_memory **link = &hub->memory; at && *link; link = &(*link)->next) {
-        dtrain__mpi_memory *memory = *link;
-        if (memory->at != at) continue;
-        *link = memory->next;
-        if (!hub->failed) munmap(memory->at, memory->bytes);
-        __atomic_fetch_sub(&world->control->promised, (uint64_t)memory->bytes, __ATOMIC_ACQ_REL);
-        world->device->comm_bytes -= memory->bytes;
-        dtrain__free(&world->allocator, memory, 1, sizeof *memory);
-        return;
-    }
-}
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
 
-/* A rank's death may reach MPI before it reaches the control plane, which says it better. */
+/* Fail with what MPI says. A rank's death may reach MPI before it reaches the control plane, which
+ * says it better: so wait a second for that. */
 static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -8741,87 +8429,57 @@ static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *ca
     (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
 }
 
-static int dtrain__mpi_tag(const dtrain__mpi_comm *comm, uint32_t use)
-{
-    const int base = (int)(comm->base.number * DTRAIN__MPI_TAGS);
-    if (use < DTRAIN__RECORD_OUT) return base + (int)use / 2; /* parts, results */
-    return base + (use <= DTRAIN__RECORD_IN ? 2 : use == DTRAIN__HEAD ? 3 : 4);
-}
-
-DTRAIN__PRIVATE void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use,
-                                      int rank, size_t chunk, bool sends, void *at, size_t bytes)
+static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtrain__mpi_use use,
+                             dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
 {
     const int peer = comm->hub->ranks[comm->base.base.world_ranks[rank]];
-    const int tag = dtrain__mpi_tag(comm, use);
+    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const MPI_Comm mpi = comm->hub->mpi;
     dtrain__mpi_token *token = &comm->tokens[comm->active];
     MPI_Request *request = &comm->requests[comm->active];
-    const int code = sends
-                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, comm->hub->mpi, request)
-                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, comm->hub->mpi, request);
+    if (comm->base.failed) return;
+    const int code = use == DTRAIN__SENT
+                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request)
+                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request);
     if (code != MPI_SUCCESS) {
-        dtrain__mpi_refused(comm, code, sends ? "MPI_Isend" : "MPI_Irecv");
+        dtrain__mpi_refused(comm, code, use == DTRAIN__SENT ? "MPI_Isend" : "MPI_Irecv");
         return;
     }
     token->work = work;
     token->use = use;
     token->rank = rank;
-    token->chunk = chunk;
+    work->pending += use != DTRAIN__RECORD_IN;
     comm->active++;
 }
 
-/* A record has come. What is not one agrees with nothing. */
-static void dtrain__mpi_record_in(dtrain__mpi_comm *comm, uint64_t sequence, int rank)
+static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t sequence, int rank)
 {
-    const uint64_t slot = sequence % DTRAIN__WINDOW;
-    dtrain__mpi_record *record =
-        (dtrain__mpi_record *)(void *)dtrain__mpi_slot(comm, true, slot, rank);
-    if (record->magic != DTRAIN__MPI_MAGIC || record->sequence != sequence) record->shown.kind = 0;
-    comm->heard[slot * (size_t)comm->base.base.size + (size_t)rank] = sequence;
+    return &comm->heard[sequence % DTRAIN__WINDOW * (size_t)comm->base.base.size + (size_t)rank];
 }
 
-static void dtrain__mpi_lane_land(dtrain__mpi_lane *lane, size_t chunk)
-{
-    lane->landed |= 1u << chunk % DTRAIN__MPI_DEPTH;
-    while (lane->landed & 1u << lane->done % DTRAIN__MPI_DEPTH) {
-        lane->landed &= ~(1u << lane->done % DTRAIN__MPI_DEPTH);
-        lane->done++;
-    }
-}
-
-static void dtrain__mpi_land(dtrain__mpi_comm *comm, const dtrain__mpi_token *token)
-{
-    dtrain__mpi_work *work = token->work;
-    const size_t size = (size_t)comm->base.base.size, rank = (size_t)token->rank;
-    switch (token->use) {
-    case DTRAIN__RECORD_IN: dtrain__mpi_record_in(comm, work->base.sequence, token->rank); break;
-    case DTRAIN__RECORD_OUT: work->unsent--; break;
-    case DTRAIN__HEAD:
-        if (work->base.what.kind == DTRAIN_COLLECTIVE_SEND) work->unsent--;
-        else work->headed = true;
-        break;
-    case DTRAIN__BODY: dtrain__mpi_lane_land(&work->lane, token->chunk); break;
-    default: dtrain__mpi_lane_land(&comm->lanes[token->use * size + rank], token->chunk); break;
-    }
-}
-
-/* Take in what MPI has finished. */
+/* Take in what MPI has finished; with nothing in flight, let MPI send what it still has. */
 static bool dtrain__mpi_poll(dtrain__engine *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
+    if (!comm->active && !base->queue)
+        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
     if (!comm->active) return false;
-    const int code =
-        MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
+    int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
     if (code != MPI_SUCCESS) {
-        int first = code;
         MPI_Error_class(code, &class_of);
         for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
-            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) first = comm->statuses[i].MPI_ERROR;
-        dtrain__mpi_refused(comm, first, "MPI_Testsome");
+            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) code = comm->statuses[i].MPI_ERROR;
+        dtrain__mpi_refused(comm, code, "MPI_Testsome");
         return false;
     }
     if (count == MPI_UNDEFINED || count == 0) return false;
-    for (int i = 0; i < count; i++) dtrain__mpi_land(comm, &comm->tokens[comm->indices[i]]);
+    for (int i = 0; i < count; i++) {
+        const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
+        const uint64_t sequence = token->work->base.sequence;
+        if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
+        else *dtrain__mpi_heard_at(comm, sequence, token->rank) = sequence;
+    }
     for (int i = 0; i < comm->active; i++) {
         if (comm->requests[i] == MPI_REQUEST_NULL) continue;
         comm->requests[kept] = comm->requests[i];
@@ -8833,37 +8491,14 @@ static bool dtrain__mpi_poll(dtrain__engine *base)
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
-/* A slot for a rank's record: one for each operation of the window, and the last one for the heads
- * of messages. */
-DTRAIN__PRIVATE char *dtrain__mpi_slot(const dtrain__mpi_comm *comm, bool in, uint64_t slot,
-                                       int rank)
+/* Find the place of a record. Line s % W is for collective s, line W for messages; in each, place
+ * `rank` is for what comes from that rank, and places behind those are for what this rank sends:
+ * one for all in a collective, one for each rank in messages. */
+static dtrain__shown *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
 {
-    const size_t size = (size_t)comm->base.base.size, slots = DTRAIN__WINDOW + 1;
-    return comm->records +
-           (((in ? slots : 0) + (size_t)slot) * size + (size_t)rank) * comm->record_bytes;
-}
-
-DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain__work *work, const void *data,
-                                       size_t bytes)
-{
-    dtrain__mpi_record record;
-    memset(&record, 0, sizeof record);
-    record.magic = DTRAIN__MPI_MAGIC;
-    record.sequence = work->sequence;
-    record.shown = work->shown;
-    memcpy(at, &record, sizeof record);
-    if (bytes) memcpy(at + sizeof record, data, bytes);
-}
-
-/* Find the small data of this rank for `to`, which need not be another rank. */
-static const char *dtrain__mpi_gift(const dtrain_comm *comm, const dtrain_collective *what, int to,
-                                    size_t *bytes)
-{
-    const char *send = (const char *)what->send;
-    *bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && to != what->root) *bytes = 0;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && comm->rank != what->root) *bytes = 0;
-    return dtrain__cuts(what) && *bytes ? send + (size_t)to * *bytes : send;
+    const size_t places = 2 * (size_t)comm->base.base.size;
+    return (dtrain__shown *)(void *)(comm->records +
+                                     (line * places + (size_t)place) * comm->record_bytes);
 }
 
 static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
@@ -8871,106 +8506,279 @@ static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const int size = base->base.size, rank = base->base.rank;
-    const uint64_t slot = work->sequence % DTRAIN__WINDOW;
-    own->unsent = size - 1;
-    for (int i = 1; i < size && !base->failed; i++) {
+    const uint64_t line = work->sequence % DTRAIN__WINDOW;
+    dtrain__shown *record = dtrain__mpi_record(comm, line, size);
+    const size_t bytes = dtrain__write_shown(base, work, record);
+    for (int i = 1; i < size; i++) {
         const int peer = (rank + size - i) % size;
-        dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, peer, 0, false,
-                         dtrain__mpi_slot(comm, true, slot, peer), comm->record_bytes);
+        dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, DTRAIN__TAG_RECORD, peer,
+                         dtrain__mpi_record(comm, line, peer), comm->record_bytes);
     }
-    for (int i = 1; i < size && !base->failed; i++) {
-        const int peer = (rank + i) % size;
-        char *at = dtrain__mpi_slot(comm, false, slot, peer);
-        size_t bytes;
-        const char *gift = dtrain__mpi_gift(&base->base, &work->what, peer, &bytes);
-        if (!work->small) bytes = 0;
-        dtrain__mpi_write(at, work, gift, bytes);
-        dtrain__mpi_post(comm, own, DTRAIN__RECORD_OUT, peer, 0, true, at,
-                         sizeof(dtrain__mpi_record) + bytes);
-    }
+    for (int i = 1; i < size; i++)
+        dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_RECORD, (rank + i) % size, record,
+                         bytes);
 }
 
 static const dtrain__shown *dtrain__mpi_heard(const dtrain__engine *base, uint64_t sequence,
                                               int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    const uint64_t slot = sequence % DTRAIN__WINDOW;
-    if (comm->heard[slot * (size_t)base->base.size + (size_t)rank] < sequence) return NULL;
-    return &((const dtrain__mpi_record *)(const void *)dtrain__mpi_slot(comm, true, slot, rank))
-                ->shown;
+    if (*dtrain__mpi_heard_at(comm, sequence, rank) < sequence) return NULL;
+    return dtrain__mpi_record(comm, sequence % DTRAIN__WINDOW, rank);
 }
 
-/* Everything came along with the records. */
-static void dtrain__mpi_inputs(const dtrain__engine *base, const dtrain__work *work,
-                               const char **in)
+/* ---- Rounds -----------------------------------------------------------------------------------*/
+
+/* Return the bytes of a chunk. What is neither added nor passed on goes straight to its place. */
+static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
+}
+
+/* Find chunk c of the slice that `owner` has; return its bytes, 0 behind the end. */
+static size_t dtrain__mpi_cut(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                              int owner, size_t c, size_t *first, size_t *at)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
+    size_t length;
+    dtrain__slice(what, comm->base.base.size, owner, first, &length);
+    *first *= unit;
+    *at = c * each;
+    length *= unit;
+    return *at >= length ? 0 : length - *at < each ? length - *at : each;
+}
+
+/* Find where the sum of a chunk goes. */
+static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                             size_t first, size_t at)
+{
+    const int rank = comm->base.base.rank;
+    if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
+    return (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first) + at;
+}
+
+/* Post what one rank sends to another one in a phase, parts or results, of chunk c; one of both is
+ * this rank. MPI does not write to what it sends, whatever its type says. */
+static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
+                                   int from, int to, size_t c)
+{
+    const dtrain_collective *what = &work->base.what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool sends = from == comm->base.base.rank;
+    const int peer = sends ? to : from;
+    char *send = (char *)(uintptr_t)what->send, *recv = (char *)what->recv, *place;
+    size_t first, at;
+    if (results ? kind->cuts || !dtrain__gets(what, to)
+                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
+        return;
+    const size_t bytes = dtrain__mpi_cut(comm, what, results ? from : to, c, &first, &at);
+    if (!bytes) return;
+    if (sends && !results) place = send + first + at;
+    else if (sends && kind->joins) place = send + at;
+    else if (sends && kind->reduces) place = dtrain__mpi_sum(comm, what, first, at);
+    else if (!results && kind->reduces) place = comm->temporary + (size_t)peer * comm->chunk_bytes;
+    else if (!results && kind->joins)
+        place = recv + (size_t)peer * what->count * dtrain_dtype_bytes(what->dtype) + at;
+    else place = recv + first + at;
+    dtrain__mpi_post(comm, work,
+                     sends     ? DTRAIN__SENT
+                     : results ? DTRAIN__RESULT_IN
+                               : DTRAIN__PART_IN,
+                     DTRAIN__TAG_ROUND, peer, place, bytes);
+}
+
+/* Add up chunk c of this rank's slice, after its parts have come. */
+static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                size_t c)
+{
+    const int rank = comm->base.base.rank;
+    const char *in[DTRAIN_MAX_RANKS];
+    size_t first, at;
+    const size_t bytes = dtrain__mpi_cut(comm, what, rank, c, &first, &at);
+    if (!bytes) return;
+    for (int i = 0; i < comm->base.base.size; i++)
+        in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
+    in[rank] = (const char *)what->send + first + at;
+    char *out = dtrain__mpi_sum(comm, what, first, at);
+    dtrain__combine(what, in, comm->base.base.size, &out, 1,
+                    bytes / dtrain_dtype_bytes(what->dtype));
+}
+
+/* Copy what goes from this rank to itself. */
+static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_collective *what)
+{
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const size_t slice = (size_t)comm->base.base.rank * bytes;
+    const char *from = (const char *)what->send + (dtrain__kind_of(what->kind)->cuts ? slice : 0);
+    char *to = (char *)what->recv + slice;
+    if (dtrain__kind_of(what->kind)->joins && from != to) memcpy(to, from, bytes);
+}
+
+/* A collective is over when the records of this rank are out, too: their places are used again. */
+static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const int size = base->base.size, rank = base->base.rank;
+    const size_t lag = kind->joins ? 0 : 1; /* rounds by which results come behind parts */
+    size_t first, length;                   /* of slice 0, which is the longest */
+    if (own->pending || work->small) return !own->pending;
+    if (!oldest) return false;
+    dtrain__slice(what, size, 0, &first, &length);
+    const size_t bytes = length * dtrain_dtype_bytes(what->dtype);
+    const size_t each = dtrain__mpi_chunk(comm, what), chunks = bytes / each + (bytes % each != 0);
+    for (; !own->pending && !base->failed; own->round++) {
+        const size_t r = own->round;
+        if (r == 0) dtrain__mpi_copy_own(comm, what);
+        else if (kind->reduces) dtrain__mpi_combine(comm, what, r - 1);
+        if (r == chunks + (kind->cuts ? 0 : lag)) return true;
+        for (int i = 1; i < size; i++) {
+            const int peer = (rank + i) % size;
+            dtrain__mpi_post_chunk(comm, own, false, rank, peer, r);
+            dtrain__mpi_post_chunk(comm, own, false, peer, rank, r);
+            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, rank, peer, r - lag);
+            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, peer, rank, r - lag);
+        }
+    }
+    return false;
+}
+
+static bool dtrain__mpi_lags(const dtrain__engine *base, const dtrain__work *work, int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    const int rank = base->base.rank;
-    size_t own;
-    for (int i = 0; i < base->base.size; i++)
-        in[i] = dtrain__mpi_slot(comm, true, work->sequence % DTRAIN__WINDOW, i) +
-                sizeof(dtrain__mpi_record);
-    in[rank] = dtrain__mpi_gift(&base->base, &work->what, rank, &own);
+    dtrain__mpi_use first = DTRAIN__RECORD_IN;
+    bool lags = false;
+    if (!work->sequence) return true;
+    for (int i = 0; i < comm->active; i++) {
+        const dtrain__mpi_token *token = &comm->tokens[i];
+        if (&token->work->base != work || token->use > first) continue;
+        lags = (lags && token->use == first) || token->rank == rank;
+        first = token->use;
+    }
+    return lags;
 }
 
-/* ---- Failure, life ----------------------------------------------------------------------------*/
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+static bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *work)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const dtrain_collective *what = &work->what;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const dtrain__mpi_use use = sends ? DTRAIN__SENT : DTRAIN__PART_IN;
+    const size_t all = work->small ? 0 : dtrain__send_bytes(what, base->base.size);
+    dtrain__shown *record =
+        dtrain__mpi_record(comm, DTRAIN__WINDOW, what->root + (sends ? base->base.size : 0));
+    for (; !own->pending && !base->failed; own->round++) {
+        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
+        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
+        if (own->round == 0) {
+            dtrain__mpi_post(comm, own, use, DTRAIN__TAG_MESSAGE, what->root, record,
+                             sends ? dtrain__write_shown(base, work, record) : comm->record_bytes);
+            continue;
+        }
+        if (own->round == 1 && !sends) {
+            if (!dtrain__message_agrees(base, work, record)) return false;
+            if (work->small && what->count)
+                memcpy(what->recv, record + 1, dtrain__recv_bytes(what, base->base.size));
+        }
+        if (at >= all) return true;
+        dtrain__mpi_post(comm, own, use, DTRAIN__TAG_MESSAGE, what->root, buffer + at,
+                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
+    }
+    return false;
+}
+
+/* ---- Memory, failure, life --------------------------------------------------------------------*/
+
+static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **out)
+{
+    dtrain_world *world = comm->base.world;
+    const size_t most = SIZE_MAX / 2, bytes = dtrain__round_up(asked < 1      ? 1
+                                                               : asked < most ? asked
+                                                                              : most,
+                                                               dtrain__page_bytes());
+    *out = NULL;
+    DTRAIN__TRY(dtrain_device_check_limit(world->device, bytes));
+    DTRAIN__TRY(dtrain__promise(world->control, bytes));
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
+                           strerror(errno));
+    }
+    dtrain_device_account(world->device, &world->device->comm_bytes, bytes);
+    *out = memory;
+    return DTRAIN_OK;
+}
+
+/* Unmap memory, but after a failure MPI may still write to it: then it stays. */
+static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
+{
+    dtrain_world *world = comm->base.world;
+    const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
+    if (!((dtrain__mpi_comm *)comm)->hub->failed) munmap(memory, bytes);
+    __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+    world->device->comm_bytes -= bytes;
+}
 
 /* The first report of the world stands, whoever made it, and fails all its communicators. */
 static void dtrain__mpi_publish(dtrain__engine *comm, dtrain_result code, const char *text)
 {
     dtrain_world_abort(comm->base.world, code, text);
-    ((dtrain__mpi_hub *)comm->shared)->failed = true;
+    ((dtrain__mpi_comm *)comm)->hub->failed = true;
 }
 
-static dtrain_result dtrain__mpi_map_for(dtrain__engine *comm, size_t bytes, void **out)
+/* Take the next lines of the communicator's memory; only count them while there is none. */
+static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
 {
-    return dtrain__mpi_map((dtrain__mpi_hub *)comm->shared, bytes, out);
-}
-static void dtrain__mpi_unmap_for(dtrain__engine *comm, void *memory)
-{
-    dtrain__mpi_unmap((dtrain__mpi_hub *)comm->shared, memory);
-}
-
-/* The books of all requests that can be under way: records both ways for every operation of the
- * window, the lanes, and with every rank one message each way. */
-static dtrain_result dtrain__mpi_tables(dtrain__mpi_comm *comm)
-{
-    const dtrain_allocator *allocator = &comm->base.base.world->allocator;
-    const size_t size = (size_t)comm->base.base.size, depth = DTRAIN__MPI_DEPTH;
-    const size_t room = size * (2 * DTRAIN__WINDOW + DTRAIN__MPI_LANES * depth + 2 * (1 + depth));
-    comm->room = (int)room;
-    comm->requests = (MPI_Request *)dtrain__alloc(allocator, room, sizeof *comm->requests, "MPI");
-    comm->tokens = (dtrain__mpi_token *)dtrain__alloc(allocator, room, sizeof *comm->tokens, "MPI");
-    comm->statuses = (MPI_Status *)dtrain__alloc(allocator, room, sizeof *comm->statuses, "MPI");
-    comm->indices = (int *)dtrain__alloc(allocator, room, sizeof *comm->indices, "MPI");
-    comm->heard =
-        (uint64_t *)dtrain__alloc(allocator, DTRAIN__WINDOW * size, sizeof *comm->heard, "MPI");
-    comm->lanes = (dtrain__mpi_lane *)dtrain__alloc(allocator, DTRAIN__MPI_LANES * size,
-                                                    sizeof *comm->lanes, "MPI");
-    return comm->requests && comm->tokens && comm->statuses && comm->indices && comm->heard &&
-                   comm->lanes
-               ? DTRAIN_OK
-               : DTRAIN_ERROR_MEMORY;
+    char *at = comm->memory ? comm->memory + comm->memory_bytes : NULL;
+    comm->memory_bytes += dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
+    return at;
 }
 
+/* Lay out the tables. Requests that can be under way: records both ways for every operation of the
+ * window, four of a round, and with every rank one of a message each way. */
+static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
+{
+    const size_t size = (size_t)comm->base.base.size, room = size * (2 * DTRAIN__WINDOW + 4 + 2);
+    comm->memory_bytes = 0;
+    comm->requests = (MPI_Request *)dtrain__mpi_take(comm, room * sizeof *comm->requests);
+    comm->tokens = (dtrain__mpi_token *)dtrain__mpi_take(comm, room * sizeof *comm->tokens);
+    comm->statuses = (MPI_Status *)dtrain__mpi_take(comm, room * sizeof *comm->statuses);
+    comm->indices = (int *)dtrain__mpi_take(comm, room * sizeof *comm->indices);
+    comm->heard = (uint64_t *)dtrain__mpi_take(comm, DTRAIN__WINDOW * size * sizeof *comm->heard);
+    comm->temporary = (char *)dtrain__mpi_take(comm, size * comm->chunk_bytes);
+    comm->records =
+        (char *)dtrain__mpi_take(comm, (DTRAIN__WINDOW + 1) * 2 * size * comm->record_bytes);
+}
+
+/* Meet in MPI, for the world's communicator; all others use that one's connection. */
 static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_hub *hub = (dtrain__mpi_hub *)base->shared;
-    const size_t ranks = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
-    size_t data = DTRAIN__SMALL_TOTAL / ranks, chunk = DTRAIN__MPI_TEMPORARY / (2 * ranks);
-    void *records;
+    const size_t size = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
+    size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
+    void *memory;
+    comm->hub = base->number ? ((dtrain__mpi_comm *)base->base.world->comm)->hub : &comm->own;
+    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->base.world, comm->hub));
+    if (base->number >= comm->hub->number_limit)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
+                           (long long)base->number);
     if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
     if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
-    comm->hub = hub;
     comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(sizeof(dtrain__mpi_record) + data, line);
-    base->number_limit = hub->range_limit;
-    DTRAIN__TRY(dtrain__mpi_tables(comm));
-    DTRAIN__TRY(
-        dtrain__mpi_map(hub, 2 * (DTRAIN__WINDOW + 1) * ranks * comm->record_bytes, &records));
-    comm->records = (char *)records;
+    comm->record_bytes = dtrain__round_up(sizeof(dtrain__shown) + data, line);
+    dtrain__mpi_tables(comm);
+    DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
+    comm->memory = (char *)memory;
+    dtrain__mpi_tables(comm);
     *address = 1;
     return DTRAIN_OK;
 }
@@ -8985,349 +8793,32 @@ static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
 static void dtrain__mpi_release(dtrain__engine *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    const dtrain_allocator *allocator = &base->base.world->allocator;
-    const size_t size = (size_t)base->base.size, room = (size_t)comm->room;
     if (!comm->hub) return;
-    dtrain__mpi_unmap(comm->hub, comm->temporary);
-    dtrain__mpi_unmap(comm->hub, comm->records);
-    dtrain__free(allocator, comm->lanes, DTRAIN__MPI_LANES * size, sizeof *comm->lanes);
-    dtrain__free(allocator, comm->heard, DTRAIN__WINDOW * size, sizeof *comm->heard);
-    dtrain__free(allocator, comm->indices, room, sizeof *comm->indices);
-    dtrain__free(allocator, comm->statuses, room, sizeof *comm->statuses);
-    dtrain__free(allocator, comm->tokens, room, sizeof *comm->tokens);
-    dtrain__free(allocator, comm->requests, room, sizeof *comm->requests);
+    if (comm->active && !comm->hub->failed)
+        dtrain__mpi_publish(base, DTRAIN_ERROR_USAGE, "left with operations in flight");
+    if (!base->report && base->number == 0) comm->hub->failed = true;
+    if (base->number == 0) dtrain__mpi_part(base->base.world, comm->hub);
+    if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 
 /* A rank that left is given two seconds: what it sent before may be slower than the news. */
-DTRAIN__PRIVATE const dtrain__transport *dtrain__mpi_transport(void)
+static const dtrain__transport dtrain__mpi_transport = {
+    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,
+    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move,
+    dtrain__mpi_message,      dtrain__mpi_lags,         dtrain__mpi_map,
+    dtrain__mpi_unmap,        dtrain__mpi_make,         dtrain__mpi_join,
+    dtrain__mpi_release,      dtrain__mpi_poll,         NULL,
+    dtrain__mpi_publish};
+
+static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
 {
-    static const dtrain__transport transport = {sizeof(dtrain__mpi_comm),
-                                                sizeof(dtrain__mpi_work),
-                                                2000000000u,
-                                                dtrain__mpi_show,
-                                                dtrain__mpi_heard,
-                                                dtrain__mpi_inputs,
-                                                dtrain__mpi_move,
-                                                dtrain__mpi_message,
-                                                dtrain__mpi_lags,
-                                                dtrain__mpi_publish,
-                                                dtrain__mpi_map_for,
-                                                dtrain__mpi_unmap_for,
-                                                dtrain__mpi_poll,
-                                                NULL,
-                                                dtrain__mpi_make,
-                                                dtrain__mpi_join,
-                                                dtrain__mpi_release};
-    return &transport;
+    return dtrain__engine_create(world, dtrain_mpi_comm_ops(), &dtrain__mpi_transport, out);
 }
 
-#endif /* DTRAIN_USE_MPI */
-
-/* ================================================================================================
- * src/comm/mpi_move.c
- * ==============================================================================================*/
-
-/* The MPI transport: large collectives in lanes, and messages */
-
-#ifdef DTRAIN_USE_MPI
-
-static bool dtrain__mpi_adds(const dtrain_collective *what)
+extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
 {
-    return dtrain__kind_of(what->kind)->reduces;
-}
-
-/* Whether a collective has this lane at all: the table above. */
-static bool dtrain__mpi_has_lane(const dtrain_comm *comm, const dtrain_collective *what,
-                                 uint32_t use, int peer)
-{
-    const bool parts = use <= DTRAIN__PART_IN;
-    const bool out = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_OUT;
-    const int from = out ? comm->rank : peer, to = out ? peer : comm->rank;
-    switch (what->kind) {
-    case DTRAIN_COLLECTIVE_ALL_REDUCE: return true;
-    case DTRAIN_COLLECTIVE_REDUCE: return parts || to == what->root;
-    case DTRAIN_COLLECTIVE_BROADCAST: return parts ? from == what->root : to != what->root;
-    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
-    case DTRAIN_COLLECTIVE_ALL_TO_ALL: return parts;
-    default: return !parts;
-    }
-}
-
-/* Slice `owner` in bytes. */
-static void dtrain__mpi_slice(const dtrain_comm *comm, const dtrain_collective *what, int owner,
-                              size_t *first, size_t *length)
-{
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE ||
-        what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
-        dtrain__slice(what->count, unit, comm->size, owner, first, length);
-    } else {
-        *first = (size_t)owner * what->count;
-        *length = what->count;
-    }
-    *first *= unit;
-    *length *= unit;
-}
-
-static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
-{
-    const bool straight =
-        what->kind == DTRAIN_COLLECTIVE_ALL_GATHER || what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
-    return straight ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
-}
-
-static size_t dtrain__mpi_chunks(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                                 int owner)
-{
-    const size_t chunk = dtrain__mpi_chunk(comm, what);
-    size_t first, length;
-    dtrain__mpi_slice(&comm->base.base, what, owner, &first, &length);
-    return length / chunk + (length % chunk != 0);
-}
-
-static dtrain__mpi_lane *dtrain__mpi_lane_of(const dtrain__mpi_comm *comm, uint32_t use, int peer)
-{
-    return &comm->lanes[use * (size_t)comm->base.base.size + (size_t)peer];
-}
-
-static char *dtrain__mpi_temporary(const dtrain__mpi_comm *comm, size_t chunk, int rank)
-{
-    const size_t half = chunk % DTRAIN__MPI_DEPTH * ((size_t)comm->base.base.size + 1);
-    return comm->temporary + (half + (size_t)rank) * comm->chunk_bytes;
-}
-
-/* Where this rank's sum of a chunk goes; `at` and `first` in bytes. */
-static char *dtrain__mpi_sum_at(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                                size_t first, size_t at, size_t chunk)
-{
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.base.rank)
-        return dtrain__mpi_temporary(comm, chunk, comm->base.base.size);
-    return (char *)what->recv + (what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ? 0 : first) + at;
-}
-
-/* Chunk of a lane in memory. MPI does not write to what it sends, whatever its type says. */
-static char *dtrain__mpi_place(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                               uint32_t use, int peer, size_t chunk, size_t *bytes)
-{
-    const bool theirs = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_IN;
-    const size_t each = dtrain__mpi_chunk(comm, what), at = chunk * each;
-    char *send = (char *)(uintptr_t)what->send, *recv = (char *)what->recv;
-    size_t first, length;
-    dtrain__mpi_slice(&comm->base.base, what, theirs ? peer : comm->base.base.rank, &first,
-                      &length);
-    *bytes = length - at < each ? length - at : each;
-    switch (use) {
-    case DTRAIN__PART_OUT: return send + first + at;
-    case DTRAIN__PART_IN:
-        if (dtrain__mpi_adds(what)) return dtrain__mpi_temporary(comm, chunk, peer);
-        return recv + (what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? (size_t)peer * length : first) +
-               at;
-    case DTRAIN__RESULT_OUT:
-        if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER) return send + at;
-        return dtrain__mpi_sum_at(comm, what, first, at, chunk);
-    default: return recv + first + at;
-    }
-}
-
-/* Chunks of a lane that may be under way now. In place, a slice of the result may come when that
- * slice of the input is out. */
-static size_t dtrain__mpi_limit(const dtrain__mpi_comm *comm, const dtrain_collective *what,
-                                uint32_t use, int peer)
-{
-    const size_t all = dtrain__mpi_lane_of(comm, use, peer)->chunks;
-    const bool adds = dtrain__mpi_adds(what);
-    size_t limit = all;
-    if (use == DTRAIN__PART_IN && adds) limit = comm->combined + DTRAIN__MPI_DEPTH;
-    if (use == DTRAIN__RESULT_OUT && adds) limit = comm->combined;
-    if (use == DTRAIN__RESULT_OUT && what->kind == DTRAIN_COLLECTIVE_BROADCAST &&
-        what->root != comm->base.base.rank)
-        limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, what->root)->done;
-    if (use == DTRAIN__RESULT_IN && adds && what->send == what->recv)
-        limit = dtrain__mpi_lane_of(comm, DTRAIN__PART_OUT, peer)->done;
-    return limit < all ? limit : all;
-}
-
-static void dtrain__mpi_lane_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use,
-                                  int peer)
-{
-    dtrain__mpi_lane *lane = dtrain__mpi_lane_of(comm, use, peer);
-    const bool sends = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_OUT;
-    while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
-           lane->posted < dtrain__mpi_limit(comm, &work->base.what, use, peer) &&
-           !comm->base.failed) {
-        size_t bytes;
-        char *at = dtrain__mpi_place(comm, &work->base.what, use, peer, lane->posted, &bytes);
-        dtrain__mpi_post(comm, work, use, peer, lane->posted++, sends, at, bytes);
-    }
-}
-
-/* Adds up the next chunk of this rank's slice, if all of it is there. */
-static bool dtrain__mpi_combine(dtrain__mpi_comm *comm, const dtrain__mpi_work *work)
-{
-    const dtrain_collective *what = &work->base.what;
-    const int size = comm->base.base.size, rank = comm->base.base.rank;
-    const size_t c = comm->combined, at = c * comm->chunk_bytes;
-    const char *in[DTRAIN_MAX_RANKS];
-    size_t first, length;
-    if (!dtrain__mpi_adds(what)) return false;
-    dtrain__mpi_slice(&comm->base.base, what, rank, &first, &length);
-    if (at >= length) return false;
-    for (int i = 0; i < size; i++)
-        if (i != rank && dtrain__mpi_lane_of(comm, DTRAIN__PART_IN, i)->done <= c) return false;
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE &&
-        rank != what->root && /* the place of the sum is taken */
-        c >= dtrain__mpi_lane_of(comm, DTRAIN__RESULT_OUT, what->root)->done + DTRAIN__MPI_DEPTH)
-        return false;
-    for (int i = 0; i < size; i++) in[i] = dtrain__mpi_temporary(comm, c, i);
-    in[rank] = (const char *)what->send + first + at;
-    char *out = dtrain__mpi_sum_at(comm, what, first, at, c);
-    const size_t bytes = length - at < comm->chunk_bytes ? length - at : comm->chunk_bytes;
-    dtrain__combine(what, in, size, &out, 1, bytes / dtrain_dtype_bytes(what->dtype));
-    comm->combined++;
-    return true;
-}
-
-/* All ranks agree: the lanes of a large operation. What goes from this rank to itself is copied. */
-static void dtrain__mpi_lanes_open(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
-{
-    const dtrain_collective *what = &work->base.what;
-    const int size = comm->base.base.size, rank = comm->base.base.rank;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    void *memory;
-    memset(comm->lanes, 0, DTRAIN__MPI_LANES * (size_t)size * sizeof *comm->lanes);
-    comm->combined = 0;
-    work->open = true;
-    for (uint32_t use = 0; use < DTRAIN__MPI_LANES; use++)
-        for (int i = 0; i < size; i++) {
-            const bool theirs = use == DTRAIN__PART_OUT || use == DTRAIN__RESULT_IN;
-            if (i != rank && dtrain__mpi_has_lane(&comm->base.base, what, use, i))
-                dtrain__mpi_lane_of(comm, use, i)->chunks =
-                    dtrain__mpi_chunks(comm, what, theirs ? i : rank);
-        }
-    if (what->kind == DTRAIN_COLLECTIVE_ALL_GATHER || what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL) {
-        const size_t cut = what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL ? (size_t)rank * bytes : 0;
-        char *own = (char *)what->recv + (size_t)rank * bytes;
-        if (own != (const char *)what->send + cut)
-            memcpy(own, (const char *)what->send + cut, bytes);
-    }
-    if (!dtrain__mpi_adds(what) || comm->temporary) return;
-    if (dtrain__mpi_map(comm->hub, DTRAIN__MPI_DEPTH * ((size_t)size + 1) * comm->chunk_bytes,
-                        &memory) == DTRAIN_OK)
-        comm->temporary = (char *)memory;
-    else (void)dtrain__engine_fail(&comm->base.base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-}
-
-/* As far as it goes now; true when all lanes have reached their ends. */
-static bool dtrain__mpi_lanes_move(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
-{
-    const int size = comm->base.base.size, rank = comm->base.base.rank;
-    do {
-        for (int i = 1; i < size; i++)
-            for (uint32_t use = 0; use < DTRAIN__MPI_LANES; use++)
-                dtrain__mpi_lane_post(comm, work, use, (rank + i) % size);
-        if (comm->base.failed) return false;
-    } while (dtrain__mpi_combine(comm, work));
-    for (size_t i = 0; i < DTRAIN__MPI_LANES * (size_t)size; i++)
-        if (comm->lanes[i].done < comm->lanes[i].chunks) return false;
-    return !dtrain__mpi_adds(&work->base.what) ||
-           comm->combined == dtrain__mpi_chunks(comm, &work->base.what, rank);
-}
-
-/* A collective is over when the records of this rank are out, too: their slots are used again. */
-DTRAIN__PRIVATE bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
-    if (!work->small && !own->complete) {
-        if (!oldest) return false;
-        if (!own->open) dtrain__mpi_lanes_open(comm, own);
-        if (base->failed) return false;
-        own->complete = dtrain__mpi_lanes_move(comm, own);
-    }
-    return (work->small || own->complete) && own->unsent == 0;
-}
-
-/* Whom a large operation waits for: ranks that owe it a part, for without it there are no results;
- * else those that owe results; else those that do not take what is sent. */
-static bool dtrain__mpi_lane_lags(const dtrain__mpi_comm *comm, int rank)
-{
-    static const uint32_t uses[] = {DTRAIN__PART_IN, DTRAIN__RESULT_IN, DTRAIN__PART_OUT,
-                                    DTRAIN__RESULT_OUT};
-    for (size_t u = 0; u < sizeof uses / sizeof *uses; u++) {
-        const dtrain__mpi_lane *lanes = dtrain__mpi_lane_of(comm, uses[u], 0);
-        for (int i = 0; i < comm->base.base.size; i++)
-            if (lanes[i].done < lanes[i].posted) return lanes[rank].done < lanes[rank].posted;
-    }
-    return false;
-}
-
-DTRAIN__PRIVATE bool dtrain__mpi_lags(const dtrain__engine *comm, const dtrain__work *work,
-                                      int rank)
-{
-    if (!work->sequence) return true;
-    return ((const dtrain__mpi_work *)work)->open &&
-           dtrain__mpi_lane_lags((const dtrain__mpi_comm *)comm, rank);
-}
-
-/* ---- Messages
- *
- * A head, with the data when it is small, then the data in pieces. */
-
-static void dtrain__mpi_message_begin(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
-{
-    const dtrain_collective *what = &work->base.what;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
-    const bool small = bytes <= comm->record_bytes - sizeof(dtrain__mpi_record);
-    const size_t pieces =
-        bytes / DTRAIN__MPI_MESSAGE_BYTES + (bytes % DTRAIN__MPI_MESSAGE_BYTES != 0);
-    char *head = dtrain__mpi_slot(comm, !sends, DTRAIN__WINDOW, what->root);
-    work->begun = true;
-    work->lane.chunks = small ? 0 : pieces;
-    work->unsent = sends;
-    if (sends) dtrain__mpi_write(head, &work->base, what->send, small ? bytes : 0);
-    dtrain__mpi_post(comm, work, DTRAIN__HEAD, what->root, 0, sends, head,
-                     sends ? sizeof(dtrain__mpi_record) + (small ? bytes : 0) : comm->record_bytes);
-}
-
-/* Compare what was sent with what this receiver asked for, when the head has come. */
-static bool dtrain__mpi_message_head(dtrain__mpi_comm *comm, dtrain__mpi_work *work)
-{
-    const dtrain_collective *what = &work->base.what;
-    const char *head = dtrain__mpi_slot(comm, true, DTRAIN__WINDOW, what->root);
-    dtrain__mpi_record record;
-    memcpy(&record, head, sizeof record);
-    work->compared = true;
-    if (record.magic != DTRAIN__MPI_MAGIC || record.shown.count != what->count ||
-        record.shown.dtype != (uint32_t)what->dtype) {
-        (void)dtrain__message_differs(&comm->base, &work->base, (dtrain_dtype)record.shown.dtype,
-                                      record.shown.count);
-        return false;
-    }
-    if (!work->lane.chunks && what->count)
-        memcpy(what->recv, head + sizeof record, what->count * dtrain_dtype_bytes(what->dtype));
-    return true;
-}
-
-DTRAIN__PRIVATE bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *own)
-{
-    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_work *work = (dtrain__mpi_work *)own;
-    const dtrain_collective *what = &own->what;
-    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
-    dtrain__mpi_lane *lane = &work->lane;
-    if (!work->begun) dtrain__mpi_message_begin(comm, work);
-    if (!sends && !work->headed) return false;
-    if (!sends && !work->compared && !dtrain__mpi_message_head(comm, work)) return false;
-    while (lane->posted < lane->chunks && lane->posted < lane->done + DTRAIN__MPI_DEPTH &&
-           !base->failed) {
-        const size_t at = lane->posted * DTRAIN__MPI_MESSAGE_BYTES, rest = bytes - at;
-        dtrain__mpi_post(comm, work, DTRAIN__BODY, what->root, lane->posted++, sends, buffer + at,
-                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
-    }
-    return !base->failed && !work->unsent && lane->done == lane->chunks;
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", dtrain__mpi_create);
+    return &ops;
 }
 
 #endif /* DTRAIN_USE_MPI */
@@ -9336,73 +8827,16 @@ DTRAIN__PRIVATE bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *own
  * src/comm/mpi_meet.c
  * ==============================================================================================*/
 
-/* The MPI transport: how ranks meet in MPI, and how they leave it */
+/* The MPI transport: how ranks meet in MPI, and how they leave it
+ *
+ * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
+ * that they will. Then all compare what MPI thinks the world is with what it is. A rank that cannot
+ * go on leaves, and the others hear of it where they wait for it. */
 
 #ifdef DTRAIN_USE_MPI
 
-/* Whether all ranks have come to the end of the world well: only then MPI can be ended, because
- * MPI_Finalize waits for everybody and has no deadline. */
-static bool dtrain__mpi_all_end(dtrain__mpi_hub *hub)
-{
-    dtrain_world *world = hub->world;
-    MPI_Request request;
-    int done = 0;
-    for (dtrain__engine *comm = world->comms; comm && !hub->failed; comm = comm->next)
-        if (((const dtrain__mpi_comm *)comm)->active)
-            (void)dtrain__engine_failf(comm, DTRAIN_ERROR_USAGE, "left with operations in flight");
-    if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
-    if (MPI_Ibarrier(hub->mpi, &request) != MPI_SUCCESS) return false;
-    for (;;) {
-        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
-        if (done) return true;
-        if (world->link) dtrain__link_pump(world, 1);
-        if (dtrain__trouble(world) != DTRAIN_OK) return false;
-    }
-}
-
-/* Rank 0 waits for the others at the end: what MPI has not sent yet goes out meanwhile. */
-DTRAIN__PRIVATE void dtrain__mpi_linger(const dtrain_comm *base)
-{
-    const dtrain__mpi_hub *hub = ((const dtrain__mpi_comm *)base)->hub;
-    int found;
-    if (!hub->failed) MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, hub->mpi, &found, MPI_STATUS_IGNORE);
-}
-
-static void dtrain__mpi_hub_end(dtrain__mpi_hub *hub, bool met)
-{
-    const dtrain_allocator allocator = hub->world->allocator;
-    int finalized = 1;
-    const bool well = met && dtrain__mpi_all_end(hub);
-    if (!well) hub->failed = true; /* what MPI may still touch stays mapped */
-    while (hub->world->comms) dtrain__engine_release(hub->world->comms);
-    while (hub->memory) dtrain__mpi_unmap(hub, hub->memory->at);
-    if (well) {
-        MPI_Comm_free(&hub->mpi);
-        MPI_Finalized(&finalized);
-        if (hub->ours && !finalized) MPI_Finalize();
-    }
-    if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
-    dtrain__free(&allocator, hub, 1, sizeof *hub);
-}
-
-static dtrain_result dtrain__mpi_destroy(dtrain_comm *base)
-{
-    dtrain__engine *comm = (dtrain__engine *)base;
-    if (base == base->world->comm) dtrain__mpi_hub_end((dtrain__mpi_hub *)comm->shared, true);
-    else dtrain__engine_release(comm);
-    return DTRAIN_OK;
-}
-
-/* ---- How ranks meet in MPI
-*
- * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
- * that they will. Then all compare what MPI thinks the world is with what it is. */
-
 typedef struct dtrain__mpi_hello {
-    int32_t status;     /* dtrain_result of this rank */
     int32_t size, rank; /* in MPI */
-    uint32_t layout[3]; /* must be equal */
-    char library[64], error[300];
 } dtrain__mpi_hello;
 
 static dtrain_result dtrain__mpi_can_meet(const dtrain_world *world)
@@ -9413,88 +8847,12 @@ static dtrain_result dtrain__mpi_can_meet(const dtrain_world *world)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "MPI has been ended, by an earlier world or by the program; for several "
                            "worlds call MPI_Init before the first and MPI_Finalize after the last");
-    if (world->size > 1 && !world->link)
+    if (world->size > 1 && (!world->link || world->launcher))
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "the communicator over MPI needs ranks that MPI's launcher has started, "
                            "and these %d were started by dtrain_launch itself; run: mpirun -n %d, "
                            "or leave comm_ops NULL for the local communicator",
                            world->size, world->size);
-    if (world->launcher && world->size > 1)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "the communicator over MPI needs a process of MPI's launcher for every "
-                           "rank, and this rank was forked; start the %d ranks with mpirun -n %d",
-                           world->size, world->size);
-    return DTRAIN_OK;
-}
-
-/* The same verdict on all ranks: the first rank's trouble, or what does not fit. */
-static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
-{
-    bool seen[DTRAIN_MAX_RANKS];
-    int alone = 0;
-    memset(seen, 0, sizeof seen);
-    for (int i = 0; i < size; i++) {
-        if (all[i].status != DTRAIN_OK)
-            return dtrain_fail((dtrain_result)all[i].status, "%.*s", (int)sizeof all[i].error - 1,
-                               all[i].error);
-        alone += all[i].size == 1;
-    }
-    if (alone == size && size > 1)
-        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                           "MPI: each of the %d ranks is alone in an MPI of its own (%.60s); start "
-                           "them with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix "
-                           "or pmi2",
-                           size, all[0].library, size);
-    for (int i = 0; i < size; i++) {
-        if (all[i].size != size)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
-                               "mpirun as the environment announces",
-                               i, size, all[i].size);
-        if (all[i].rank < 0 || all[i].rank >= size || seen[all[i].rank])
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: rank %d of the world is rank %d in MPI, and another one is, "
-                               "too; are these two runs of mpirun?",
-                               i, all[i].rank);
-        seen[all[i].rank] = true;
-        if (memcmp(all[i].layout, all[0].layout, sizeof all[i].layout) != 0 ||
-            strncmp(all[i].library, all[0].library, sizeof all[i].library) != 0)
-            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
-                               "MPI: ranks 0 and %d were built differently (%.60s, %.60s)", i,
-                               all[0].library, all[i].library);
-    }
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__mpi_exchange(dtrain_world *world, dtrain__mpi_hello *mine,
-                                          dtrain_result status, dtrain__mpi_hello *all)
-{
-    mine->status = status;
-    if (status != DTRAIN_OK)
-        snprintf(mine->error, sizeof mine->error, "%.*s", (int)sizeof mine->error - 1,
-                 dtrain__bare(dtrain_last_error()));
-    return dtrain_world_all_gather(world, mine, sizeof *mine, all);
-}
-
-/* A duplicate, so that no message of the host meets one of ours. The call that does not block. */
-static dtrain_result dtrain__mpi_duplicate(dtrain__mpi_hub *hub)
-{
-    dtrain__wait wait = dtrain__wait_begin();
-    MPI_Request request;
-    int done = 0;
-    int code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &request);
-    while (code == MPI_SUCCESS) {
-        code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-        if (code != MPI_SUCCESS || done) break;
-        const dtrain_result turn = dtrain__wait_turn(hub->world, &wait);
-        if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain_fail(turn, "MPI_Comm_idup: not finished after %.1f s",
-                               1e-9 * (double)hub->world->timeout_ns);
-        DTRAIN__TRY(turn);
-    }
-    if (code != MPI_SUCCESS)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", code);
-    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
     return DTRAIN_OK;
 }
 
@@ -9509,8 +8867,7 @@ static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
 
 static dtrain_result dtrain__mpi_init(dtrain__mpi_hub *hub, dtrain__mpi_hello *mine)
 {
-    char library[MPI_MAX_LIBRARY_VERSION_STRING + 1] = "";
-    int ready = 0, provided = 0, length = 0, found = 0;
+    int ready = 0, provided = 0, found = 0;
     void *highest = NULL;
     MPI_Initialized(&ready);
     hub->ours = !ready;
@@ -9520,76 +8877,95 @@ static dtrain_result dtrain__mpi_init(dtrain__mpi_hub *hub, dtrain__mpi_hello *m
     dtrain__mpi_quiet_pipes(hub);
     MPI_Comm_size(MPI_COMM_WORLD, &mine->size);
     MPI_Comm_rank(MPI_COMM_WORLD, &mine->rank);
-    MPI_Get_library_version(library, &length);
-    snprintf(mine->library, sizeof mine->library, "%.*s", (int)strcspn(library, ",\n"), library);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &highest, &found);
-    hub->range_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
+    hub->number_limit = (found ? *(int *)highest : 32767) / DTRAIN__MPI_TAGS;
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__mpi_meet(dtrain__mpi_hub *hub, dtrain__mpi_hello *all)
+/* Judge whether MPI's world is this one: the same verdict on all ranks. */
+static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
 {
-    dtrain_world *world = hub->world;
-    dtrain__mpi_hello mine;
-    memset(&mine, 0, sizeof mine);
-    mine.size = world->size;
-    mine.rank = world->rank;
-    mine.layout[0] = (uint32_t)DTRAIN__MPI_CHUNK_BYTES;
-    mine.layout[1] = (uint32_t)DTRAIN__MPI_MESSAGE_BYTES;
-    mine.layout[2] = (uint32_t)sizeof(dtrain__mpi_record) + DTRAIN__MPI_DEPTH;
-    DTRAIN__TRY(dtrain__mpi_exchange(world, &mine, dtrain__mpi_can_meet(world), all));
-    DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
-    DTRAIN__TRY(dtrain__mpi_exchange(world, &mine, dtrain__mpi_init(hub, &mine), all));
-    const dtrain_result result = dtrain__mpi_verdict(all, world->size);
-    if (result != DTRAIN_OK && mine.size == 1 && hub->ours) MPI_Finalize(); /* alone: no waiting */
-    DTRAIN__TRY(result);
-    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
-    return dtrain__mpi_duplicate(hub);
+    int alone = 0;
+    for (int i = 0; i < size; i++) alone += all[i].size == 1;
+    if (alone == size && size > 1)
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "MPI: each of the %d ranks is alone in an MPI of its own; start them "
+                           "with this MPI's launcher: mpirun -n %d, or srun with --mpi=pmix or "
+                           "pmi2",
+                           size, size);
+    for (int i = 0; i < size; i++)
+        if (all[i].size != size)
+            return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                               "MPI: rank %d of the world's %d sees %d in MPI; start as many with "
+                               "mpirun as the environment announces",
+                               i, size, all[i].size);
+    return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
+/* Duplicate MPI's world, so that no message of the host meets one of ours, by the call that does
+ * not block. */
+static dtrain_result dtrain__mpi_duplicate(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    const size_t size = (size_t)world->size;
-    int64_t address = 0;
-    dtrain__engine *comm;
-    *out = NULL;
-    dtrain__mpi_hub *hub =
-        (dtrain__mpi_hub *)dtrain__alloc(&world->allocator, 1, sizeof *hub, "a communicator");
-    dtrain__mpi_hello *all = (dtrain__mpi_hello *)dtrain__alloc(&world->allocator, size,
-                                                                sizeof *all, "a table of ranks");
-    dtrain_result result = hub && all ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (hub) hub->world = world;
-    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
-    if (result == DTRAIN_OK) result = dtrain__mpi_meet(hub, all);
-    dtrain__free(&world->allocator, all, size, sizeof *all);
-    if (result == DTRAIN_OK)
-        result = dtrain__engine_make(world, dtrain_mpi_comm_ops(), dtrain__mpi_transport(), hub,
-                                     world->size, world->rank, &comm, &address);
-    if (result == DTRAIN_OK) {
-        comm->transport->join(comm, &address);
-        for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
-        *out = &comm->base;
-    } else if (hub) {
-        dtrain__mpi_hub_end(hub, false);
+    dtrain__wait wait = dtrain__wait_begin();
+    MPI_Request request;
+    int done = 0;
+    int code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &request);
+    while (code == MPI_SUCCESS) {
+        code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+        if (code != MPI_SUCCESS || done) break;
+        const dtrain_result turn = dtrain__wait_turn(world, &wait);
+        if (turn == DTRAIN_ERROR_TIMEOUT)
+            return dtrain_fail(turn, "MPI_Comm_idup: not finished after %.1f s",
+                               1e-9 * (double)world->timeout_ns);
+        DTRAIN__TRY(turn);
     }
-    return result;
+    if (code != MPI_SUCCESS)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", code);
+    MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
+    return DTRAIN_OK;
 }
 
-extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
+DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,
-                                        false,
-                                        "mpi",
-                                        dtrain__mpi_create,
-                                        dtrain__engine_start,
-                                        dtrain__engine_test,
-                                        dtrain__engine_wait,
-                                        dtrain__engine_alloc,
-                                        dtrain__engine_free,
-                                        dtrain__engine_split,
-                                        dtrain__engine_fail,
-                                        dtrain__mpi_destroy};
-    return &ops;
+    dtrain__mpi_hello mine, all[DTRAIN_MAX_RANKS];
+    if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
+    DTRAIN__TRY(dtrain__mpi_can_meet(world));
+    DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
+    DTRAIN__TRY(dtrain__mpi_init(hub, &mine));
+    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+    DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
+    for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
+    return dtrain__mpi_duplicate(world, hub);
+}
+
+/* Say whether all ranks have come to the end of the world well: only then MPI can be ended, because
+ * MPI_Finalize waits for everybody and has no deadline. */
+static bool dtrain__mpi_all_end(dtrain_world *world, const dtrain__mpi_hub *hub)
+{
+    MPI_Request request;
+    int done = 0;
+    if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
+    if (MPI_Ibarrier(hub->mpi, &request) != MPI_SUCCESS) return false;
+    for (;;) {
+        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
+        if (done) return true;
+        if (world->link) dtrain__link_pump(world, 1);
+        if (dtrain__trouble(world) != DTRAIN_OK) return false;
+    }
+}
+
+/* Leave MPI after the last communicator, and end it if it was begun here. What MPI may still touch
+ * stays mapped when not all ranks have come this far. */
+DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    int finalized = 1;
+    hub->failed = !dtrain__mpi_all_end(world, hub);
+    if (!hub->failed) {
+        MPI_Comm_free(&hub->mpi);
+        MPI_Finalized(&finalized);
+        if (hub->ours && !finalized) MPI_Finalize();
+    }
+    if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
 }
 
 #endif /* DTRAIN_USE_MPI */
@@ -9604,8 +8980,8 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
  *     one device a rank, backend asked for      that one
  *     otherwise, on one machine                 staged, with a line in the log that says why */
 
-/* Two ranks that sit on one device, as this node's index and the device's id tell; -1: none. */
-static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
+/* Find out whether two ranks sit on one device, as their node's index and the device's id tell. */
+static dtrain_result dtrain__shared_device(dtrain_world *world, bool *shared)
 {
     typedef struct place {
         dtrain_device_info info;
@@ -9613,53 +8989,23 @@ static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
     } place;
     place mine;
     memset(&mine, 0, sizeof mine);
-    pair[0] = pair[1] = -1;
     DTRAIN__TRY(world->device->ops->query(world->device, &mine.info));
     mine.node = world->node;
     place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
                                         "a table of devices");
     if (!all) return DTRAIN_ERROR_MEMORY;
     const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
-    for (int i = 0; result == DTRAIN_OK && i < world->size && pair[0] < 0; i++)
-        for (int k = 0; k < i && pair[0] < 0; k++)
-            if (all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0)
-                pair[0] = k, pair[1] = i;
+    for (int i = 0; result == DTRAIN_OK && i < world->size; i++)
+        for (int k = 0; k < i && !*shared; k++) {
+            *shared = all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0;
+            if (*shared && world->rank == 0)
+                dtrain_log(world, DTRAIN_LOG_INFO,
+                           "ranks %d and %d share one device (%s of %u): collectives go through "
+                           "host memory",
+                           k, i, all[i].info.name, all[i].info.count);
+        }
     dtrain__free(&world->allocator, all, (size_t)world->size, sizeof *all);
     return result;
-}
-
-static dtrain_result dtrain__no_shared_memory(const dtrain_world *world, const char *advice)
-{
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_launch: %d ranks on %d hosts share no memory%s%s%s; %s", world->size,
-                       world->node_count, world->no_region[0] ? " (" : "", world->no_region,
-                       world->no_region[0] ? ")" : "", advice);
-}
-
-static dtrain_result dtrain__device_comm_create(dtrain_world *world)
-{
-    dtrain_device_info info;
-    int pair[2] = {-1, -1};
-    DTRAIN__TRY(dtrain__shared_device(world, pair));
-    const bool given = world->comm_ops && world->comm_ops != dtrain__local_comm_ops();
-    if (given && pair[0] < 0) return world->comm_ops->create(world, &world->comm);
-    if (!world->control->arenas)
-        return dtrain__no_shared_memory(
-            world, pair[0] < 0 ? "give a communicator that crosses hosts: comm_ops, dtrain_nccl.h"
-                               : "two ranks sit on one device: start fewer ranks on each host");
-    if (world->rank == 0 && pair[0] >= 0) {
-        DTRAIN__TRY(world->device->ops->query(world->device, &info));
-        dtrain_log(world, DTRAIN_LOG_INFO,
-                   "ranks %d and %d share one device (%s of %u): collectives go through host "
-                   "memory",
-                   pair[0], pair[1], info.name, info.count);
-    } else if (world->rank == 0 && world->size > 1) {
-        dtrain_log(world, DTRAIN_LOG_INFO,
-                   "no comm_ops given: collectives between %d devices go through host memory; "
-                   "dtrain_nccl.h has a faster way",
-                   world->size);
-    }
-    return dtrain__local_comm_ops()->create(world, &world->comm);
 }
 
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out)
@@ -9690,9 +9036,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc 
                        "another one; clear one of them");
 }
 
-/* The one place where it is decided which backend makes the world's communicator. */
+/* Choose and make the world's communicator: nobody else decides which backend it is. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
+    const bool host_memory = world->device->ops->host_memory;
+    bool shared = false;
     if (world->comm_ops && world->comm_ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
@@ -9702,31 +9050,34 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     if (world->comm_ops == dtrain_mpi_comm_ops())
         return world->comm_ops->create(world, &world->comm);
 #endif
-    if (!world->device->ops->host_memory) return dtrain__device_comm_create(world);
-    if (world->comm_ops) return world->comm_ops->create(world, &world->comm);
-    if (!world->control->arenas)
-        return dtrain__no_shared_memory(world, "the local communicator works on one host, a "
-                                               "transport between hosts is needed: NCCL on GPUs, "
-                                               "MPI (mpicc -DDTRAIN_USE_MPI) on CPUs");
-    return dtrain__local_comm_ops()->create(world, &world->comm);
+    const dtrain_comm_ops *ops = world->comm_ops ? world->comm_ops : dtrain__local_comm_ops();
+    if (!host_memory && ops != dtrain__local_comm_ops()) {
+        DTRAIN__TRY(dtrain__shared_device(world, &shared));
+        if (shared) ops = dtrain__local_comm_ops();
+    } else if (!host_memory && world->rank == 0 && world->size > 1) {
+        dtrain_log(world, DTRAIN_LOG_INFO,
+                   "no comm_ops given: collectives between %d ranks go through host memory; "
+                   "dtrain_nccl.h has a faster way when each has a device",
+                   world->size);
+    }
+    return ops->create(world, &world->comm);
 }
 
-/* At the end of the world, whatever is in flight. Communicators of other backends that the host has
- * not destroyed are the host's loss. */
+/* End all communicators, at the end of the world, whatever is in flight; the world's own one was
+ * made first and ends last. Communicators of other backends that the host has not destroyed are the
+ * host's loss. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
-    dtrain_comm *comm = world->comm;
-    const bool given = comm && world->comm_ops && comm->ops == world->comm_ops;
-    if (given) comm->ops->destroy(comm);
-    while (world->comms) dtrain__engine_release(world->comms);
+    if (world->comm && world->comm->ops->start != dtrain__engine_start)
+        (void)world->comm->ops->destroy(world->comm);
+    while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 
+/* Let the transports send what they still have. */
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 {
-#ifdef DTRAIN_USE_MPI
-    if (world->comm && world->comm->ops == dtrain_mpi_comm_ops()) dtrain__mpi_linger(world->comm);
-#endif
-    (void)world;
+    for (dtrain__engine *comm = world->comms; comm; comm = comm->next)
+        if (comm->transport->poll && !comm->failed) (void)comm->transport->poll(comm);
 }
 
 /* ================================================================================================
@@ -13183,7 +12534,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
         dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
     if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
     return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
-                       dtrain_comm_world_rank(comm, (int)first), verdict.text);
+                       dtrain__world_rank(comm, (int)first), verdict.text);
 }
 
 /* Do all ranks have the same value? One small all-reduce tells, without memory for all of them:
@@ -13282,8 +12633,7 @@ static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
         DTRAIN_ERROR_MISMATCH,
         "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
         "the same on every rank",
-        what, dtrain_comm_world_rank(comm, usual), usual_text, dtrain_comm_world_rank(comm, odd),
-        odd_text);
+        what, dtrain__world_rank(comm, usual), usual_text, dtrain__world_rank(comm, odd), odd_text);
 }
 
 /* One hash of everything when all is well; otherwise line by line, up to the first that
@@ -14152,8 +13502,8 @@ static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
             DTRAIN_ERROR_MISMATCH,
             "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
             "are not those of rank %d; every rank must make the same updates",
-            i, whole.name, dtrain_comm_world_rank(strategy->comm, odd),
-            dtrain_comm_world_rank(strategy->comm, usual));
+            i, whole.name, dtrain__world_rank(strategy->comm, odd),
+            dtrain__world_rank(strategy->comm, usual));
     }
     return dtrain_fail(DTRAIN_ERROR_INTERNAL,
                        "dtrain_strategy_verify: hashes differ, but no parameter's does");
@@ -17719,7 +17069,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
         if (!dtrain_is_finite(words[DTRAIN__WORD_LOSS]))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
+                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
                                (double)words[DTRAIN__WORD_LOSS], advice);
         if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
     }
@@ -17786,7 +17136,7 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
     }
     const double median = sorted[(trainer->ranks - 1) / 2];
     record->straggler_score = median > 0 ? most / median : 1;
-    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, slowest);
+    record->slowest_rank = dtrain__world_rank(trainer->comm, slowest);
     if (record->straggler_score <= DTRAIN__SLOW_SCORE) trainer->slow_steps = 0;
     else trainer->slow_steps = slowest == trainer->slow_rank ? trainer->slow_steps + 1 : 1;
     trainer->slow_rank = slowest;

@@ -73,7 +73,6 @@ extern "C" {
 #include "comm/staged.c"
 #include "comm/local.c"
 #include "comm/mpi.c"
-#include "comm/mpi_move.c"
 #include "comm/mpi_meet.c"
 #include "comm/backend.c"
 #include "strategy/strategy.c"

@@ -15,12 +15,11 @@
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
-#include "comm/mpi_internal.h"
 #include "device/backend.h"
 #include "device/device.h"
 
-/* Two ranks that sit on one device, as this node's index and the device's id tell; -1: none. */
-static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
+/* Find out whether two ranks sit on one device, as their node's index and the device's id tell. */
+static dtrain_result dtrain__shared_device(dtrain_world *world, bool *shared)
 {
     typedef struct place {
         dtrain_device_info info;
@@ -28,53 +27,23 @@ static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
     } place;
     place mine;
     memset(&mine, 0, sizeof mine);
-    pair[0] = pair[1] = -1;
     DTRAIN__TRY(world->device->ops->query(world->device, &mine.info));
     mine.node = world->node;
     place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
                                         "a table of devices");
     if (!all) return DTRAIN_ERROR_MEMORY;
     const dtrain_result result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
-    for (int i = 0; result == DTRAIN_OK && i < world->size && pair[0] < 0; i++)
-        for (int k = 0; k < i && pair[0] < 0; k++)
-            if (all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0)
-                pair[0] = k, pair[1] = i;
+    for (int i = 0; result == DTRAIN_OK && i < world->size; i++)
+        for (int k = 0; k < i && !*shared; k++) {
+            *shared = all[i].node == all[k].node && strcmp(all[i].info.id, all[k].info.id) == 0;
+            if (*shared && world->rank == 0)
+                dtrain_log(world, DTRAIN_LOG_INFO,
+                           "ranks %d and %d share one device (%s of %u): collectives go through "
+                           "host memory",
+                           k, i, all[i].info.name, all[i].info.count);
+        }
     dtrain__free(&world->allocator, all, (size_t)world->size, sizeof *all);
     return result;
-}
-
-static dtrain_result dtrain__no_shared_memory(const dtrain_world *world, const char *advice)
-{
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "dtrain_launch: %d ranks on %d hosts share no memory%s%s%s; %s", world->size,
-                       world->node_count, world->no_region[0] ? " (" : "", world->no_region,
-                       world->no_region[0] ? ")" : "", advice);
-}
-
-static dtrain_result dtrain__device_comm_create(dtrain_world *world)
-{
-    dtrain_device_info info;
-    int pair[2] = {-1, -1};
-    DTRAIN__TRY(dtrain__shared_device(world, pair));
-    const bool given = world->comm_ops && world->comm_ops != dtrain__local_comm_ops();
-    if (given && pair[0] < 0) return world->comm_ops->create(world, &world->comm);
-    if (!world->control->arenas)
-        return dtrain__no_shared_memory(
-            world, pair[0] < 0 ? "give a communicator that crosses hosts: comm_ops, dtrain_nccl.h"
-                               : "two ranks sit on one device: start fewer ranks on each host");
-    if (world->rank == 0 && pair[0] >= 0) {
-        DTRAIN__TRY(world->device->ops->query(world->device, &info));
-        dtrain_log(world, DTRAIN_LOG_INFO,
-                   "ranks %d and %d share one device (%s of %u): collectives go through host "
-                   "memory",
-                   pair[0], pair[1], info.name, info.count);
-    } else if (world->rank == 0 && world->size > 1) {
-        dtrain_log(world, DTRAIN_LOG_INFO,
-                   "no comm_ops given: collectives between %d devices go through host memory; "
-                   "dtrain_nccl.h has a faster way",
-                   world->size);
-    }
-    return dtrain__local_comm_ops()->create(world, &world->comm);
 }
 
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out)
@@ -105,9 +74,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc 
                        "another one; clear one of them");
 }
 
-/* The one place where it is decided which backend makes the world's communicator. */
+/* Choose and make the world's communicator: nobody else decides which backend it is. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
 {
+    const bool host_memory = world->device->ops->host_memory;
+    bool shared = false;
     if (world->comm_ops && world->comm_ops->abi != DTRAIN_COMM_ABI)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "communicator table has ABI %u, this dtrain.h expects %u: rebuild it",
@@ -117,29 +88,32 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world)
     if (world->comm_ops == dtrain_mpi_comm_ops())
         return world->comm_ops->create(world, &world->comm);
 #endif
-    if (!world->device->ops->host_memory) return dtrain__device_comm_create(world);
-    if (world->comm_ops) return world->comm_ops->create(world, &world->comm);
-    if (!world->control->arenas)
-        return dtrain__no_shared_memory(world, "the local communicator works on one host, a "
-                                               "transport between hosts is needed: NCCL on GPUs, "
-                                               "MPI (mpicc -DDTRAIN_USE_MPI) on CPUs");
-    return dtrain__local_comm_ops()->create(world, &world->comm);
+    const dtrain_comm_ops *ops = world->comm_ops ? world->comm_ops : dtrain__local_comm_ops();
+    if (!host_memory && ops != dtrain__local_comm_ops()) {
+        DTRAIN__TRY(dtrain__shared_device(world, &shared));
+        if (shared) ops = dtrain__local_comm_ops();
+    } else if (!host_memory && world->rank == 0 && world->size > 1) {
+        dtrain_log(world, DTRAIN_LOG_INFO,
+                   "no comm_ops given: collectives between %d ranks go through host memory; "
+                   "dtrain_nccl.h has a faster way when each has a device",
+                   world->size);
+    }
+    return ops->create(world, &world->comm);
 }
 
-/* At the end of the world, whatever is in flight. Communicators of other backends that the host has
- * not destroyed are the host's loss. */
+/* End all communicators, at the end of the world, whatever is in flight; the world's own one was
+ * made first and ends last. Communicators of other backends that the host has not destroyed are the
+ * host's loss. */
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world)
 {
-    dtrain_comm *comm = world->comm;
-    const bool given = comm && world->comm_ops && comm->ops == world->comm_ops;
-    if (given) comm->ops->destroy(comm);
-    while (world->comms) dtrain__engine_release(world->comms);
+    if (world->comm && world->comm->ops->start != dtrain__engine_start)
+        (void)world->comm->ops->destroy(world->comm);
+    while (world->comms) (void)dtrain__engine_destroy(&world->comms->base);
 }
 
+/* Let the transports send what they still have. */
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 {
-#ifdef DTRAIN_USE_MPI
-    if (world->comm && world->comm->ops == dtrain_mpi_comm_ops()) dtrain__mpi_linger(world->comm);
-#endif
-    (void)world;
+    for (dtrain__engine *comm = world->comms; comm; comm = comm->next)
+        if (comm->transport->poll && !comm->failed) (void)comm->transport->poll(comm);
 }

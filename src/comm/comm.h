@@ -47,63 +47,66 @@ typedef enum dtrain_collective_kind {
     DTRAIN_COLLECTIVE_ALL_TO_ALL = 10
 } dtrain_collective_kind;
 
-/* recv (count) = op over ranks of send (count). */
+/* Reduce send (count) over all ranks into recv (count) of every rank. */
 DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
                                            size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                            dtrain_work **work);
-/* recv (recv_count) = this rank's slice of the reduction of send (ranks * recv_count). */
+/* Reduce send (ranks * recv_count) over all ranks and keep this rank's slice in recv
+ * (recv_count). */
 DTRAIN_API dtrain_result dtrain_reduce_scatter(dtrain_comm *comm, const void *send, void *recv,
                                                size_t recv_count, dtrain_dtype dtype,
                                                dtrain_reduce_op op, dtrain_work **work);
-/* recv (ranks * send_count) = all ranks' send (send_count), in rank order. */
+/* Collect send (send_count) of all ranks, in rank order, in recv (ranks * send_count). */
 DTRAIN_API dtrain_result dtrain_all_gather(dtrain_comm *comm, const void *send, void *recv,
                                            size_t send_count, dtrain_dtype dtype,
                                            dtrain_work **work);
-/* recv (ranks * count) = slice `rank` (count) of every rank's send (ranks * count), in rank order.
- * Not in place. */
+/* Collect slice `rank` (count) of every rank's send (ranks * count), in rank order, in recv
+ * (ranks * count). Not in place. */
 DTRAIN_API dtrain_result dtrain_all_to_all(dtrain_comm *comm, const void *send, void *recv,
                                            size_t count, dtrain_dtype dtype, dtrain_work **work);
-/* buffer (count) of every rank = root's. */
+/* Copy root's buffer (count) to every rank's. */
 DTRAIN_API dtrain_result dtrain_broadcast(dtrain_comm *comm, void *buffer, size_t count,
                                           dtrain_dtype dtype, int root, dtrain_work **work);
-/* recv (count) on root = op over ranks of send (count); recv is ignored on other ranks. */
+/* Reduce send (count) over all ranks into recv (count) of root; other ranks' recv is ignored. */
 DTRAIN_API dtrain_result dtrain_reduce(dtrain_comm *comm, const void *send, void *recv,
                                        size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
                                        int root, dtrain_work **work);
-/* Point to point: matched in order for each pair of ranks, apart from the collectives. Counts and
- * dtypes must agree. peer == own rank is an error. */
+/* Send to one rank. Messages are matched in order for each pair of ranks, apart from the
+ * collectives. Counts and dtypes must agree. peer == own rank is an error. */
 DTRAIN_API dtrain_result dtrain_send(dtrain_comm *comm, const void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work);
+/* Receive from one rank what it sends with dtrain_send. */
 DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t count,
                                      dtrain_dtype dtype, int peer, dtrain_work **work);
-/* Returns when every rank has called it. */
+/* Wait until every rank has called it. */
 DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm);
 
-/* Waits until the operation is done, reports its result and gives the handle back. NULL is OK. */
+/* Wait until the operation is done, report its result and give the handle back. NULL is OK. */
 DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work);
-/* Advances the communicator without blocking and says whether the operation is done; the handle
+/* Advance the communicator without blocking and say whether the operation is done; the handle
  * still goes to dtrain_work_wait. */
 DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done);
 
-/* Ranks with the same color form a new communicator, ordered by key, then by rank here. A negative
- * color joins none: *out = NULL. Collective over comm. */
+/* Form a new communicator of the ranks with the same color, ordered by key, then by rank here. A
+ * negative color joins none: *out = NULL. Collective over comm. */
 DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key,
                                            dtrain_comm **out);
-/* Free this rank's part; every rank calls it, none waits. NULL is allowed. The world's communicator
- * ends with the world: an error in the log. With handles that were not given to dtrain_work_wait
- * the communicator fails on all ranks instead, and is freed at the end of the world. */
+/* Free this rank's part of a communicator: every rank calls it, none waits. NULL is allowed. The
+ * world's communicator ends with the world: an error in the log. With handles that were not given
+ * to dtrain_work_wait the communicator fails on all ranks instead, and is freed at the end of the
+ * world. */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
+/* Return this rank's number in the communicator; -1 for NULL. */
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
+/* Return how many ranks there are in the communicator; 0 for NULL. */
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
-/* Rank in the world of a rank of this communicator. */
-DTRAIN_API int dtrain_comm_world_rank(const dtrain_comm *comm, int rank);
 
-/* Zeroed, 64-byte aligned memory of the world's device that collectives reach without a staging
- * copy where the backend can (shared memory, registered memory). Local call; freed with the size it
- * was asked with. Memory is checked against what the machine has left, so that a too large request
- * is an error and not a killed process. */
+/* Allocate memory that collectives reach without a staging copy where the backend can: of the
+ * world's device, shared or registered, zeroed, 64-byte aligned. Local call. It is checked against
+ * what the machine has left, so that a too large request is an error and not a killed process. */
 DTRAIN_API dtrain_result dtrain_comm_alloc(dtrain_comm *comm, size_t bytes, void **out);
+/* Free memory of dtrain_comm_alloc, with the size it was asked with. NULL is allowed. */
 DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes);
 
 /* What a communicator has done since it was made; differences give a step's share. */
@@ -113,13 +116,15 @@ typedef struct dtrain_comm_info {
     uint64_t payload_bytes;   /* of the buffers handed in */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
     uint64_t staged_bytes;    /* copied because a buffer was not from dtrain_comm_alloc */
-    double inside_seconds; /* this thread spent in communicator calls: cannot compute meanwhile */
-    double flight_seconds; /* at least one operation was under way */
+    double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */
+    double flight_seconds;  /* at least one operation was under way */
+    const int *world_ranks; /* (size) in the world; owned by the communicator */
 } dtrain_comm_info;
+/* Tell what a communicator has done; all zero for a comm of NULL. */
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);
 
-/* The communicator over MPI, for CPU ranks on several hosts: in a program that is compiled with
- * DTRAIN_USE_MPI (mpicc). Give it as comm_ops; where ranks share no memory it is taken without
+/* Return the communicator over MPI, for CPU ranks on several hosts: in a program that is compiled
+ * with DTRAIN_USE_MPI (mpicc). Give it as comm_ops; where ranks share no memory it is taken without
  * being asked for. It moves bytes with MPI and adds in rank order in fp32, so results have the bits
  * of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum, and an
  * all-gather of the results.
@@ -133,6 +138,6 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * going without a rank, ends such a process with the job. */
 extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void);
 
-/* The table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI. Any
- * other is an error that says what to do. */
+/* Find the table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI.
+ * Any other is an error that says what to do. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);

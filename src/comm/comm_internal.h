@@ -7,9 +7,10 @@
 #include "core/result.h"
 #include "comm/backend.h"
 
+/* One row a dtrain_collective_kind. cuts: send has a slice for every rank; joins: recv has. */
 typedef struct dtrain__kind {
     const char *call, *name;
-    bool reduces, rooted;
+    bool reduces, rooted, cuts, joins;
 } dtrain__kind;
 
 /* The fields of a call that all ranks must agree on, as ranks show them to each other. */
@@ -21,21 +22,22 @@ typedef struct dtrain__shown {
 } dtrain__shown;
 
 /* comm/comm.c */
-DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
-DTRAIN__PRIVATE void dtrain__describe(const dtrain__shown *shown, char *text, size_t room);
-DTRAIN__PRIVATE bool dtrain__cuts(const dtrain_collective *what);
-DTRAIN__PRIVATE size_t dtrain__send_count(const dtrain_collective *what, int size);
-DTRAIN__PRIVATE size_t dtrain__recv_count(const dtrain_collective *what, int size);
 DTRAIN__PRIVATE uint64_t dtrain__wire_bytes(const dtrain_collective *what, int size);
+DTRAIN__PRIVATE int dtrain__world_rank(const dtrain_comm *comm, int rank);
 DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now);
 DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, const void *send,
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work);
 
 /* comm/reduce.c */
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
+DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size);
+DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size);
+DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank);
+DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank);
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count);
 DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
                                   const char *const *in, size_t first, size_t count);
-DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
+DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);

@@ -12,8 +12,40 @@
 #include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
 #include "device/backend.h"
+#include "device/device_internal.h"
 
-/* ---- Progress ---------------------------------------------------------------------------------*/
+/* ---- What ranks call --------------------------------------------------------------------------*/
+
+/* Write what this rank calls, and its small input behind it, where a transport wants it; return the
+ * bytes of both. */
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
+                                           dtrain__shown *at)
+{
+    const size_t bytes = work->small && dtrain__gives(&work->what, comm->base.rank)
+                             ? dtrain__send_bytes(&work->what, comm->base.size)
+                             : 0;
+    *at = work->shown;
+    if (bytes) memcpy(at + 1, work->what.send, bytes);
+    return sizeof *at + bytes;
+}
+
+/* Describe a call for a message: "all-reduce sum f32 count 100". */
+static void dtrain__describe(const dtrain__shown *shown, char *text, size_t room)
+{
+    static const char *const ops[] = {"", " sum", " mean", " min", " max", " prod"};
+    char root[32] = "";
+    const dtrain__kind *kind = dtrain__kind_of(shown->kind);
+    if (kind->rooted)
+        snprintf(root, sizeof root, " %s %d",
+                 shown->kind < DTRAIN_COLLECTIVE_SEND ? "root" : "peer", (int)shown->root);
+    if (shown->kind == DTRAIN_COLLECTIVE_BARRIER || shown->kind == DTRAIN_COLLECTIVE_SPLIT)
+        snprintf(text, room, "%s", kind->name);
+    else
+        snprintf(text, room, "%s%s %s count %llu%s", kind->name,
+                 ops[shown->op <= DTRAIN_REDUCE_PROD ? shown->op : 0],
+                 dtrain_dtype_name((dtrain_dtype)shown->dtype), (unsigned long long)shown->count,
+                 root);
+}
 
 static bool dtrain__same_call(const dtrain__shown *a, const dtrain__shown *b)
 {
@@ -26,17 +58,6 @@ static const dtrain__shown *dtrain__shown_by(const dtrain__engine *comm, const d
 {
     if (rank == comm->base.rank) return &work->shown;
     return comm->transport->heard(comm, work->sequence, rank);
-}
-
-static bool dtrain__all_heard(dtrain__engine *comm, dtrain__work *work)
-{
-    for (; work->heard < comm->base.size; work->heard++) {
-        const dtrain__shown *shown = dtrain__shown_by(comm, work, work->heard);
-        if (!shown) return false;
-        if (!dtrain__same_call(shown, &work->shown)) work->differs = true;
-        if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
-    }
-    return true;
 }
 
 /* Compare what two ranks call. */
@@ -55,27 +76,43 @@ static dtrain_result dtrain__compare(dtrain__engine *comm, const dtrain__work *w
                                 a, comm->base.world_ranks[second], b);
 }
 
-/* Check, when all ranks were heard, that they call the same. Everybody compares with the first
- * rank, so that all find the same difference. */
-static dtrain_result dtrain__engine_agree(dtrain__engine *comm, const dtrain__work *work)
+/* Say whether all ranks have been heard and call the same. The first rank that calls something else
+ * than the first one of all is named, by whoever finds it. */
+static bool dtrain__engine_agree(dtrain__engine *comm, dtrain__work *work)
 {
-    for (int i = 1; work->differs && i < comm->base.size; i++)
-        DTRAIN__TRY(dtrain__compare(comm, work, 0, i));
+    for (; work->heard < comm->base.size; work->heard++) {
+        const dtrain__shown *shown = dtrain__shown_by(comm, work, work->heard);
+        if (!shown) return false;
+        if (shown->started_ns > work->last_started_ns) work->last_started_ns = shown->started_ns;
+        if (dtrain__same_call(shown, &work->shown)) continue;
+        (void)dtrain__compare(comm, work, 0, work->heard ? work->heard : comm->base.rank);
+        return false;
+    }
     /* A rank that gave up has taken its buffers back; a small input was copied and is still
      * good. */
     if (!work->small && dtrain__load(&comm->report->state))
-        return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
-    return DTRAIN_OK;
+        (void)dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+    return !comm->failed;
 }
 
 /* Compute this rank's result from the inputs that came along with the calls. */
 static void dtrain__small_result(const dtrain__engine *comm, const dtrain__work *work)
 {
+    const dtrain_collective *what = &work->what;
     const char *in[DTRAIN_MAX_RANKS];
-    if (!work->what.count) return;
-    comm->transport->inputs(comm, work, in);
-    dtrain__pull(&comm->base, &work->what, in, 0, work->what.count);
+    const size_t cut = dtrain__kind_of(what->kind)->cuts
+                           ? (size_t)comm->base.rank * what->count * dtrain_dtype_bytes(what->dtype)
+                           : 0;
+    if (!what->count) return;
+    for (int i = 0; i < comm->base.size; i++)
+        in[i] = (i == comm->base.rank
+                     ? (const char *)what->send
+                     : (const char *)(comm->transport->heard(comm, work->sequence, i) + 1)) +
+                cut;
+    dtrain__pull(&comm->base, what, in, 0, what->count);
 }
+
+/* ---- Progress ---------------------------------------------------------------------------------*/
 
 /* Move one collective as far as it goes without waiting; true when it is done. Ranks agree in the
  * order of the sequence numbers, because emulated links carry in that order. */
@@ -89,8 +126,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
         if (comm->failed) return false;
     }
     if (work->state == DTRAIN__SHOWN) {
-        if (!dtrain__all_heard(comm, work) || work->sequence != comm->agreed + 1) return false;
-        if (dtrain__engine_agree(comm, work) != DTRAIN_OK) return false;
+        if (work->sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work)) return false;
         comm->agreed = work->sequence;
         if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
         if (work->small) dtrain__small_result(comm, work);
@@ -127,7 +163,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
         if (!oldest) oldest = work->sequence;
-        if (work->bounce && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
+        if (comm->stream && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
             comm->stirred = true; /* later ones stand behind it on the copy stream */
             return;
         }
@@ -138,7 +174,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
             link = &work->next;
             continue;
         }
-        const dtrain_result copied = work->bounce ? dtrain__copy_out(comm, work) : DTRAIN_OK;
+        const dtrain_result copied = comm->stream ? dtrain__copy_out(comm, work) : DTRAIN_OK;
         if (copied != DTRAIN_OK) {
             (void)dtrain__engine_fail(&comm->base, copied, dtrain_last_error());
             return;
@@ -164,72 +200,59 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
 }
 
 /* ---- Failure
-*
+ *
  * The first rank that finds something wrong writes it into a report that all ranks can read;
  * everybody returns that. */
 
-/* Whether the sentence is there. The rank that was to write it may have died between its two
- * stores: then the record of deaths, which is some 100 us behind, names it. */
-static bool dtrain__sentence_is_there(const dtrain__engine *comm)
-{
-    const uint32_t *failed = &comm->base.world->control->first_failed;
-    for (int i = 0; i < 100000; i++) {
-        if (dtrain__load(&comm->report->state) == 2) return true;
-        if (dtrain__load(failed)) return dtrain__load(&comm->report->state) == 2;
-        sched_yield();
-    }
-    return false;
-}
-
-static dtrain_result dtrain__died_speaking(const dtrain_world *world)
-{
-    char text[160] = "a rank died while it was saying why it gave up";
-    const uint32_t failed = dtrain__load(&world->control->first_failed);
-    if (failed) dtrain__describe_end(world->control, (int)failed - 1, text, sizeof text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
-}
-
-/* Return the failure that stands, after it was published. Nothing in flight will be finished. */
+/* Return the failure that stands, after it was published. Nothing in flight will be finished.
+ *
+ * The rank that was to write the sentence may have died between its two stores: then the record of
+ * deaths, which is some 100 us behind, names it. */
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     const dtrain__abort_record *report = comm->report;
-    for (dtrain__engine *other = comm->base.world->comms; other; other = other->next) {
+    const dtrain_world *world = comm->base.world;
+    for (dtrain__engine *other = world->comms; other; other = other->next) {
         if (other->report != report) continue;
         other->failed = true;
         other->queue = NULL;
         other->queue_end = &other->queue;
         other->base.in_flight = 0;
     }
-    if (!dtrain__sentence_is_there(comm)) return dtrain__died_speaking(comm->base.world);
+    for (int i = 0; i < 100000 && dtrain__load(&report->state) != 2; i++) {
+        if (dtrain__load(&world->control->first_failed)) break;
+        sched_yield();
+    }
+    if (dtrain__load(&report->state) != 2) {
+        DTRAIN__TRY(dtrain__trouble(world));
+        return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
+    }
     const dtrain_result code = (dtrain_result)report->code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
-                            code == DTRAIN_ERROR_PEER || report->rank == comm->base.world->rank;
+                            code == DTRAIN_ERROR_PEER || report->rank == world->rank;
     if (everybodys) return dtrain_fail(code, "%s", report->text);
     return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d had to give up: %s", report->rank, report->text);
 }
 
-/* transport->publish where comm->report is in memory that all ranks share. */
-DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
-                                            const char *text)
-{
-    dtrain__abort_record *report = comm->report;
-    uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_ACQUIRE))
-        return;
-    report->code = (int32_t)code;
-    report->rank = comm->base.world->rank;
-    snprintf(report->text, sizeof report->text, "%s", text);
-    dtrain__store(&report->state, 2);
-}
-
+/* Publish a failure, unless there is one already, and return the one that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
-    char own[480];
+    dtrain__abort_record *report = comm->report;
+    uint32_t none = 0;
+    char own[480]; /* `text` may be the last error, or in the report */
     snprintf(own, sizeof own, "%s", dtrain__bare(text));
-    if (!comm->failed) comm->transport->publish(comm, code, own);
+    if (comm->failed) return dtrain__engine_standing(comm);
+    if (comm->transport->publish) {
+        comm->transport->publish(comm, code, own);
+    } else if (__atomic_compare_exchange_n(&report->state, &none, 1, false, __ATOMIC_ACQ_REL,
+                                           __ATOMIC_ACQUIRE)) {
+        report->code = (int32_t)code;
+        report->rank = base->world->rank;
+        snprintf(report->text, sizeof report->text, "%s", own);
+        dtrain__store(&report->state, 2);
+    }
     return dtrain__engine_standing(comm);
 }
 
@@ -245,18 +268,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_
     return dtrain__engine_fail(&comm->base, code, text);
 }
 
-/* A receiver has found another type or count than it asked for. */
-DTRAIN__PRIVATE dtrain_result dtrain__message_differs(dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain_dtype dtype,
-                                                      uint64_t count)
+/* Compare what was sent with what this receiver asks for. */
+DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
+                                            const dtrain__shown *sent)
 {
     const dtrain_collective *what = &work->what;
     const int *world = comm->base.world_ranks;
-    return dtrain__engine_failf(
+    if (sent->count == work->shown.count && sent->dtype == work->shown.dtype) return true;
+    (void)dtrain__engine_failf(
         comm, DTRAIN_ERROR_MISMATCH,
         "message differs: rank %d sent %s count %llu, rank %d receives %s count %zu",
-        world[what->root], dtrain_dtype_name(dtype), (unsigned long long)count,
-        world[comm->base.rank], dtrain_dtype_name(what->dtype), what->count);
+        world[what->root], dtrain_dtype_name((dtrain_dtype)sent->dtype),
+        (unsigned long long)sent->count, world[comm->base.rank], dtrain_dtype_name(what->dtype),
+        what->count);
+    return false;
 }
 
 /* ---- What a wait is waiting for ---------------------------------------------------------------*/
@@ -308,7 +333,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
     const uint64_t now = dtrain__now_ns();
     char name[128];
-    if (dtrain__load(&comm->report->state)) return dtrain__engine_fail(&comm->base, DTRAIN_OK, "");
+    if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
         const dtrain__exit_record *fate = &comm->base.world->control->exits[world[i]];
         const bool left = dtrain__load(&fate->how) == DTRAIN__LEFT &&
@@ -337,7 +362,7 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
     dtrain__name_work(work, name, sizeof name);
-    if (waited->bounce && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
+    if (comm->stream && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
         return dtrain__engine_failf(
             comm, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);
@@ -365,54 +390,75 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
 
 /* ---- Start, test, wait ------------------------------------------------------------------------*/
 
+static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
+{
+    work->next = comm->idle;
+    comm->idle = work;
+    comm->base.outstanding--;
+}
+
+static dtrain__work *dtrain__work_at(const dtrain__engine *comm, dtrain__work *block, uint32_t i)
+{
+    return (dtrain__work *)(void *)((char *)block + i * comm->transport->work_bytes);
+}
+
+/* Make a block of works: one is enough, unless very many handles are kept open. */
 static dtrain_result dtrain__more_works(dtrain__engine *comm)
 {
-    const size_t each = comm->transport->work_bytes;
-    dtrain__work_block *block = (dtrain__work_block *)dtrain__alloc(
-        &comm->base.world->allocator, 1, sizeof *block + DTRAIN__WINDOW * each,
-        "operations in flight");
+    dtrain__work *block =
+        (dtrain__work *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__WINDOW,
+                                      comm->transport->work_bytes, "operations in flight");
     if (!block) return DTRAIN_ERROR_MEMORY;
-    block->next = comm->blocks;
+    block->next_block = comm->blocks;
     comm->blocks = block;
     for (uint32_t i = 0; i < DTRAIN__WINDOW; i++) {
-        dtrain__work *work = (dtrain__work *)(void *)((char *)(block + 1) + i * each);
+        dtrain__work *work = dtrain__work_at(comm, block, i);
+        work->base.comm = &comm->base;
         work->next = comm->idle;
         comm->idle = work;
     }
     return DTRAIN_OK;
 }
 
-static void dtrain__recycle(dtrain__engine *comm, dtrain__work *work)
+/* Take a work that is idle and fill it. */
+static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collective *what,
+                                       dtrain__work **out)
 {
-    if (work->bounce) dtrain__bounce_return(comm, work);
-    work->next = comm->idle;
-    comm->idle = work;
-    comm->base.outstanding--;
-}
-
-static void dtrain__work_fill(const dtrain__engine *comm, dtrain__work *work,
-                              const dtrain_collective *what)
-{
-    const int size = comm->base.size;
-    const size_t bytes = dtrain__send_count(what, size) * dtrain_dtype_bytes(what->dtype);
-    work->base.comm = (dtrain_comm *)(uintptr_t)&comm->base;
+    const size_t bytes = dtrain__send_bytes(what, comm->base.size);
+    const size_t kept = offsetof(dtrain__work, what);
+    if (!comm->idle) DTRAIN__TRY(dtrain__more_works(comm));
+    dtrain__work *work = comm->idle;
+    comm->idle = work->next;
+    memset((char *)work + kept, 0, comm->transport->work_bytes - kept);
+    *out = work;
+    comm->base.outstanding++;
+    work->next = NULL;
     work->what = *what;
-    work->small =
-        bytes <= DTRAIN__SMALL_BYTES && bytes * (size_t)size <= (size_t)DTRAIN__SMALL_TOTAL;
+    work->small = bytes <= DTRAIN__SMALL_BYTES &&
+                  bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->shown.count = what->count;
     work->shown.kind = what->kind;
     work->shown.dtype = (uint32_t)what->dtype;
     work->shown.op = what->op;
     work->shown.root = what->root;
     if (dtrain__node_ranks(comm->base.world)) work->shown.started_ns = dtrain__now_ns();
+    return DTRAIN_OK;
 }
 
-/* One rank: the result is what it sends, and there is nothing to wait for. */
-static dtrain_result dtrain__alone(dtrain__engine *comm, const dtrain_collective *what)
+/* One rank: the result is what it sends, and there is nothing to wait for; a copy to or from the
+ * device is on its compute stream. */
+static dtrain_result dtrain__alone(const dtrain__engine *comm, const dtrain_collective *what)
 {
-    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    dtrain_device *device = comm->base.world->device;
+    const size_t bytes = dtrain__send_bytes(what, 1);
     if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
-    if (comm->staging) return dtrain__staged_alone(comm, what);
+    const bool from_host = dtrain__on_host(device, what->send);
+    const bool to_host = dtrain__on_host(device, what->recv);
+    if (!from_host || !to_host)
+        return device->ops->copy(device, what->recv, what->send, bytes,
+                                 from_host ? DTRAIN_COPY_HOST_TO_DEVICE
+                                 : to_host ? DTRAIN_COPY_DEVICE_TO_HOST
+                                           : DTRAIN_COPY_DEVICE_TO_DEVICE);
     memcpy(what->recv, what->send, bytes);
     return DTRAIN_OK;
 }
@@ -424,14 +470,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     *out = NULL;
     if (comm->failed) return dtrain__engine_standing(comm);
     if (base->size == 1) return dtrain__alone(comm, what);
-    if (!comm->idle && dtrain__more_works(comm) != DTRAIN_OK)
+    dtrain__work *work;
+    if (dtrain__work_take(comm, what, &work) != DTRAIN_OK)
         return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    dtrain__work *work = comm->idle;
-    comm->idle = work->next;
-    memset(work, 0, comm->transport->work_bytes);
-    dtrain__work_fill(comm, work, what);
-    base->outstanding++;
-    const dtrain_result copied = comm->staging ? dtrain__copy_in(comm, work) : DTRAIN_OK;
+    const dtrain_result copied = comm->stream ? dtrain__copy_in(comm, work) : DTRAIN_OK;
     if (copied != DTRAIN_OK) {
         dtrain__recycle(comm, work);
         return dtrain__engine_fail(base, copied, dtrain_last_error());
@@ -479,7 +521,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (wait.polled) dtrain__engine_look(comm, work, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
-    if (result == DTRAIN_OK && work->bounce) {
+    if (work->done && comm->stream) {
         result = dtrain__after_copy_out(comm, work);
         if (result != DTRAIN_OK)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
@@ -505,46 +547,57 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
-    return comm->staging ? dtrain__twin_alloc(comm, bytes, out)
-                         : comm->transport->map(comm, bytes, out);
+    dtrain_device *device = base->world->device;
+    if (!comm->stream) return comm->transport->map(comm, bytes, out);
+    DTRAIN__TRY(device->ops->alloc(device, bytes, out));
+    const dtrain_result result = device->ops->zero(device, *out, bytes);
+    if (result == DTRAIN_OK) return DTRAIN_OK;
+    device->ops->free(device, *out, bytes);
+    *out = NULL;
+    return result;
 }
 
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
-    (void)bytes;
-    if (comm->staging) dtrain__twin_free(comm, memory);
-    else comm->transport->unmap(comm, memory);
+    if (comm->stream) base->world->device->ops->free(base->world->device, memory, bytes);
+    else comm->transport->unmap(comm, memory, bytes);
 }
 
 /* Give back private memory; operations in flight are dropped, because nobody here waits for them
  * any more. */
-DTRAIN__PRIVATE void dtrain__engine_release(dtrain__engine *comm)
+DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
 {
-    const dtrain_allocator *allocator = &comm->base.world->allocator;
-    const size_t work_bytes = comm->transport->work_bytes;
-    dtrain__engine **link = &comm->base.world->comms;
-    if (comm->staging) dtrain__staging_destroy(comm);
+    dtrain__engine *comm = (dtrain__engine *)base;
+    const dtrain_allocator *allocator = &base->world->allocator;
+    dtrain_device *device = base->world->device;
+    dtrain__engine **link = &base->world->comms;
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
-    comm->transport->release(comm);
+    if (comm->stream) device->ops->synchronize(device); /* copies into memory that goes away */
     while (comm->blocks) {
-        dtrain__work_block *block = comm->blocks;
-        comm->blocks = block->next;
-        dtrain__free(allocator, block, 1, sizeof *block + DTRAIN__WINDOW * work_bytes);
+        dtrain__work *block = comm->blocks;
+        comm->blocks = block->next_block;
+        for (uint32_t i = 0; i < DTRAIN__WINDOW; i++)
+            dtrain__bounce_free(comm, dtrain__work_at(comm, block, i));
+        dtrain__free(allocator, block, DTRAIN__WINDOW, comm->transport->work_bytes);
     }
-    dtrain__free(allocator, comm->base.world_ranks, (size_t)comm->base.size, sizeof(int));
+    if (comm->stream) device->ops->stream_destroy(device, comm->stream);
+    comm->transport->release(comm);
+    dtrain__free(allocator, base->world_ranks, (size_t)base->size, sizeof(int));
     dtrain__free(allocator, comm, 1, comm->transport->comm_bytes);
+    return DTRAIN_OK;
 }
 
-/* Make this rank's half of a communicator; the other ranks are not known to it until `join`. */
-DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                  const dtrain__transport *transport, void *shared,
-                                                  int size, int rank, dtrain__engine **out,
-                                                  int64_t *address)
+/* Make this rank's half of a communicator; NULL and an address of 0 when that fails. The other
+ * ranks are not known to it until `join`. */
+static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
+                                         const dtrain__transport *transport, int size, int rank,
+                                         dtrain__engine **out, int64_t *address)
 {
     const dtrain_allocator *allocator = &world->allocator;
     *out = NULL;
+    *address = 0;
     dtrain__engine *comm =
         (dtrain__engine *)dtrain__alloc(allocator, 1, transport->comm_bytes, "a communicator");
     if (!comm) return DTRAIN_ERROR_MEMORY;
@@ -553,7 +606,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtr
     comm->base.size = size;
     comm->base.rank = rank;
     comm->transport = transport;
-    comm->shared = shared;
     comm->number = world->comm_count++;
     comm->queue_end = &comm->queue;
     comm->next = world->comms;
@@ -561,34 +613,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtr
     comm->base.world_ranks =
         (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
     dtrain_result result = comm->base.world_ranks ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK && !world->device->ops->host_memory)
+        result = world->device->ops->stream_create(world->device, true, &comm->stream);
     if (result == DTRAIN_OK) result = dtrain__more_works(comm);
     if (result == DTRAIN_OK) result = transport->make(comm, address);
-    if (result == DTRAIN_OK && !world->device->ops->host_memory)
-        result = dtrain__staging_create(comm);
     if (result == DTRAIN_OK) {
         *out = comm;
         return DTRAIN_OK;
     }
     *address = 0;
-    dtrain__engine_release(comm);
+    (void)dtrain__engine_destroy(&comm->base);
     return result;
 }
 
-/* Ranks of `mine`'s color in the new order: by key, then by old rank. Writes their old ranks. */
-static int dtrain__split_members(int64_t (*all)[3], int size, int mine, int *members)
+/* Make the world's communicator. */
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
+                                                    const dtrain__transport *transport,
+                                                    dtrain_comm **out)
 {
-    int count = 0;
-    for (int i = 0; i < size; i++) {
-        if (all[i][0] != all[mine][0]) continue;
-        int at = count++;
-        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
-        members[at] = i;
+    int64_t address, addresses[DTRAIN_MAX_RANKS];
+    dtrain__engine *comm;
+    DTRAIN__TRY(
+        dtrain__engine_make(world, ops, transport, world->size, world->rank, &comm, &address));
+    const dtrain_result result =
+        dtrain_world_all_gather(world, &address, sizeof address, addresses);
+    if (result != DTRAIN_OK) {
+        (void)dtrain__engine_destroy(&comm->base);
+        return result;
     }
-    return count;
+    for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
+    transport->join(comm, addresses);
+    *out = &comm->base;
+    return DTRAIN_OK;
 }
 
-/* Two exchanges: colors and keys; then the address of each rank's half, or that it has none, in
- * which case no rank gets a communicator: half a group would wait for ever.
+/* Split in two exchanges: colors and keys; then the address of each rank's half, or that it has
+ * none, in which case no rank gets a communicator: half a group would wait for ever.
  *
  * The new communicator has a number that no member has given to another one; groups of one split
  * have no pair of ranks in common and may share it. */
@@ -598,36 +658,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *base, int color,
     dtrain__engine *parent = (dtrain__engine *)base, *comm = NULL;
     dtrain_world *world = base->world;
     int64_t mine[3] = {color < 0 ? -1 : color, key, world->comm_count}, all[DTRAIN_MAX_RANKS][3];
-    int64_t address = color < 0, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
-    int members[DTRAIN_MAX_RANKS], rank = 0, lacking = -1;
+    int64_t address = 1, addresses[DTRAIN_MAX_RANKS], joined[DTRAIN_MAX_RANKS];
+    int members[DTRAIN_MAX_RANKS], size = 0, rank = 0, lacking = -1;
     DTRAIN__TRY(
         dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, mine, all, 3, DTRAIN_DTYPE_I64, 0, -1, NULL));
-    for (int i = 0; i < base->size; i++)
+    for (int i = 0; i < base->size; i++) {
         if (world->comm_count < all[i][2]) world->comm_count = all[i][2];
-    if (parent->number_limit && world->comm_count >= parent->number_limit)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_comm_split: this MPI has no tags left after %lld splits; make "
-                           "communicators once and keep them",
-                           (long long)world->comm_count);
-    const int size = dtrain__split_members(all, base->size, base->rank, members);
+        if (all[i][0] != mine[0]) continue;
+        int at = size++; /* members in the new order: by key, then by old rank */
+        for (; at > 0 && all[members[at - 1]][1] > all[i][1]; at--) members[at] = members[at - 1];
+        members[at] = i;
+    }
     while (members[rank] != base->rank) rank++;
     if (color < 0) world->comm_count++;
     else
-        (void)dtrain__engine_make(world, base->ops, parent->transport, parent->shared, size, rank,
-                                  &comm, &address);
-    const dtrain_result shared = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
-                                             DTRAIN_DTYPE_I64, 0, -1, NULL);
-    for (int i = 0; i < base->size && shared == DTRAIN_OK; i++)
+        (void)dtrain__engine_make(world, base->ops, parent->transport, size, rank, &comm, &address);
+    dtrain_result result = dtrain__run(base, DTRAIN_COLLECTIVE_SPLIT, &address, addresses, 1,
+                                       DTRAIN_DTYPE_I64, 0, -1, NULL);
+    for (int i = 0; i < base->size && result == DTRAIN_OK; i++)
         if (!addresses[i]) lacking = i;
-    if (shared != DTRAIN_OK || lacking >= 0) {
-        if (comm) dtrain__engine_release(comm);
-        if (shared != DTRAIN_OK) return shared;
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "dtrain_comm_split: rank %d has no memory for its part",
-                           base->world_ranks[lacking]);
-    }
-    *out = NULL;
-    if (!comm) return DTRAIN_OK;
+    if (lacking >= 0)
+        result =
+            dtrain_fail(DTRAIN_ERROR_MEMORY,
+                        "dtrain_comm_split: rank %d could not make its part: it has no memory, "
+                        "or too many communicators have been made; keep them",
+                        base->world_ranks[lacking]);
+    if (result != DTRAIN_OK && comm) (void)dtrain__engine_destroy(&comm->base);
+    if (result != DTRAIN_OK || !comm) return result;
     for (int i = 0; i < size; i++) {
         joined[i] = addresses[members[i]];
         comm->base.world_ranks[i] = base->world_ranks[members[i]];

@@ -10,7 +10,7 @@
  *      QUEUED         waits for its copy, and until fewer than DTRAIN__WINDOW are under way
  *         |   transport->show: what this rank calls, with the data when the operation is small
  *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
- *         |   small: every rank computes its own result from transport->inputs
+ *         |   small: every rank computes its own result from what it has heard
  *      MOVING         transport->move, until it returns true
  *         |   emulated links only: the transfer has a due time
  *      DUE            waits for the clock, then for the other ranks at transport->meet
@@ -38,6 +38,7 @@
 #include "comm/backend.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
+#include "device/backend.h"
 
 #define DTRAIN__WINDOW 32u                            /* W: collectives of one rank under way */
 #define DTRAIN__SMALL_BYTES 4096u                     /* data that is shown with the call ... */
@@ -45,8 +46,7 @@
 
 typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
-typedef struct dtrain__staging dtrain__staging; /* comm/staged.c */
-typedef struct dtrain__bounce dtrain__bounce;
+typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
 /* A transport. No function waits. Functions that can fail report it through dtrain__engine_fail,
  * after which comm->failed is set and the engine calls none but unmap and release. */
@@ -55,13 +55,11 @@ typedef struct dtrain__transport {
     uint64_t grace_ns;             /* how much later than the news that a rank has left the data
                                       may come that this rank sent before */
 
-    /* Tell all ranks what this rank calls, work->shown; with the input when work->small. */
+    /* Show all ranks what this rank calls: dtrain__write_shown in memory that reaches them. */
     void (*show)(dtrain__engine *comm, dtrain__work *work);
-    /* What another rank has shown as its collective number `sequence`, or NULL if it has not yet.
-     * Asked for numbers of the last 2 W operations. */
+    /* What another rank has shown as its collective number `sequence`, its small data behind it; or
+     * NULL if it has not yet. Asked for numbers of the last 2 W operations. */
     const dtrain__shown *(*heard)(const dtrain__engine *comm, uint64_t sequence, int rank);
-    /* in[i] = the small input of rank i for this rank, after all ranks were heard. */
-    void (*inputs)(const dtrain__engine *comm, const dtrain__work *work, const char **in);
     /* Move a collective on that all ranks agree about; true when its buffers are the host's again.
      * Only the oldest one may use what exists once in a communicator. A small one has its result
      * already. */
@@ -70,24 +68,25 @@ typedef struct dtrain__transport {
     bool (*message)(dtrain__engine *comm, dtrain__work *work);
     /* Whether the operation, which is MOVING, waits for this rank: for error messages. */
     bool (*lags)(const dtrain__engine *comm, const dtrain__work *work, int rank);
-    /* Make the failure known to all ranks, unless one is known already: comm->report is to be
-     * filled on every rank. */
-    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
-    /* Memory that the transport reaches without a copy; zeroed. */
+    /* Memory that the transport reaches without a copy: zeroed whole pages. */
     dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
-    void (*unmap)(dtrain__engine *comm, void *memory);
+    void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
+
+    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
+     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
+     * what make has made, as far as other ranks do not use it; without join it was known to nobody.
+     * The world's communicator has number 0, is made first and released last. */
+    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
+    void (*join)(dtrain__engine *comm, const int64_t *addresses);
+    void (*release)(dtrain__engine *comm);
 
     /* Optional: take in what has arrived. False: nothing has, and the queue need not be visited. */
     bool (*poll)(dtrain__engine *comm);
     /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
     bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-
-    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
-     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
-     * what make has made, as far as other ranks do not use it. */
-    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
-    void (*join)(dtrain__engine *comm, const int64_t *addresses);
-    void (*release)(dtrain__engine *comm);
+    /* Optional: make the failure known to all ranks, unless one is known already, so that
+     * comm->report is filled on every rank. NULL: the report is in memory that they share. */
+    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
 } dtrain__transport;
 
 typedef enum dtrain__state {
@@ -99,52 +98,53 @@ typedef enum dtrain__state {
 
 struct dtrain__work {
     dtrain_work base;
-    dtrain__work *next;     /* in the queue, or among the idle */
-    dtrain_collective what; /* as the transport moves it: its buffers are host memory */
+    dtrain__work *next;       /* in the queue, or among the idle */
+    dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
+    dtrain__bounce *bounce;   /* device memory only; stays, too */
+    dtrain_collective what;   /* as the transport moves it: its buffers are host memory */
     dtrain__shown shown;
     uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    int heard;         /* ranks below it have been heard */
+    int heard;         /* ranks below it have been heard, and call the same */
     dtrain__state state;
-    bool small, differs, done;
+    bool small, done;
     uint64_t steps;           /* of the transport; emulated waits sleep when there are none */
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
     uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
-    dtrain__bounce *bounce;   /* device memory only */
 };
-
-/* WINDOW works, of work_bytes each, follow. */
-typedef struct dtrain__work_block {
-    struct dtrain__work_block *next;
-    uint64_t unused;
-} dtrain__work_block;
 
 struct dtrain__engine {
     dtrain_comm base;
     const dtrain__transport *transport;
-    void *shared;                 /* of the transport: the same in all communicators of the rank */
-    dtrain__engine *next;         /* in world->comms */
-    int64_t number, number_limit; /* of communicators, for tags; 0: no limit */
-    bool failed;                  /* comm->report says why */
-    bool stirred;                 /* the queue must be visited whatever poll says */
-    dtrain__abort_record *report; /* the first failure; who shares it fails together */
-    uint64_t sequence;            /* of the collective started last */
-    uint64_t agreed;              /* of the collective agreed on last */
-    dtrain__work *queue, **queue_end, *idle; /* queue: not done, in the order of their start */
-    dtrain__work_block *blocks;              /* one, unless very many handles are kept open */
-    dtrain__staging *staging;                /* NULL: the device's memory is host memory */
+    dtrain__engine *next;             /* in world->comms */
+    int64_t number;                   /* no two communicators of a rank have the same */
+    bool failed;                      /* comm->report says why */
+    bool stirred;                     /* the queue must be visited whatever poll says */
+    dtrain__abort_record *report;     /* the first failure; who shares it fails together */
+    uint64_t sequence;                /* of the collective started last */
+    uint64_t agreed;                  /* of the collective agreed on last */
+    dtrain__work *queue, **queue_end; /* not done, in the order of their start */
+    dtrain__work *idle, *blocks;
+    dtrain_stream *stream; /* of copies; NULL: the device's memory is host memory */
 };
 
+/* The entries of a communicator table that the engine has. */
+#define DTRAIN__ENGINE_OPS(name, create)                                                          \
+    {                                                                                             \
+        DTRAIN_COMM_ABI, false, name, create, dtrain__engine_start, dtrain__engine_test,          \
+            dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, dtrain__engine_split, \
+            dtrain__engine_fail, dtrain__engine_destroy                                           \
+    }
+
 /* comm/engine.c */
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
+                                           dtrain__shown *at);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
                                                   const char *text);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
                                                    const char *format, ...);
-DTRAIN__PRIVATE void dtrain__publish_shared(dtrain__engine *comm, dtrain_result code,
-                                            const char *text);
-DTRAIN__PRIVATE dtrain_result dtrain__message_differs(dtrain__engine *comm,
-                                                      const dtrain__work *work, dtrain_dtype dtype,
-                                                      uint64_t count);
+DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
+                                            const dtrain__shown *sent);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
                                                    dtrain_work **out);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done);
@@ -153,11 +153,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int color, int key,
                                                    dtrain_comm **out);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                  const dtrain__transport *transport, void *shared,
-                                                  int size, int rank, dtrain__engine **out,
-                                                  int64_t *address);
-DTRAIN__PRIVATE void dtrain__engine_release(dtrain__engine *comm);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
+                                                    const dtrain__transport *transport,
+                                                    dtrain_comm **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
 
 /* comm/links.c */
 DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work);
@@ -167,17 +166,11 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait);
 
 /* comm/staged.c */
-DTRAIN__PRIVATE dtrain_result dtrain__staging_create(dtrain__engine *comm);
-DTRAIN__PRIVATE void dtrain__staging_destroy(dtrain__engine *comm);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE void dtrain__bounce_return(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__staged_alone(dtrain__engine *comm,
-                                                   const dtrain_collective *what);
-DTRAIN__PRIVATE dtrain_result dtrain__twin_alloc(dtrain__engine *comm, size_t bytes, void **out);
-DTRAIN__PRIVATE void dtrain__twin_free(dtrain__engine *comm, void *memory);
+DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
 
 /* comm/local.c */
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);

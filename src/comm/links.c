@@ -32,80 +32,28 @@
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/comm.h"
+#include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
 
-enum { DTRAIN__LANE_OUT = 0, DTRAIN__LANE_IN = 1 };
-
-typedef struct dtrain__traffic {
-    double out, in;  /* bytes */
-    uint32_t rounds; /* 0: the group is inside one node */
-} dtrain__traffic;
-
-/* Which node a rank of the communicator is on. */
+/* Find the node that a rank of the communicator is on. */
 static int dtrain__emulated_node(const dtrain__engine *comm, int rank)
 {
     return comm->base.world_ranks[rank] / dtrain__node_ranks(comm->base.world);
 }
 
-/* Where a rank of a group stands between nodes. */
-typedef struct dtrain__spread {
-    int nodes, away; /* nodes of the group; its ranks on other nodes than this one's */
-    bool first;      /* of the group's ranks on this node */
-    bool at_root;    /* on the root's node */
-} dtrain__spread;
-
-static dtrain__spread dtrain__spread_of(const dtrain__engine *comm, int root)
-{
-    bool known[DTRAIN_MAX_RANKS];
-    dtrain__spread spread;
-    const int own = dtrain__emulated_node(comm, comm->base.rank);
-    memset(known, 0, sizeof known);
-    memset(&spread, 0, sizeof spread);
-    spread.at_root = root >= 0 && dtrain__emulated_node(comm, root) == own;
-    for (int i = 0; i < comm->base.size; i++) {
-        const int node = dtrain__emulated_node(comm, i);
-        if (i == comm->base.rank) spread.first = !known[node];
-        spread.nodes += !known[node];
-        spread.away += node != own;
-        known[node] = true;
-    }
-    return spread;
-}
-
-static dtrain__traffic dtrain__traffic_of(const dtrain__engine *comm, const dtrain__work *work)
+/* Count the bytes that a rank of another node is sent, but for a broadcast: parts and results, or
+ * the inputs of a small operation. */
+static double dtrain__bytes_to(const dtrain__engine *comm, const dtrain__work *work, int to)
 {
     const dtrain_collective *what = &work->what;
-    const dtrain__spread at = dtrain__spread_of(comm, what->root);
     const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
-    const double n = comm->base.size, away = at.away;
-    const bool is_root = what->root == comm->base.rank;
-    const bool small = work->small;
-    dtrain__traffic traffic = {0, 0, 0};
-    if (at.nodes == 1) return traffic;
-    traffic.rounds = 1;
-    switch (what->kind) {
-    case DTRAIN_COLLECTIVE_BARRIER:
-        while (1 << traffic.rounds < at.nodes) traffic.rounds++;
-        return traffic;
-    case DTRAIN_COLLECTIVE_BROADCAST:
-        if (is_root) traffic.out = (double)(at.nodes - 1) * bytes;
-        else if (at.first && !at.at_root) traffic.in = bytes;
-        return traffic;
-    case DTRAIN_COLLECTIVE_REDUCE:
-        traffic.rounds = small ? 1 : 2;
-        if (!small) traffic.out = traffic.in = away * bytes / n;
-        if (!at.at_root) traffic.out += small ? bytes : bytes / n;
-        if (is_root) traffic.in += small ? away * bytes : away * bytes / n;
-        return traffic;
-    case DTRAIN_COLLECTIVE_ALL_REDUCE:
-        traffic.rounds = small ? 1 : 2;
-        traffic.out = traffic.in = small ? away * bytes : 2 * away * bytes / n;
-        return traffic;
-    default: traffic.out = traffic.in = away * bytes; return traffic;
-    }
+    if (!dtrain__kind_of(what->kind)->reduces || dtrain__kind_of(what->kind)->cuts) return bytes;
+    if (work->small) return dtrain__gets(what, to) ? bytes : 0;
+    return (dtrain__gets(what, to) ? 2 : 1) * bytes / comm->base.size;
 }
 
-/* Books bytes on a lane, behind what is booked already; returns when they are through. */
+/* Book bytes on a lane, out of a node (0) or into it (1), behind what is booked already; return
+ * when they are through. */
 static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane, uint64_t start,
                                   double bytes)
 {
@@ -122,28 +70,47 @@ static uint64_t dtrain__book_lane(const dtrain_world *world, int node, int lane,
     return end;
 }
 
-static uint64_t dtrain__emulated_latency(const dtrain_world *world, uint32_t rounds)
-{
-    return (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
-}
-
-/* Book this rank's transfers on both lanes of its node, and return when the later one is over. */
+/* Book on the lane out of one node and the lane into another one, and return when the later
+ * transfer is over. */
 static uint64_t dtrain__book_both(const dtrain_world *world, int out_node, double out, int in_node,
                                   double in, uint64_t start, uint32_t rounds)
 {
-    const uint64_t sent = dtrain__book_lane(world, out_node, DTRAIN__LANE_OUT, start, out);
-    const uint64_t received = dtrain__book_lane(world, in_node, DTRAIN__LANE_IN, start, in);
-    return (sent > received ? sent : received) + dtrain__emulated_latency(world, rounds);
+    const uint64_t sent = dtrain__book_lane(world, out_node, 0, start, out);
+    const uint64_t received = dtrain__book_lane(world, in_node, 1, start, in);
+    return (sent > received ? sent : received) +
+           (uint64_t)(1e3 * world->emulation.latency_us * (double)rounds) + 1;
 }
 
-/* Book a collective that all ranks have shown. */
+/* Book this rank's transfers of a collective that all ranks have shown. */
 DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work)
 {
-    const dtrain__traffic traffic = dtrain__traffic_of(comm, work);
-    const int node = dtrain__emulated_node(comm, comm->base.rank);
-    if (!traffic.rounds) return;
-    work->due_ns = dtrain__book_both(comm->base.world, node, traffic.out, node, traffic.in,
-                                     work->last_started_ns, traffic.rounds);
+    const dtrain_collective *what = &work->what;
+    const int rank = comm->base.rank, own = dtrain__emulated_node(comm, rank);
+    const double bytes = (double)what->count * (double)dtrain_dtype_bytes(what->dtype);
+    bool known[DTRAIN_MAX_RANKS], first = false; /* this rank is the first one of its node */
+    double out = 0, in = 0;
+    int nodes = 0;
+    uint32_t rounds = 1;
+    memset(known, 0, sizeof known);
+    for (int i = 0; i < comm->base.size; i++) {
+        const int node = dtrain__emulated_node(comm, i);
+        if (i == rank) first = !known[node];
+        nodes += !known[node];
+        known[node] = true;
+        if (node == own) continue;
+        out += dtrain__bytes_to(comm, work, i);
+        in += dtrain__bytes_to(comm, work, rank);
+    }
+    if (nodes == 1) return;
+    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST) {
+        out = what->root == rank ? (double)(nodes - 1) * bytes : 0;
+        in = first && own != dtrain__emulated_node(comm, what->root) ? bytes : 0;
+    }
+    if (what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE || what->kind == DTRAIN_COLLECTIVE_REDUCE)
+        rounds = work->small ? 1 : 2;
+    while (what->kind == DTRAIN_COLLECTIVE_BARRIER && 1 << rounds < nodes) rounds++;
+    work->due_ns =
+        dtrain__book_both(comm->base.world, own, out, own, in, work->last_started_ns, rounds);
 }
 
 DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work)
@@ -152,8 +119,8 @@ DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const d
                                                        dtrain__emulated_node(comm, comm->base.rank);
 }
 
-/* Whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver knows
- * when both sides were there and books for both. A sender whose message does not fit into the
+/* Say whether a receiver may take the end of a message that was sent at `sent_ns`. The receiver
+ * knows when both sides were there and books for both. A sender whose message does not fit into the
  * channel waits for the receiver; shorter messages are copied and forgotten, as MPI's eager
  * messages are. */
 DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
@@ -169,9 +136,10 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
     return dtrain__now_ns() >= work->due_ns;
 }
 
-/* A wait of an emulated world. Ranks that have moved something lately yield, as ever. When nothing
- * moves they sleep, 0.1 ms at most: an operation may end that much late, and less than 0.1 ms ahead
- * of a due time they yield again, for the kernel's timers come some 50 us late. */
+/* Take a turn of a wait in an emulated world. Ranks that have moved something lately yield, as
+ * ever. When nothing moves they sleep, 0.1 ms at most: an operation may end that much late, and
+ * less than 0.1 ms ahead of a due time they yield again, for the kernel's timers come some 50 us
+ * late. */
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;

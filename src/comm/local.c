@@ -42,19 +42,16 @@
 typedef struct dtrain__slot {
     uint64_t progress; /* atomic; only grows */
     dtrain__shown shown;
+    char data[DTRAIN__SMALL_BYTES];
     const char *send;
     char *recv;
-    uint32_t direct; /* the other ranks can reach these buffers */
-    uint32_t unused;
-    char payload[DTRAIN__SMALL_BYTES];
+    uint64_t direct; /* the other ranks can reach these buffers */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
 typedef struct dtrain__cell {
-    uint64_t count;      /* of the whole message */
-    uint64_t started_ns; /* when it was sent; emulated links only */
-    uint32_t dtype;
-    uint32_t unused[11];
+    dtrain__shown shown; /* of the whole message */
+    char line[DTRAIN__CACHE_LINE - sizeof(dtrain__shown)];
     char data[DTRAIN__CELL_BYTES];
 } dtrain__cell;
 
@@ -121,30 +118,22 @@ static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, 
                   work->base.sequence << DTRAIN__STAGE_BITS | stage);
 }
 
-/* The buffers that other ranks would touch on the direct path are where they can touch them. */
-static bool dtrain__is_direct(const dtrain_comm *comm, const dtrain_collective *what)
-{
-    const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const bool given = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                       what->kind == DTRAIN_COLLECTIVE_BROADCAST ||
-                       (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root == comm->rank);
-    return dtrain__is_shared(comm->world, what->send,
-                             dtrain__send_count(what, comm->size) * unit) &&
-           (!given || dtrain__is_shared(comm->world, what->recv, what->count * unit));
-}
-
 static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const dtrain_world *world = comm->base.world;
     dtrain__slot *slot = dtrain__slot_of(comm, comm->base.rank, work->sequence);
-    const size_t bytes =
-        dtrain__send_count(what, comm->base.size) * dtrain_dtype_bytes(what->dtype);
-    const bool gives = what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == comm->base.rank;
-    slot->shown = work->shown;
+    (void)dtrain__write_shown(comm, work, &slot->shown);
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
-    slot->direct = !work->small && dtrain__is_direct(&comm->base, what);
-    if (bytes && gives && work->small) memcpy(slot->payload, what->send, bytes);
+    /* what other ranks would touch on the direct path: results of a slice are written to all */
+    slot->direct =
+        !work->small &&
+        dtrain__is_shared(world, what->send, dtrain__send_bytes(what, comm->base.size)) &&
+        (kind->cuts || kind->joins ||
+         (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank) ||
+         dtrain__is_shared(world, what->recv, dtrain__recv_bytes(what, comm->base.size)));
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
@@ -157,41 +146,26 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
 
 /* ---- The three paths --------------------------------------------------------------------------*/
 
-static void dtrain__local_inputs(const dtrain__engine *comm, const dtrain__work *work,
-                                 const char **in)
-{
-    const dtrain_collective *what = &work->what;
-    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * what->count : 0;
-    for (int i = 0; i < comm->base.size; i++)
-        in[i] = dtrain__slot_of(comm, i, work->sequence)->payload +
-                slice * dtrain_dtype_bytes(what->dtype);
-}
-
 static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const int size = comm->base.size, rank = comm->base.rank;
-    const bool sliced = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                        what->kind == DTRAIN_COLLECTIVE_REDUCE ||
-                        what->kind == DTRAIN_COLLECTIVE_BROADCAST;
+    const bool whole = kind->cuts || kind->joins; /* all of this rank's own result, or a slice */
     const char *in[DTRAIN_MAX_RANKS];
     char *out[DTRAIN_MAX_RANKS];
-    size_t first = 0, length = what->count;
+    size_t first, length;
     int outs = 0;
-    if (sliced) dtrain__slice(what->count, unit, size, rank, &first, &length);
-    else if (dtrain__cuts(what)) first = (size_t)rank * what->count;
-    for (int i = 0; i < size; i++) {
+    dtrain__slice(what, comm->base.size, comm->base.rank, &first, &length);
+    if (!kind->cuts && kind->joins) first = 0; /* all-gather: of what each one gives */
+    for (int i = 0; i < comm->base.size; i++) {
         const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
         in[i] = slot->send + first * unit;
-        const bool receives = what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ||
-                              (what->kind == DTRAIN_COLLECTIVE_REDUCE) == (i == what->root);
-        if (sliced && receives) out[outs++] = slot->recv + first * unit;
+        if (!whole && dtrain__gets(what, i)) out[outs++] = slot->recv + first * unit;
     }
-    if (!sliced) dtrain__pull(&comm->base, what, in, 0, length);
-    else if (what->kind == DTRAIN_COLLECTIVE_BROADCAST)
-        dtrain__combine(what, in + what->root, 1, out, outs, length);
-    else dtrain__combine(what, in, size, out, outs, length);
+    if (whole) dtrain__pull(&comm->base, what, in, 0, length);
+    else if (kind->reduces) dtrain__combine(what, in, comm->base.size, out, outs, length);
+    else dtrain__combine(what, in + what->root, 1, out, outs, length);
 }
 
 /* The copied path:
@@ -205,7 +179,7 @@ static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *
 
 static size_t dtrain__chunk_count(const dtrain__engine *comm, const dtrain_collective *what)
 {
-    const size_t pieces = dtrain__cuts(what) ? (size_t)comm->base.size : 1;
+    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
     return DTRAIN__CHUNK_BYTES / dtrain_dtype_bytes(what->dtype) / pieces;
 }
 
@@ -215,9 +189,8 @@ static dtrain_result dtrain__chunk_in(dtrain__engine *comm, const dtrain_collect
     dtrain__part *part = ((dtrain__local_comm *)comm)->parts[comm->base.rank];
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t pieces = dtrain__send_count(what, comm->base.size) / what->count;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && what->root != comm->base.rank)
-        return DTRAIN_OK;
+    const size_t pieces = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.size : 1;
+    if (!dtrain__gives(what, comm->base.rank)) return DTRAIN_OK;
     if (!part->stage) {
         void *stage;
         if (dtrain__shared_alloc(comm->base.world, 2 * DTRAIN__CHUNK_BYTES, &stage) != DTRAIN_OK)
@@ -238,7 +211,7 @@ static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *wha
     const char *in[DTRAIN_MAX_RANKS];
     const size_t unit = dtrain_dtype_bytes(what->dtype), chunk = dtrain__chunk_count(comm, what);
     const size_t rest = what->count - c * chunk, length = rest < chunk ? rest : chunk;
-    const size_t slice = dtrain__cuts(what) ? (size_t)comm->base.rank * chunk : 0;
+    const size_t slice = dtrain__kind_of(what->kind)->cuts ? (size_t)comm->base.rank * chunk : 0;
     for (int i = 0; i < comm->base.size; i++) {
         /* NULL on ranks that give nothing */
         const char *stage = ((dtrain__local_comm *)comm)->parts[i]->stage;
@@ -335,16 +308,12 @@ static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work)
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype), rest = bytes - work->moved;
     const size_t length = rest < DTRAIN__CELL_BYTES ? rest : DTRAIN__CELL_BYTES;
     if (sends) {
-        cell->count = what->count;
-        cell->started_ns = work->base.shown.started_ns;
-        cell->dtype = (uint32_t)what->dtype;
+        cell->shown = work->base.shown;
         if (length) memcpy(cell->data, (const char *)what->send + work->moved, length);
     } else {
-        if (!dtrain__message_due(comm, &work->base, cell->started_ns) && length == rest)
+        if (!dtrain__message_due(comm, &work->base, cell->shown.started_ns) && length == rest)
             return false;
-        if (cell->count != what->count || cell->dtype != (uint32_t)what->dtype)
-            return dtrain__message_differs(comm, &work->base, (dtrain_dtype)cell->dtype,
-                                           cell->count) == DTRAIN_OK;
+        if (!dtrain__message_agrees(comm, &work->base, &cell->shown)) return false;
         if (length) memcpy((char *)what->recv + work->moved, cell->data, length);
     }
     dtrain__store(mine, *mine + 1);
@@ -385,8 +354,9 @@ static dtrain_result dtrain__local_map(dtrain__engine *comm, size_t bytes, void 
 {
     return dtrain__shared_alloc(comm->base.world, bytes, out);
 }
-static void dtrain__local_unmap(dtrain__engine *comm, void *memory)
+static void dtrain__local_unmap(dtrain__engine *comm, void *memory, size_t bytes)
 {
+    (void)bytes;
     dtrain__shared_free(comm->base.world, memory);
 }
 
@@ -432,27 +402,22 @@ static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
     base->report = &comm->parts[0]->report;
 }
 
-/* Private memory only; a part that others know is left to those who may still read it. */
+/* Free private memory; a part that others know is left to those who may still read it. */
 static void dtrain__local_release(dtrain__engine *base)
 {
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
     dtrain_world *world = base->base.world;
     if (!comm->parts) return;
-    if (!base->report) dtrain__shared_free(world, comm->parts[base->base.rank]);
+    dtrain__part *part = comm->parts[base->base.rank];
+    if (base->report) {
+        part->next = world->retired;
+        world->retired = part;
+        for (int i = 0; i < base->base.size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
+        dtrain__sweep_retired(world);
+    } else {
+        dtrain__shared_free(world, part);
+    }
     dtrain__free(&world->allocator, comm->parts, (size_t)base->base.size, sizeof *comm->parts);
-}
-
-static dtrain_result dtrain__local_destroy(dtrain_comm *base)
-{
-    dtrain__local_comm *comm = (dtrain__local_comm *)base;
-    dtrain_world *world = base->world;
-    dtrain__part *part = comm->parts[base->rank];
-    part->next = world->retired;
-    world->retired = part;
-    for (int i = 0; i < base->size; i++) dtrain__fetch_add(&comm->parts[i]->departed, 1u);
-    dtrain__engine_release(&comm->base);
-    dtrain__sweep_retired(world);
-    return DTRAIN_OK;
 }
 
 static const dtrain__transport dtrain__local_transport = {sizeof(dtrain__local_comm),
@@ -460,54 +425,36 @@ static const dtrain__transport dtrain__local_transport = {sizeof(dtrain__local_c
                                                           0,
                                                           dtrain__local_show,
                                                           dtrain__local_heard,
-                                                          dtrain__local_inputs,
                                                           dtrain__local_move,
                                                           dtrain__local_message,
                                                           dtrain__local_lags,
-                                                          dtrain__publish_shared,
                                                           dtrain__local_map,
                                                           dtrain__local_unmap,
-                                                          NULL,
-                                                          dtrain__local_meet,
                                                           dtrain__local_make,
                                                           dtrain__local_join,
-                                                          dtrain__local_release};
+                                                          dtrain__local_release,
+                                                          NULL,
+                                                          dtrain__local_meet,
+                                                          NULL};
 
 static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out);
-
-#define DTRAIN__LOCAL_OPS(name)                                                                  \
-    {                                                                                            \
-        DTRAIN_COMM_ABI, false, name, dtrain__local_create, dtrain__engine_start,                \
-            dtrain__engine_test, dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, \
-            dtrain__engine_split, dtrain__engine_fail, dtrain__local_destroy                     \
-    }
-static const dtrain_comm_ops dtrain__local_ops = DTRAIN__LOCAL_OPS("local");
-static const dtrain_comm_ops dtrain__staged_ops = DTRAIN__LOCAL_OPS("staged");
-#undef DTRAIN__LOCAL_OPS
+static const dtrain_comm_ops dtrain__local_ops = DTRAIN__ENGINE_OPS("local", dtrain__local_create);
+static const dtrain_comm_ops dtrain__staged_ops =
+    DTRAIN__ENGINE_OPS("staged", dtrain__local_create);
 DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void) { return &dtrain__local_ops; }
 
-/* The first thing in each arena is the rank's part: nothing has to be exchanged, and zeroed memory
- * is a rank that has not started yet. */
 static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out)
 {
-    const bool host_memory = world->device->ops->host_memory;
-    int64_t addresses[DTRAIN_MAX_RANKS];
-    dtrain__engine *comm;
     if (!world->control->arenas)
         return dtrain_fail(
             DTRAIN_ERROR_UNSUPPORTED,
-            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s; the local communicator "
-            "needs that, between hosts set comm_ops to one that crosses them: NCCL on GPUs",
+            "dtrain_launch: %d ranks on %d host%s share no memory%s%s%s, and the local "
+            "communicator "
+            "needs that; between hosts give one that crosses them: on GPUs NCCL (comm_ops, "
+            "dtrain_nccl.h), one rank on each; on CPUs MPI (mpicc -DDTRAIN_USE_MPI)",
             world->size, world->node_count, world->node_count == 1 ? "" : "s",
             world->no_region[0] ? " (" : "", world->no_region, world->no_region[0] ? ")" : "");
-    DTRAIN__TRY(dtrain__engine_make(world, host_memory ? &dtrain__local_ops : &dtrain__staged_ops,
-                                    &dtrain__local_transport, NULL, world->size, world->rank, &comm,
-                                    addresses));
-    for (int i = 0; i < world->size; i++) {
-        comm->base.world_ranks[i] = i;
-        addresses[i] = (int64_t)(intptr_t)dtrain__arena(world->control, i);
-    }
-    comm->transport->join(comm, addresses);
-    *out = &comm->base;
-    return DTRAIN_OK;
+    return dtrain__engine_create(
+        world, world->device->ops->host_memory ? &dtrain__local_ops : &dtrain__staged_ops,
+        &dtrain__local_transport, out);
 }

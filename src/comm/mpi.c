@@ -2,33 +2,29 @@
  *
  * MPI carries bytes between two ranks and nothing else: MPI_Isend and MPI_Irecv on one duplicate of
  * MPI_COMM_WORLD, moved on by MPI_Testsome inside dtrain's calls. MPI compares nothing, has no
- * deadline and promises no order of additions: the engine and these files do. A collective:
+ * deadline and promises no order of additions: the engine and this file do. A collective:
  *
- *     record     from every rank to every other: | fingerprint, 64 bytes | small data |; all must
- *                agree. Small operations end here, after one round
+ *     record     from every rank to every other: | fingerprint | small data |; all must agree.
+ *                Small operations end here
  *     parts      chunk c of slice j from the ranks that have one to rank j ...
  *     results    ... which adds them in rank order and sends the sum to the ranks that want it
- *
- *                         parts of slice j from    results of slice j to
- *         all-reduce      all                      all
- *         reduce          all                      root
- *         reduce-scatter  all
- *         broadcast       root                     all but root
- *         all-gather                               all
- *         all-to-all      all, not added
  *
  *     rank 0   send  | slice 0 | slice 1 | slice 2 |          parts: chunk c of its slice 0 to
  *     rank 1   send  | slice 0 | slice 1 | slice 2 |          rank 0, of slice 1 to rank 1, ...
  *     rank 2   send  | slice 0 | slice 1 | slice 2 |          results: the other way, to everybody
  *
- * Between two ranks each of the four directions of a collective is a lane: its chunks go in order
- * under one tag, at most DTRAIN__MPI_DEPTH of them under way, so temporary memory does not depend
- * on the count. Records of later operations are exchanged meanwhile; parts and results are moved
- * for the oldest operation only. A lane never waits for a later chunk, so there is no deadlock.
+ * (comm/reduce.c says who has a part and who wants results.) Large operations go in rounds. Round r
+ * moves the parts of chunk r and, at the same time, the results of chunk r - 1; when all of it is
+ * over, the sum of chunk r is computed and the next round begins. So temporary memory does not
+ * depend on the count: a chunk from every rank, and in this rank's place the sum. Only the oldest
+ * operation has rounds; records of later ones are exchanged meanwhile. A rank posts a whole round
+ * before it waits for any of it, so there is no deadlock.
  *
- * A communicator is a range of tags. No call of MPI that may block is made once the ranks have met,
- * and none at all after a failure: what is under way then keeps its memory until the process
- * ends. */
+ * A message is a record, with the data when it is small, and then the data in pieces.
+ *
+ * A communicator is a range of tags: MPI keeps what has one tag in order. No call of MPI that may
+ * block is made once the ranks have met, and none at all after a failure: what is under way then
+ * keeps its memory until the process ends. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -42,63 +38,65 @@
 #include "comm/engine_internal.h"
 #include "comm/mpi_internal.h"
 #include "device/backend.h"
+#include "device/device.h"
 
 #ifdef DTRAIN_USE_MPI
 
-/* ---- Memory -----------------------------------------------------------------------------------*/
+#ifndef DTRAIN__MPI_CHUNK_BYTES
+#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* of what is added or passed on */
+#endif
+#ifndef DTRAIN__MPI_MESSAGE_BYTES
+#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
+#endif
+#define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* bytes, at most; more with very many ranks */
 
-DTRAIN__PRIVATE dtrain_result dtrain__mpi_map(dtrain__mpi_hub *hub, size_t asked, void **out)
-{
-    dtrain_world *world = hub->world;
-    *out = NULL;
-    if (asked > SIZE_MAX / 2)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: %zu bytes asked for", asked);
-    const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
-    DTRAIN__TRY(dtrain_device_check_limit(world->device, bytes));
-    dtrain__mpi_memory *memory = (dtrain__mpi_memory *)dtrain__alloc(
-        &world->allocator, 1, sizeof *memory, "the book of communicator memory");
-    if (!memory) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = dtrain__promise(world->control, bytes);
-    if (result == DTRAIN_OK) {
-        memory->at = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory->at == MAP_FAILED) {
-            __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
-            result = dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s",
-                                 bytes, strerror(errno));
-        }
-    }
-    if (result != DTRAIN_OK) {
-        dtrain__free(&world->allocator, memory, 1, sizeof *memory);
-        return result;
-    }
-    memory->bytes = bytes;
-    memory->next = hub->memory;
-    hub->memory = memory;
-    dtrain_device_account(world->device, &world->device->comm_bytes, bytes);
-    *out = memory->at;
-    return DTRAIN_OK;
-}
+/* What a request is for. Ranks that owe a part are waited for first, for without it there are no
+ * results; then those that owe results; then those that do not take what is sent. */
+typedef enum dtrain__mpi_use {
+    DTRAIN__PART_IN = 0,
+    DTRAIN__RESULT_IN = 1,
+    DTRAIN__SENT = 2,
+    DTRAIN__RECORD_IN = 3
+} dtrain__mpi_use;
 
-/* After a failure MPI may still write to it: then it stays mapped. */
-DTRAIN__PRIVATE void dtrain__mpi_unmap(dtrain__mpi_hub *hub, const void *at)
-{
-    dtrain_world *world = hub->world;
-    for (dtrain__mpi_memory **link = &hub->memory; at && *link; link = &(*link)->next) {
-        dtrain__mpi_memory *memory = *link;
-        if (memory->at != at) continue;
-        *link = memory->next;
-        if (!hub->failed) munmap(memory->at, memory->bytes);
-        __atomic_fetch_sub(&world->control->promised, (uint64_t)memory->bytes, __ATOMIC_ACQ_REL);
-        world->device->comm_bytes -= memory->bytes;
-        dtrain__free(&world->allocator, memory, 1, sizeof *memory);
-        return;
-    }
-}
+typedef enum dtrain__mpi_tag {
+    DTRAIN__TAG_RECORD = 0,
+    DTRAIN__TAG_ROUND = 1,
+    DTRAIN__TAG_MESSAGE = 2
+} dtrain__mpi_tag;
+
+typedef struct dtrain__mpi_work {
+    dtrain__work base;
+    int pending;  /* requests under way but for records to this rank */
+    size_t round; /* the next one; of messages: 0 the record, then the pieces */
+} dtrain__mpi_work;
+
+typedef struct dtrain__mpi_token {
+    dtrain__mpi_work *work;
+    dtrain__mpi_use use;
+    int rank;
+} dtrain__mpi_token;
+
+typedef struct dtrain__mpi_comm {
+    dtrain__engine base;
+    dtrain__mpi_hub *hub, own; /* own: of the world's communicator, which all others use */
+    int active;                /* requests */
+    MPI_Request *requests;     /* these four (room), the first two (active) */
+    dtrain__mpi_token *tokens;
+    MPI_Status *statuses;
+    int *indices;
+    uint64_t *heard; /* (window, size) sequence of the record that came last */
+    char *records;   /* see dtrain__mpi_record */
+    char *temporary; /* (size, chunk_bytes) */
+    size_t record_bytes, chunk_bytes;
+    char *memory; /* all of these */
+    size_t memory_bytes;
+} dtrain__mpi_comm;
 
 /* ---- Requests ---------------------------------------------------------------------------------*/
 
-/* A rank's death may reach MPI before it reaches the control plane, which says it better. */
+/* Fail with what MPI says. A rank's death may reach MPI before it reaches the control plane, which
+ * says it better: so wait a second for that. */
 static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *call)
 {
     dtrain__wait wait = dtrain__wait_begin();
@@ -115,87 +113,57 @@ static void dtrain__mpi_refused(dtrain__mpi_comm *comm, int code, const char *ca
     (void)dtrain__engine_failf(&comm->base, DTRAIN_ERROR_SYSTEM, "%s failed: %.300s", call, text);
 }
 
-static int dtrain__mpi_tag(const dtrain__mpi_comm *comm, uint32_t use)
-{
-    const int base = (int)(comm->base.number * DTRAIN__MPI_TAGS);
-    if (use < DTRAIN__RECORD_OUT) return base + (int)use / 2; /* parts, results */
-    return base + (use <= DTRAIN__RECORD_IN ? 2 : use == DTRAIN__HEAD ? 3 : 4);
-}
-
-DTRAIN__PRIVATE void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, uint32_t use,
-                                      int rank, size_t chunk, bool sends, void *at, size_t bytes)
+static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtrain__mpi_use use,
+                             dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
 {
     const int peer = comm->hub->ranks[comm->base.base.world_ranks[rank]];
-    const int tag = dtrain__mpi_tag(comm, use);
+    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const MPI_Comm mpi = comm->hub->mpi;
     dtrain__mpi_token *token = &comm->tokens[comm->active];
     MPI_Request *request = &comm->requests[comm->active];
-    const int code = sends
-                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, comm->hub->mpi, request)
-                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, comm->hub->mpi, request);
+    if (comm->base.failed) return;
+    const int code = use == DTRAIN__SENT
+                         ? MPI_Isend(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request)
+                         : MPI_Irecv(at, (int)bytes, MPI_BYTE, peer, tag, mpi, request);
     if (code != MPI_SUCCESS) {
-        dtrain__mpi_refused(comm, code, sends ? "MPI_Isend" : "MPI_Irecv");
+        dtrain__mpi_refused(comm, code, use == DTRAIN__SENT ? "MPI_Isend" : "MPI_Irecv");
         return;
     }
     token->work = work;
     token->use = use;
     token->rank = rank;
-    token->chunk = chunk;
+    work->pending += use != DTRAIN__RECORD_IN;
     comm->active++;
 }
 
-/* A record has come. What is not one agrees with nothing. */
-static void dtrain__mpi_record_in(dtrain__mpi_comm *comm, uint64_t sequence, int rank)
+static uint64_t *dtrain__mpi_heard_at(const dtrain__mpi_comm *comm, uint64_t sequence, int rank)
 {
-    const uint64_t slot = sequence % DTRAIN__WINDOW;
-    dtrain__mpi_record *record =
-        (dtrain__mpi_record *)(void *)dtrain__mpi_slot(comm, true, slot, rank);
-    if (record->magic != DTRAIN__MPI_MAGIC || record->sequence != sequence) record->shown.kind = 0;
-    comm->heard[slot * (size_t)comm->base.base.size + (size_t)rank] = sequence;
+    return &comm->heard[sequence % DTRAIN__WINDOW * (size_t)comm->base.base.size + (size_t)rank];
 }
 
-static void dtrain__mpi_lane_land(dtrain__mpi_lane *lane, size_t chunk)
-{
-    lane->landed |= 1u << chunk % DTRAIN__MPI_DEPTH;
-    while (lane->landed & 1u << lane->done % DTRAIN__MPI_DEPTH) {
-        lane->landed &= ~(1u << lane->done % DTRAIN__MPI_DEPTH);
-        lane->done++;
-    }
-}
-
-static void dtrain__mpi_land(dtrain__mpi_comm *comm, const dtrain__mpi_token *token)
-{
-    dtrain__mpi_work *work = token->work;
-    const size_t size = (size_t)comm->base.base.size, rank = (size_t)token->rank;
-    switch (token->use) {
-    case DTRAIN__RECORD_IN: dtrain__mpi_record_in(comm, work->base.sequence, token->rank); break;
-    case DTRAIN__RECORD_OUT: work->unsent--; break;
-    case DTRAIN__HEAD:
-        if (work->base.what.kind == DTRAIN_COLLECTIVE_SEND) work->unsent--;
-        else work->headed = true;
-        break;
-    case DTRAIN__BODY: dtrain__mpi_lane_land(&work->lane, token->chunk); break;
-    default: dtrain__mpi_lane_land(&comm->lanes[token->use * size + rank], token->chunk); break;
-    }
-}
-
-/* Take in what MPI has finished. */
+/* Take in what MPI has finished; with nothing in flight, let MPI send what it still has. */
 static bool dtrain__mpi_poll(dtrain__engine *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     int count = 0, kept = 0, class_of = MPI_SUCCESS;
+    if (!comm->active && !base->queue)
+        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm->hub->mpi, &count, MPI_STATUS_IGNORE);
     if (!comm->active) return false;
-    const int code =
-        MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
+    int code = MPI_Testsome(comm->active, comm->requests, &count, comm->indices, comm->statuses);
     if (code != MPI_SUCCESS) {
-        int first = code;
         MPI_Error_class(code, &class_of);
         for (int i = 0; class_of == MPI_ERR_IN_STATUS && i < count; i++)
-            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) first = comm->statuses[i].MPI_ERROR;
-        dtrain__mpi_refused(comm, first, "MPI_Testsome");
+            if (comm->statuses[i].MPI_ERROR != MPI_SUCCESS) code = comm->statuses[i].MPI_ERROR;
+        dtrain__mpi_refused(comm, code, "MPI_Testsome");
         return false;
     }
     if (count == MPI_UNDEFINED || count == 0) return false;
-    for (int i = 0; i < count; i++) dtrain__mpi_land(comm, &comm->tokens[comm->indices[i]]);
+    for (int i = 0; i < count; i++) {
+        const dtrain__mpi_token *token = &comm->tokens[comm->indices[i]];
+        const uint64_t sequence = token->work->base.sequence;
+        if (token->use != DTRAIN__RECORD_IN) token->work->pending--;
+        else *dtrain__mpi_heard_at(comm, sequence, token->rank) = sequence;
+    }
     for (int i = 0; i < comm->active; i++) {
         if (comm->requests[i] == MPI_REQUEST_NULL) continue;
         comm->requests[kept] = comm->requests[i];
@@ -207,37 +175,14 @@ static bool dtrain__mpi_poll(dtrain__engine *base)
 
 /* ---- Records ----------------------------------------------------------------------------------*/
 
-/* A slot for a rank's record: one for each operation of the window, and the last one for the heads
- * of messages. */
-DTRAIN__PRIVATE char *dtrain__mpi_slot(const dtrain__mpi_comm *comm, bool in, uint64_t slot,
-                                       int rank)
+/* Find the place of a record. Line s % W is for collective s, line W for messages; in each, place
+ * `rank` is for what comes from that rank, and places behind those are for what this rank sends:
+ * one for all in a collective, one for each rank in messages. */
+static dtrain__shown *dtrain__mpi_record(const dtrain__mpi_comm *comm, uint64_t line, int place)
 {
-    const size_t size = (size_t)comm->base.base.size, slots = DTRAIN__WINDOW + 1;
-    return comm->records +
-           (((in ? slots : 0) + (size_t)slot) * size + (size_t)rank) * comm->record_bytes;
-}
-
-DTRAIN__PRIVATE void dtrain__mpi_write(char *at, const dtrain__work *work, const void *data,
-                                       size_t bytes)
-{
-    dtrain__mpi_record record;
-    memset(&record, 0, sizeof record);
-    record.magic = DTRAIN__MPI_MAGIC;
-    record.sequence = work->sequence;
-    record.shown = work->shown;
-    memcpy(at, &record, sizeof record);
-    if (bytes) memcpy(at + sizeof record, data, bytes);
-}
-
-/* Find the small data of this rank for `to`, which need not be another rank. */
-static const char *dtrain__mpi_gift(const dtrain_comm *comm, const dtrain_collective *what, int to,
-                                    size_t *bytes)
-{
-    const char *send = (const char *)what->send;
-    *bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    if (what->kind == DTRAIN_COLLECTIVE_REDUCE && to != what->root) *bytes = 0;
-    if (what->kind == DTRAIN_COLLECTIVE_BROADCAST && comm->rank != what->root) *bytes = 0;
-    return dtrain__cuts(what) && *bytes ? send + (size_t)to * *bytes : send;
+    const size_t places = 2 * (size_t)comm->base.base.size;
+    return (dtrain__shown *)(void *)(comm->records +
+                                     (line * places + (size_t)place) * comm->record_bytes);
 }
 
 static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
@@ -245,106 +190,279 @@ static void dtrain__mpi_show(dtrain__engine *base, dtrain__work *work)
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
     dtrain__mpi_work *own = (dtrain__mpi_work *)work;
     const int size = base->base.size, rank = base->base.rank;
-    const uint64_t slot = work->sequence % DTRAIN__WINDOW;
-    own->unsent = size - 1;
-    for (int i = 1; i < size && !base->failed; i++) {
+    const uint64_t line = work->sequence % DTRAIN__WINDOW;
+    dtrain__shown *record = dtrain__mpi_record(comm, line, size);
+    const size_t bytes = dtrain__write_shown(base, work, record);
+    for (int i = 1; i < size; i++) {
         const int peer = (rank + size - i) % size;
-        dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, peer, 0, false,
-                         dtrain__mpi_slot(comm, true, slot, peer), comm->record_bytes);
+        dtrain__mpi_post(comm, own, DTRAIN__RECORD_IN, DTRAIN__TAG_RECORD, peer,
+                         dtrain__mpi_record(comm, line, peer), comm->record_bytes);
     }
-    for (int i = 1; i < size && !base->failed; i++) {
-        const int peer = (rank + i) % size;
-        char *at = dtrain__mpi_slot(comm, false, slot, peer);
-        size_t bytes;
-        const char *gift = dtrain__mpi_gift(&base->base, &work->what, peer, &bytes);
-        if (!work->small) bytes = 0;
-        dtrain__mpi_write(at, work, gift, bytes);
-        dtrain__mpi_post(comm, own, DTRAIN__RECORD_OUT, peer, 0, true, at,
-                         sizeof(dtrain__mpi_record) + bytes);
-    }
+    for (int i = 1; i < size; i++)
+        dtrain__mpi_post(comm, own, DTRAIN__SENT, DTRAIN__TAG_RECORD, (rank + i) % size, record,
+                         bytes);
 }
 
 static const dtrain__shown *dtrain__mpi_heard(const dtrain__engine *base, uint64_t sequence,
                                               int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    const uint64_t slot = sequence % DTRAIN__WINDOW;
-    if (comm->heard[slot * (size_t)base->base.size + (size_t)rank] < sequence) return NULL;
-    return &((const dtrain__mpi_record *)(const void *)dtrain__mpi_slot(comm, true, slot, rank))
-                ->shown;
+    if (*dtrain__mpi_heard_at(comm, sequence, rank) < sequence) return NULL;
+    return dtrain__mpi_record(comm, sequence % DTRAIN__WINDOW, rank);
 }
 
-/* Everything came along with the records. */
-static void dtrain__mpi_inputs(const dtrain__engine *base, const dtrain__work *work,
-                               const char **in)
+/* ---- Rounds -----------------------------------------------------------------------------------*/
+
+/* Return the bytes of a chunk. What is neither added nor passed on goes straight to its place. */
+static size_t dtrain__mpi_chunk(const dtrain__mpi_comm *comm, const dtrain_collective *what)
+{
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    return kind->joins ? DTRAIN__MPI_MESSAGE_BYTES : comm->chunk_bytes;
+}
+
+/* Find chunk c of the slice that `owner` has; return its bytes, 0 behind the end. */
+static size_t dtrain__mpi_cut(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                              int owner, size_t c, size_t *first, size_t *at)
+{
+    const size_t unit = dtrain_dtype_bytes(what->dtype), each = dtrain__mpi_chunk(comm, what);
+    size_t length;
+    dtrain__slice(what, comm->base.base.size, owner, first, &length);
+    *first *= unit;
+    *at = c * each;
+    length *= unit;
+    return *at >= length ? 0 : length - *at < each ? length - *at : each;
+}
+
+/* Find where the sum of a chunk goes. */
+static char *dtrain__mpi_sum(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                             size_t first, size_t at)
+{
+    const int rank = comm->base.base.rank;
+    if (!dtrain__gets(what, rank)) return comm->temporary + (size_t)rank * comm->chunk_bytes;
+    return (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first) + at;
+}
+
+/* Post what one rank sends to another one in a phase, parts or results, of chunk c; one of both is
+ * this rank. MPI does not write to what it sends, whatever its type says. */
+static void dtrain__mpi_post_chunk(dtrain__mpi_comm *comm, dtrain__mpi_work *work, bool results,
+                                   int from, int to, size_t c)
+{
+    const dtrain_collective *what = &work->base.what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const bool sends = from == comm->base.base.rank;
+    const int peer = sends ? to : from;
+    char *send = (char *)(uintptr_t)what->send, *recv = (char *)what->recv, *place;
+    size_t first, at;
+    if (results ? kind->cuts || !dtrain__gets(what, to)
+                : (kind->joins && !kind->cuts) || !dtrain__gives(what, from))
+        return;
+    const size_t bytes = dtrain__mpi_cut(comm, what, results ? from : to, c, &first, &at);
+    if (!bytes) return;
+    if (sends && !results) place = send + first + at;
+    else if (sends && kind->joins) place = send + at;
+    else if (sends && kind->reduces) place = dtrain__mpi_sum(comm, what, first, at);
+    else if (!results && kind->reduces) place = comm->temporary + (size_t)peer * comm->chunk_bytes;
+    else if (!results && kind->joins)
+        place = recv + (size_t)peer * what->count * dtrain_dtype_bytes(what->dtype) + at;
+    else place = recv + first + at;
+    dtrain__mpi_post(comm, work,
+                     sends     ? DTRAIN__SENT
+                     : results ? DTRAIN__RESULT_IN
+                               : DTRAIN__PART_IN,
+                     DTRAIN__TAG_ROUND, peer, place, bytes);
+}
+
+/* Add up chunk c of this rank's slice, after its parts have come. */
+static void dtrain__mpi_combine(const dtrain__mpi_comm *comm, const dtrain_collective *what,
+                                size_t c)
+{
+    const int rank = comm->base.base.rank;
+    const char *in[DTRAIN_MAX_RANKS];
+    size_t first, at;
+    const size_t bytes = dtrain__mpi_cut(comm, what, rank, c, &first, &at);
+    if (!bytes) return;
+    for (int i = 0; i < comm->base.base.size; i++)
+        in[i] = comm->temporary + (size_t)i * comm->chunk_bytes;
+    in[rank] = (const char *)what->send + first + at;
+    char *out = dtrain__mpi_sum(comm, what, first, at);
+    dtrain__combine(what, in, comm->base.base.size, &out, 1,
+                    bytes / dtrain_dtype_bytes(what->dtype));
+}
+
+/* Copy what goes from this rank to itself. */
+static void dtrain__mpi_copy_own(const dtrain__mpi_comm *comm, const dtrain_collective *what)
+{
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const size_t slice = (size_t)comm->base.base.rank * bytes;
+    const char *from = (const char *)what->send + (dtrain__kind_of(what->kind)->cuts ? slice : 0);
+    char *to = (char *)what->recv + slice;
+    if (dtrain__kind_of(what->kind)->joins && from != to) memcpy(to, from, bytes);
+}
+
+/* A collective is over when the records of this rank are out, too: their places are used again. */
+static bool dtrain__mpi_move(dtrain__engine *base, dtrain__work *work, bool oldest)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const int size = base->base.size, rank = base->base.rank;
+    const size_t lag = kind->joins ? 0 : 1; /* rounds by which results come behind parts */
+    size_t first, length;                   /* of slice 0, which is the longest */
+    if (own->pending || work->small) return !own->pending;
+    if (!oldest) return false;
+    dtrain__slice(what, size, 0, &first, &length);
+    const size_t bytes = length * dtrain_dtype_bytes(what->dtype);
+    const size_t each = dtrain__mpi_chunk(comm, what), chunks = bytes / each + (bytes % each != 0);
+    for (; !own->pending && !base->failed; own->round++) {
+        const size_t r = own->round;
+        if (r == 0) dtrain__mpi_copy_own(comm, what);
+        else if (kind->reduces) dtrain__mpi_combine(comm, what, r - 1);
+        if (r == chunks + (kind->cuts ? 0 : lag)) return true;
+        for (int i = 1; i < size; i++) {
+            const int peer = (rank + i) % size;
+            dtrain__mpi_post_chunk(comm, own, false, rank, peer, r);
+            dtrain__mpi_post_chunk(comm, own, false, peer, rank, r);
+            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, rank, peer, r - lag);
+            if (r >= lag) dtrain__mpi_post_chunk(comm, own, true, peer, rank, r - lag);
+        }
+    }
+    return false;
+}
+
+static bool dtrain__mpi_lags(const dtrain__engine *base, const dtrain__work *work, int rank)
 {
     const dtrain__mpi_comm *comm = (const dtrain__mpi_comm *)base;
-    const int rank = base->base.rank;
-    size_t own;
-    for (int i = 0; i < base->base.size; i++)
-        in[i] = dtrain__mpi_slot(comm, true, work->sequence % DTRAIN__WINDOW, i) +
-                sizeof(dtrain__mpi_record);
-    in[rank] = dtrain__mpi_gift(&base->base, &work->what, rank, &own);
+    dtrain__mpi_use first = DTRAIN__RECORD_IN;
+    bool lags = false;
+    if (!work->sequence) return true;
+    for (int i = 0; i < comm->active; i++) {
+        const dtrain__mpi_token *token = &comm->tokens[i];
+        if (&token->work->base != work || token->use > first) continue;
+        lags = (lags && token->use == first) || token->rank == rank;
+        first = token->use;
+    }
+    return lags;
 }
 
-/* ---- Failure, life ----------------------------------------------------------------------------*/
+/* ---- Messages ---------------------------------------------------------------------------------*/
+
+static bool dtrain__mpi_message(dtrain__engine *base, dtrain__work *work)
+{
+    dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
+    dtrain__mpi_work *own = (dtrain__mpi_work *)work;
+    const dtrain_collective *what = &work->what;
+    const bool sends = what->kind == DTRAIN_COLLECTIVE_SEND;
+    const dtrain__mpi_use use = sends ? DTRAIN__SENT : DTRAIN__PART_IN;
+    const size_t all = work->small ? 0 : dtrain__send_bytes(what, base->base.size);
+    dtrain__shown *record =
+        dtrain__mpi_record(comm, DTRAIN__WINDOW, what->root + (sends ? base->base.size : 0));
+    for (; !own->pending && !base->failed; own->round++) {
+        const size_t at = (own->round - 1) * DTRAIN__MPI_MESSAGE_BYTES, rest = all - at;
+        char *buffer = sends ? (char *)(uintptr_t)what->send : (char *)what->recv;
+        if (own->round == 0) {
+            dtrain__mpi_post(comm, own, use, DTRAIN__TAG_MESSAGE, what->root, record,
+                             sends ? dtrain__write_shown(base, work, record) : comm->record_bytes);
+            continue;
+        }
+        if (own->round == 1 && !sends) {
+            if (!dtrain__message_agrees(base, work, record)) return false;
+            if (work->small && what->count)
+                memcpy(what->recv, record + 1, dtrain__recv_bytes(what, base->base.size));
+        }
+        if (at >= all) return true;
+        dtrain__mpi_post(comm, own, use, DTRAIN__TAG_MESSAGE, what->root, buffer + at,
+                         rest < DTRAIN__MPI_MESSAGE_BYTES ? rest : DTRAIN__MPI_MESSAGE_BYTES);
+    }
+    return false;
+}
+
+/* ---- Memory, failure, life --------------------------------------------------------------------*/
+
+static dtrain_result dtrain__mpi_map(dtrain__engine *comm, size_t asked, void **out)
+{
+    dtrain_world *world = comm->base.world;
+    const size_t most = SIZE_MAX / 2, bytes = dtrain__round_up(asked < 1      ? 1
+                                                               : asked < most ? asked
+                                                                              : most,
+                                                               dtrain__page_bytes());
+    *out = NULL;
+    DTRAIN__TRY(dtrain_device_check_limit(world->device, bytes));
+    DTRAIN__TRY(dtrain__promise(world->control, bytes));
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "communicator memory: no %zu bytes: %s", bytes,
+                           strerror(errno));
+    }
+    dtrain_device_account(world->device, &world->device->comm_bytes, bytes);
+    *out = memory;
+    return DTRAIN_OK;
+}
+
+/* Unmap memory, but after a failure MPI may still write to it: then it stays. */
+static void dtrain__mpi_unmap(dtrain__engine *comm, void *memory, size_t asked)
+{
+    dtrain_world *world = comm->base.world;
+    const size_t bytes = dtrain__round_up(asked ? asked : 1, dtrain__page_bytes());
+    if (!((dtrain__mpi_comm *)comm)->hub->failed) munmap(memory, bytes);
+    __atomic_fetch_sub(&world->control->promised, (uint64_t)bytes, __ATOMIC_ACQ_REL);
+    world->device->comm_bytes -= bytes;
+}
 
 /* The first report of the world stands, whoever made it, and fails all its communicators. */
 static void dtrain__mpi_publish(dtrain__engine *comm, dtrain_result code, const char *text)
 {
     dtrain_world_abort(comm->base.world, code, text);
-    ((dtrain__mpi_hub *)comm->shared)->failed = true;
+    ((dtrain__mpi_comm *)comm)->hub->failed = true;
 }
 
-static dtrain_result dtrain__mpi_map_for(dtrain__engine *comm, size_t bytes, void **out)
+/* Take the next lines of the communicator's memory; only count them while there is none. */
+static void *dtrain__mpi_take(dtrain__mpi_comm *comm, size_t bytes)
 {
-    return dtrain__mpi_map((dtrain__mpi_hub *)comm->shared, bytes, out);
-}
-static void dtrain__mpi_unmap_for(dtrain__engine *comm, void *memory)
-{
-    dtrain__mpi_unmap((dtrain__mpi_hub *)comm->shared, memory);
-}
-
-/* The books of all requests that can be under way: records both ways for every operation of the
- * window, the lanes, and with every rank one message each way. */
-static dtrain_result dtrain__mpi_tables(dtrain__mpi_comm *comm)
-{
-    const dtrain_allocator *allocator = &comm->base.base.world->allocator;
-    const size_t size = (size_t)comm->base.base.size, depth = DTRAIN__MPI_DEPTH;
-    const size_t room = size * (2 * DTRAIN__WINDOW + DTRAIN__MPI_LANES * depth + 2 * (1 + depth));
-    comm->room = (int)room;
-    comm->requests = (MPI_Request *)dtrain__alloc(allocator, room, sizeof *comm->requests, "MPI");
-    comm->tokens = (dtrain__mpi_token *)dtrain__alloc(allocator, room, sizeof *comm->tokens, "MPI");
-    comm->statuses = (MPI_Status *)dtrain__alloc(allocator, room, sizeof *comm->statuses, "MPI");
-    comm->indices = (int *)dtrain__alloc(allocator, room, sizeof *comm->indices, "MPI");
-    comm->heard =
-        (uint64_t *)dtrain__alloc(allocator, DTRAIN__WINDOW * size, sizeof *comm->heard, "MPI");
-    comm->lanes = (dtrain__mpi_lane *)dtrain__alloc(allocator, DTRAIN__MPI_LANES * size,
-                                                    sizeof *comm->lanes, "MPI");
-    return comm->requests && comm->tokens && comm->statuses && comm->indices && comm->heard &&
-                   comm->lanes
-               ? DTRAIN_OK
-               : DTRAIN_ERROR_MEMORY;
+    char *at = comm->memory ? comm->memory + comm->memory_bytes : NULL;
+    comm->memory_bytes += dtrain__round_up(bytes, DTRAIN__CACHE_LINE);
+    return at;
 }
 
+/* Lay out the tables. Requests that can be under way: records both ways for every operation of the
+ * window, four of a round, and with every rank one of a message each way. */
+static void dtrain__mpi_tables(dtrain__mpi_comm *comm)
+{
+    const size_t size = (size_t)comm->base.base.size, room = size * (2 * DTRAIN__WINDOW + 4 + 2);
+    comm->memory_bytes = 0;
+    comm->requests = (MPI_Request *)dtrain__mpi_take(comm, room * sizeof *comm->requests);
+    comm->tokens = (dtrain__mpi_token *)dtrain__mpi_take(comm, room * sizeof *comm->tokens);
+    comm->statuses = (MPI_Status *)dtrain__mpi_take(comm, room * sizeof *comm->statuses);
+    comm->indices = (int *)dtrain__mpi_take(comm, room * sizeof *comm->indices);
+    comm->heard = (uint64_t *)dtrain__mpi_take(comm, DTRAIN__WINDOW * size * sizeof *comm->heard);
+    comm->temporary = (char *)dtrain__mpi_take(comm, size * comm->chunk_bytes);
+    comm->records =
+        (char *)dtrain__mpi_take(comm, (DTRAIN__WINDOW + 1) * 2 * size * comm->record_bytes);
+}
+
+/* Meet in MPI, for the world's communicator; all others use that one's connection. */
 static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    dtrain__mpi_hub *hub = (dtrain__mpi_hub *)base->shared;
-    const size_t ranks = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
-    size_t data = DTRAIN__SMALL_TOTAL / ranks, chunk = DTRAIN__MPI_TEMPORARY / (2 * ranks);
-    void *records;
+    const size_t size = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
+    size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
+    void *memory;
+    comm->hub = base->number ? ((dtrain__mpi_comm *)base->base.world->comm)->hub : &comm->own;
+    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->base.world, comm->hub));
+    if (base->number >= comm->hub->number_limit)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
+                           (long long)base->number);
     if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
     if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
-    comm->hub = hub;
     comm->chunk_bytes = chunk / line * line;
-    comm->record_bytes = dtrain__round_up(sizeof(dtrain__mpi_record) + data, line);
-    base->number_limit = hub->range_limit;
-    DTRAIN__TRY(dtrain__mpi_tables(comm));
-    DTRAIN__TRY(
-        dtrain__mpi_map(hub, 2 * (DTRAIN__WINDOW + 1) * ranks * comm->record_bytes, &records));
-    comm->records = (char *)records;
+    comm->record_bytes = dtrain__round_up(sizeof(dtrain__shown) + data, line);
+    dtrain__mpi_tables(comm);
+    DTRAIN__TRY(dtrain__mpi_map(base, comm->memory_bytes, &memory));
+    comm->memory = (char *)memory;
+    dtrain__mpi_tables(comm);
     *address = 1;
     return DTRAIN_OK;
 }
@@ -359,40 +477,32 @@ static void dtrain__mpi_join(dtrain__engine *comm, const int64_t *addresses)
 static void dtrain__mpi_release(dtrain__engine *base)
 {
     dtrain__mpi_comm *comm = (dtrain__mpi_comm *)base;
-    const dtrain_allocator *allocator = &base->base.world->allocator;
-    const size_t size = (size_t)base->base.size, room = (size_t)comm->room;
     if (!comm->hub) return;
-    dtrain__mpi_unmap(comm->hub, comm->temporary);
-    dtrain__mpi_unmap(comm->hub, comm->records);
-    dtrain__free(allocator, comm->lanes, DTRAIN__MPI_LANES * size, sizeof *comm->lanes);
-    dtrain__free(allocator, comm->heard, DTRAIN__WINDOW * size, sizeof *comm->heard);
-    dtrain__free(allocator, comm->indices, room, sizeof *comm->indices);
-    dtrain__free(allocator, comm->statuses, room, sizeof *comm->statuses);
-    dtrain__free(allocator, comm->tokens, room, sizeof *comm->tokens);
-    dtrain__free(allocator, comm->requests, room, sizeof *comm->requests);
+    if (comm->active && !comm->hub->failed)
+        dtrain__mpi_publish(base, DTRAIN_ERROR_USAGE, "left with operations in flight");
+    if (!base->report && base->number == 0) comm->hub->failed = true;
+    if (base->number == 0) dtrain__mpi_part(base->base.world, comm->hub);
+    if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 
 /* A rank that left is given two seconds: what it sent before may be slower than the news. */
-DTRAIN__PRIVATE const dtrain__transport *dtrain__mpi_transport(void)
+static const dtrain__transport dtrain__mpi_transport = {
+    sizeof(dtrain__mpi_comm), sizeof(dtrain__mpi_work), 2000000000u,
+    dtrain__mpi_show,         dtrain__mpi_heard,        dtrain__mpi_move,
+    dtrain__mpi_message,      dtrain__mpi_lags,         dtrain__mpi_map,
+    dtrain__mpi_unmap,        dtrain__mpi_make,         dtrain__mpi_join,
+    dtrain__mpi_release,      dtrain__mpi_poll,         NULL,
+    dtrain__mpi_publish};
+
+static dtrain_result dtrain__mpi_create(dtrain_world *world, dtrain_comm **out)
 {
-    static const dtrain__transport transport = {sizeof(dtrain__mpi_comm),
-                                                sizeof(dtrain__mpi_work),
-                                                2000000000u,
-                                                dtrain__mpi_show,
-                                                dtrain__mpi_heard,
-                                                dtrain__mpi_inputs,
-                                                dtrain__mpi_move,
-                                                dtrain__mpi_message,
-                                                dtrain__mpi_lags,
-                                                dtrain__mpi_publish,
-                                                dtrain__mpi_map_for,
-                                                dtrain__mpi_unmap_for,
-                                                dtrain__mpi_poll,
-                                                NULL,
-                                                dtrain__mpi_make,
-                                                dtrain__mpi_join,
-                                                dtrain__mpi_release};
-    return &transport;
+    return dtrain__engine_create(world, dtrain_mpi_comm_ops(), &dtrain__mpi_transport, out);
+}
+
+extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = DTRAIN__ENGINE_OPS("mpi", dtrain__mpi_create);
+    return &ops;
 }
 
 #endif /* DTRAIN_USE_MPI */

@@ -1,4 +1,18 @@
-/* Results of collectives, on one rank */
+/* What collectives do: who sends what to whom, and the results on one rank
+ *
+ * Large collectives have one or two phases, in which a rank owns slice `rank`:
+ *
+ *                         parts of slice j         results of slice j
+ *                         to rank j from           from rank j to       slices
+ *         all-reduce      all                      all                  cut
+ *         reduce          all                      root                 cut
+ *         reduce-scatter  all                                           count elements each
+ *         broadcast       root                     all but root         cut
+ *         all-gather                               all                  count elements each
+ *         all-to-all      all, not added                                count elements each
+ *
+ * In terms of the table below: parts come from those who give, unless a call only joins; results go
+ * to those who get, unless a call cuts. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -8,60 +22,93 @@
 #include "comm/comm_internal.h"
 #include "device/device_internal.h"
 
+static const dtrain__kind dtrain__kinds[] = {
+    /*                                           reduces rooted cuts joins */
+    {"?", "?", false, false, false, false},
+    {"dtrain_all_reduce", "all-reduce", true, false, false, false},
+    {"dtrain_reduce_scatter", "reduce-scatter", true, false, true, false},
+    {"dtrain_all_gather", "all-gather", false, false, false, true},
+    {"dtrain_broadcast", "broadcast", false, true, false, false},
+    {"dtrain_reduce", "reduce", true, true, false, false},
+    {"dtrain_barrier", "barrier", false, false, false, false},
+    {"dtrain_send", "send", false, true, false, false},
+    {"dtrain_recv", "recv", false, true, false, false},
+    {"dtrain_comm_split", "split", false, false, false, true},
+    {"dtrain_all_to_all", "all-to-all", false, false, true, true},
+};
+/* Return the row of a dtrain_collective_kind; of an unknown one the row "?". */
+DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind)
+{
+    return &dtrain__kinds[kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? kind : 0];
+}
+
+/* Return the bytes of the send buffer, and below of the receive buffer. */
+DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->cuts ? (size_t)size : 1);
+}
+DTRAIN__PRIVATE size_t dtrain__recv_bytes(const dtrain_collective *what, int size)
+{
+    return what->count * dtrain_dtype_bytes(what->dtype) *
+           (dtrain__kind_of(what->kind)->joins ? (size_t)size : 1);
+}
+
+/* Say whether a rank's send buffer is read, and below whether its receive buffer is written. */
+DTRAIN__PRIVATE bool dtrain__gives(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_RECV &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root == rank);
+}
+DTRAIN__PRIVATE bool dtrain__gets(const dtrain_collective *what, int rank)
+{
+    return what->kind != DTRAIN_COLLECTIVE_SEND &&
+           (what->kind != DTRAIN_COLLECTIVE_BROADCAST || what->root != rank) &&
+           (what->kind != DTRAIN_COLLECTIVE_REDUCE || what->root == rank);
+}
+
 /* Combine in_count inputs in their order, which is that of the ranks, into out_count equal outputs;
  * an output may be one of the inputs. One input is a copy: exact for every dtype. */
 DTRAIN__PRIVATE void dtrain__combine(const dtrain_collective *what, const char *const *in,
                                      int in_count, char *const *out, int out_count, size_t count)
 {
-    const size_t bytes = count * dtrain_dtype_bytes(what->dtype);
-    dtrain__mix_job job;
-    if (in_count == 1) {
-        for (int i = 0; i < out_count; i++)
-            if (out[i] != in[0]) memcpy(out[i], in[0], bytes);
+    const dtrain__mix_job job = {in, out, in_count, out_count, count, what->dtype, what->op};
+    if (in_count > 1) {
+        dtrain__mix(&job);
         return;
     }
-    job.in = in;
-    job.out = out;
-    job.in_count = in_count;
-    job.out_count = out_count;
-    job.count = count;
-    job.dtype = what->dtype;
-    job.op = what->op;
-    dtrain__mix(&job);
+    for (int i = 0; i < out_count; i++)
+        if (out[i] != in[0]) memcpy(out[i], in[0], count * dtrain_dtype_bytes(what->dtype));
 }
 
 /* Compute elements [first, first + count) of this rank's own result from everybody's input,
- * in (size). */
+ * in (size). A barrier has no buffers; a reduction has no recv but at the root. */
 DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collective *what,
                                   const char *const *in, size_t first, size_t count)
 {
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
     const size_t unit = dtrain_dtype_bytes(what->dtype);
-    const int size = comm->size, rank = comm->rank;
-    if (!count) return; /* a barrier has no buffers; a reduction has no recv but at the root */
-    char *out = what->recv ? (char *)what->recv + first * unit : NULL;
-    switch (what->kind) {
-    case DTRAIN_COLLECTIVE_REDUCE:
-        if (rank != what->root) break;
-        /* fall through */
-    case DTRAIN_COLLECTIVE_ALL_REDUCE:
-    case DTRAIN_COLLECTIVE_REDUCE_SCATTER: dtrain__combine(what, in, size, &out, 1, count); break;
-    case DTRAIN_COLLECTIVE_BROADCAST:
-        if (rank != what->root) memcpy(out, in[what->root], count * unit);
-        break;
-    default: /* all-gather, all-to-all, split */
-        for (int i = 0; i < size; i++, out += what->count * unit)
-            if (out != in[i]) memcpy(out, in[i], count * unit);
-        break;
-    }
+    if (!count || !dtrain__gets(what, comm->rank)) return;
+    char *out = (char *)what->recv + first * unit;
+    if (kind->reduces) dtrain__combine(what, in, comm->size, &out, 1, count);
+    else if (!kind->joins) dtrain__combine(what, in + what->root, 1, &out, 1, count);
+    for (int i = 0; kind->joins && i < comm->size; i++, out += what->count * unit)
+        dtrain__combine(what, in + i, 1, &out, 1, count);
 }
 
-/* Cut count elements into a slice for each rank, at multiples of 64 bytes so that no two ranks
- * write one line. */
-DTRAIN__PRIVATE void dtrain__slice(size_t count, size_t unit, int size, int rank, size_t *first,
+/* Find the slice that a rank owns, in elements. Where the call does not say what it is, the buffer
+ * is cut at multiples of 64 bytes so that no two ranks write one line. */
+DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length)
 {
-    const size_t step = DTRAIN__CACHE_LINE / unit, steps = count / step + (count % step != 0);
-    const size_t each = steps / (size_t)size, more = steps % (size_t)size, r = (size_t)rank;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t count = what->count, r = (size_t)rank;
+    *first = r * count;
+    *length = count;
+    if (kind->cuts || kind->joins) return;
+    const size_t step = DTRAIN__CACHE_LINE / dtrain_dtype_bytes(what->dtype);
+    const size_t steps = count / step + (count % step != 0);
+    const size_t each = steps / (size_t)size, more = steps % (size_t)size;
     const size_t begin = (each * r + (r < more ? r : more)) * step;
     const size_t end = begin + (each + (r < more)) * step;
     *first = begin < count ? begin : count;

@@ -20,6 +20,7 @@
 #include "core/core_internal.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "comm/comm_internal.h"
 #include "strategy/layout_internal.h"
 
 /* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
@@ -181,7 +182,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
         dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
     if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
     return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
-                       dtrain_comm_world_rank(comm, (int)first), verdict.text);
+                       dtrain__world_rank(comm, (int)first), verdict.text);
 }
 
 /* Do all ranks have the same value? One small all-reduce tells, without memory for all of them:
@@ -280,8 +281,7 @@ static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
         DTRAIN_ERROR_MISMATCH,
         "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
         "the same on every rank",
-        what, dtrain_comm_world_rank(comm, usual), usual_text, dtrain_comm_world_rank(comm, odd),
-        odd_text);
+        what, dtrain__world_rank(comm, usual), usual_text, dtrain__world_rank(comm, odd), odd_text);
 }
 
 /* One hash of everything when all is well; otherwise line by line, up to the first that

@@ -173,8 +173,8 @@ static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
             DTRAIN_ERROR_MISMATCH,
             "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
             "are not those of rank %d; every rank must make the same updates",
-            i, whole.name, dtrain_comm_world_rank(strategy->comm, odd),
-            dtrain_comm_world_rank(strategy->comm, usual));
+            i, whole.name, dtrain__world_rank(strategy->comm, odd),
+            dtrain__world_rank(strategy->comm, usual));
     }
     return dtrain_fail(DTRAIN_ERROR_INTERNAL,
                        "dtrain_strategy_verify: hashes differ, but no parameter's does");

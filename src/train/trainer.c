@@ -25,6 +25,7 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "comm/comm.h"
+#include "comm/comm_internal.h"
 #include "strategy/strategy.h"
 #include "strategy/strategy_internal.h"
 #include "tape/tape.h"
@@ -153,7 +154,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
         if (!dtrain_is_finite(words[DTRAIN__WORD_LOSS]))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)trainer->step, dtrain_comm_world_rank(trainer->comm, r),
+                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
                                (double)words[DTRAIN__WORD_LOSS], advice);
         if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
     }
@@ -220,7 +221,7 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
     }
     const double median = sorted[(trainer->ranks - 1) / 2];
     record->straggler_score = median > 0 ? most / median : 1;
-    record->slowest_rank = dtrain_comm_world_rank(trainer->comm, slowest);
+    record->slowest_rank = dtrain__world_rank(trainer->comm, slowest);
     if (record->straggler_score <= DTRAIN__SLOW_SCORE) trainer->slow_steps = 0;
     else trainer->slow_steps = slowest == trainer->slow_rank ? trainer->slow_steps + 1 : 1;
     trainer->slow_rank = slowest;

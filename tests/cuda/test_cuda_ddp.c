@@ -257,7 +257,7 @@ static int async_main(dtrain_world *world, void *user)
     return 0;
 }
 /* An all-to-all takes its place between kernels like any other: written by one that is queued, read
- * by one that comes after; from twin to twin, which nothing but the images need, and from memory of
+ * by one that comes after; between memory of the communicator, and from memory of
  * the device that gets an image of its own, larger from round to round. */
 static int exchange_main(dtrain_world *world, void *user)
 {

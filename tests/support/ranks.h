@@ -34,6 +34,14 @@ static inline uint64_t ranks_random(uint64_t *state, uint64_t limit)
     return limit ? *state % limit : 0;
 }
 
+/* The rank in the world of a communicator's rank. */
+static inline int ranks_in_world(const dtrain_comm *comm, int rank)
+{
+    dtrain_comm_info info;
+    dtrain_comm_query(comm, &info);
+    return info.world_ranks[rank];
+}
+
 static inline void ranks_sleep_us(long us)
 {
     struct timespec left;

@@ -11,8 +11,8 @@ enum { TOY_SLOTS = 2 * DTRAIN__WINDOW };
 typedef struct toy_slot {
     uint64_t shown_to,
         read_to; /* atomic: the operation is s when they are: shown; all inputs read */
-    dtrain__shown shown;
     const char *send;
+    dtrain__shown shown; /* small data follow */
     char small[DTRAIN__SMALL_BYTES];
 } toy_slot;
 typedef struct toy_letters { /* in one direction between two ranks */
@@ -42,29 +42,14 @@ static toy_slot *toy_slot_of(const dtrain__engine *comm, uint64_t sequence, int 
 static void toy_show(dtrain__engine *comm, dtrain__work *work)
 {
     toy_slot *slot = toy_slot_of(comm, work->sequence, comm->base.rank);
-    const bool gives =
-        work->what.kind != DTRAIN_COLLECTIVE_BROADCAST || work->what.root == comm->base.rank;
-    slot->shown = work->shown;
+    (void)dtrain__write_shown(comm, work, &slot->shown);
     slot->send = (const char *)work->what.send;
-    if (work->small && work->what.count && gives)
-        memcpy(slot->small, slot->send,
-               dtrain__send_count(&work->what, comm->base.size) *
-                   dtrain_dtype_bytes(work->what.dtype));
     dtrain__store(&slot->shown_to, work->sequence);
 }
 static const dtrain__shown *toy_heard(const dtrain__engine *comm, uint64_t sequence, int rank)
 {
     toy_slot *slot = toy_slot_of(comm, sequence, rank);
     return dtrain__load(&slot->shown_to) >= sequence ? &slot->shown : NULL;
-}
-static void toy_inputs(const dtrain__engine *comm, const dtrain__work *work, const char **in)
-{
-    const size_t slice = work->what.count * dtrain_dtype_bytes(work->what.dtype);
-    const size_t cut = dtrain__cuts(&work->what) ? (size_t)comm->base.rank * slice : 0;
-    for (int i = 0; i < comm->base.size; i++) {
-        const toy_slot *slot = toy_slot_of(comm, work->sequence, i);
-        in[i] = (work->small ? slot->small : slot->send) + cut;
-    }
 }
 /* The result goes into memory of this rank's own until all have read their inputs, which may be where the
  * result belongs. */
@@ -73,9 +58,8 @@ static bool toy_move(dtrain__engine *base, dtrain__work *work, bool oldest)
     toy_comm *comm = (toy_comm *)base;
     dtrain_collective what = work->what;
     const char *in[DTRAIN_MAX_RANKS];
-    const size_t bytes =
-        dtrain__recv_count(&what, base->base.size) * dtrain_dtype_bytes(what.dtype);
-    const bool root = what.root == base->base.rank;
+    const size_t bytes = dtrain__recv_bytes(&what, base->base.size);
+    size_t first = 0, count;
     if (work->small) return true;
     if (!oldest) return false;
     if (!((toy_work *)work)->begun) {
@@ -83,7 +67,11 @@ static bool toy_move(dtrain__engine *base, dtrain__work *work, bool oldest)
         what.recv = comm->scratch = (char *)malloc(bytes);
         if (!what.recv)
             return dtrain__engine_fail(&base->base, DTRAIN_ERROR_MEMORY, "malloc") == DTRAIN_OK;
-        toy_inputs(base, work, in);
+        if (dtrain__kind_of(what.kind)->cuts)
+            dtrain__slice(&what, base->base.size, base->base.rank, &first, &count);
+        for (int i = 0; i < base->base.size; i++)
+            in[i] =
+                toy_slot_of(base, work->sequence, i)->send + first * dtrain_dtype_bytes(what.dtype);
         dtrain__pull(&base->base, &what, in, 0, what.count);
         ((toy_work *)work)->begun = true;
         dtrain__store(&toy_slot_of(base, work->sequence, base->base.rank)->read_to, work->sequence);
@@ -91,9 +79,7 @@ static bool toy_move(dtrain__engine *base, dtrain__work *work, bool oldest)
     for (int i = 0; i < base->base.size; i++)
         if (dtrain__load(&toy_slot_of(base, work->sequence, i)->read_to) < work->sequence)
             return false;
-    if ((what.kind != DTRAIN_COLLECTIVE_REDUCE || root) &&
-        (what.kind != DTRAIN_COLLECTIVE_BROADCAST || !root))
-        memcpy(work->what.recv, comm->scratch, bytes);
+    if (dtrain__gets(&what, base->base.rank)) memcpy(work->what.recv, comm->scratch, bytes);
     return true;
 }
 static bool toy_message(dtrain__engine *base, dtrain__work *work)
@@ -110,13 +96,10 @@ static bool toy_message(dtrain__engine *base, dtrain__work *work)
     }
     if (sends) return dtrain__load(&letters->taken) == letters->sent;
     if (dtrain__load(&letters->sent) == letters->taken) return false;
-    const dtrain__shown *theirs = &letters->work->shown;
-    if (theirs->count != work->shown.count || theirs->dtype != work->shown.dtype)
-        return dtrain__message_differs(base, work, (dtrain_dtype)theirs->dtype, theirs->count) ==
-               DTRAIN_OK;
+    if (!dtrain__message_agrees(base, work, &letters->work->shown)) return false;
     if (work->what.count)
         memcpy(work->what.recv, letters->work->what.send,
-               work->what.count * dtrain_dtype_bytes(work->what.dtype));
+               dtrain__recv_bytes(&work->what, base->base.size));
     dtrain__store(&letters->taken, letters->taken + 1);
     return true;
 }
@@ -131,7 +114,11 @@ static dtrain_result toy_map(dtrain__engine *comm, size_t bytes, void **out)
     *out = calloc(1, bytes + 64);
     return *out ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory");
 }
-static void toy_unmap(dtrain__engine *comm, void *memory) { (void)comm, free(memory); }
+static void toy_unmap(dtrain__engine *comm, void *memory, size_t bytes)
+{
+    (void)comm, (void)bytes;
+    free(memory);
+}
 
 static dtrain_result toy_make(dtrain__engine *base, int64_t *address)
 {

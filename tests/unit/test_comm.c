@@ -391,7 +391,7 @@ static int open_desk_on(desk *d, dtrain_comm *comm, size_t payload_bytes)
     d->comm = comm;
     d->rank = dtrain_comm_rank(comm);
     d->size = dtrain_comm_size(comm);
-    for (r = 0; r < d->size; r++) d->members[r] = dtrain_comm_world_rank(comm, r);
+    for (r = 0; r < d->size; r++) d->members[r] = ranks_in_world(comm, r);
     d->capacity = payload_bytes + 2 * GUARD + 64;
     for (i = 0; i < 2; i++) {
         unsigned char **side = i ? d->recv : d->send;
@@ -1239,23 +1239,22 @@ static int rank_split(dtrain_world *world, void *user)
     int n = dtrain_world_size(world), rank = dtrain_world_rank(world), r;
     (void)user;
     CHECK(dtrain_comm_size(all) == n && dtrain_comm_rank(all) == rank);
-    for (r = 0; r < n; r++) CHECK(dtrain_comm_world_rank(all, r) == r);
+    for (r = 0; r < n; r++) CHECK(ranks_in_world(all, r) == r);
 
     RANKS_TRY(dtrain_comm_split(all, rank % 2, 0, &half)); /* equal keys: order as in all */
     CHECK(dtrain_comm_size(half) == (n + 1 - rank % 2) / 2);
     CHECK(dtrain_comm_rank(half) == rank / 2);
-    for (r = 0; r < dtrain_comm_size(half); r++)
-        CHECK(dtrain_comm_world_rank(half, r) == 2 * r + rank % 2);
+    for (r = 0; r < dtrain_comm_size(half); r++) CHECK(ranks_in_world(half, r) == 2 * r + rank % 2);
 
     RANKS_TRY(dtrain_comm_split(all, 7, -rank, &reversed)); /* negative keys are keys */
     CHECK(dtrain_comm_size(reversed) == n && dtrain_comm_rank(reversed) == n - 1 - rank);
-    for (r = 0; r < n; r++) CHECK(dtrain_comm_world_rank(reversed, r) == n - 1 - r);
+    for (r = 0; r < n; r++) CHECK(ranks_in_world(reversed, r) == n - 1 - r);
 
     few = all; /* must become NULL */
     RANKS_TRY(dtrain_comm_split(all, rank < 2 ? INT_MAX : -1 - rank, INT_MAX - rank, &few));
     CHECK((few != NULL) == (rank < 2));
     if (few) CHECK(dtrain_comm_size(few) == (n < 2 ? n : 2));
-    if (few && n > 1) CHECK(dtrain_comm_world_rank(few, 0) == 1);
+    if (few && n > 1) CHECK(ranks_in_world(few, 0) == 1);
 
     for (r = 0; r < 4; r++) {
         if (!check_group(half, (uint64_t)r * 100)) return 1;
@@ -1293,7 +1292,7 @@ static int rank_nested_split(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_comm_split(quarter, rank, 0, &single));
         if (!check_group(quarter, (uint64_t)round)) return 1;
         dtrain_comm_destroy(quarter);
-        CHECK(dtrain_comm_size(single) == 1 && dtrain_comm_world_rank(single, 0) == rank);
+        CHECK(dtrain_comm_size(single) == 1 && ranks_in_world(single, 0) == rank);
         if (!check_group(single, (uint64_t)round)) return 1;
         dtrain_comm_destroy(single);
     }

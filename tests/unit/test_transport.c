@@ -7,43 +7,28 @@
 #undef main
 #include "toy_transport.h"
 
-static dtrain_result toy_create(dtrain_world *world, dtrain_comm **out);
-static dtrain_result toy_destroy(dtrain_comm *comm)
-{
-    dtrain__engine_release((dtrain__engine *)comm);
-    return DTRAIN_OK;
-}
-static const dtrain_comm_ops toy_ops = {DTRAIN_COMM_ABI,
-                                        false,
-                                        "toy",
-                                        toy_create,
-                                        dtrain__engine_start,
-                                        dtrain__engine_test,
-                                        dtrain__engine_wait,
-                                        dtrain__engine_alloc,
-                                        dtrain__engine_free,
-                                        dtrain__engine_split,
-                                        dtrain__engine_fail,
-                                        toy_destroy};
-static const dtrain__transport toy_transport = {
-    sizeof(toy_comm), sizeof(toy_work), 0,           toy_show, toy_heard,
-    toy_inputs,       toy_move,         toy_message, toy_lags, dtrain__publish_shared,
-    toy_map,          toy_unmap,        NULL,        NULL,     toy_make,
-    toy_join,         toy_release};
+static const dtrain__transport toy_transport = {sizeof(toy_comm),
+                                                sizeof(toy_work),
+                                                0,
+                                                toy_show,
+                                                toy_heard,
+                                                toy_move,
+                                                toy_message,
+                                                toy_lags,
+                                                toy_map,
+                                                toy_unmap,
+                                                toy_make,
+                                                toy_join,
+                                                toy_release,
+                                                NULL,
+                                                NULL,
+                                                NULL};
 
+static dtrain_result toy_create(dtrain_world *world, dtrain_comm **out);
+static const dtrain_comm_ops toy_ops = DTRAIN__ENGINE_OPS("toy", toy_create);
 static dtrain_result toy_create(dtrain_world *world, dtrain_comm **out)
 {
-    int64_t address = 0, addresses[DTRAIN_MAX_RANKS];
-    dtrain__engine *comm;
-    dtrain_result result = dtrain__engine_make(world, &toy_ops, &toy_transport, NULL, world->size,
-                                               world->rank, &comm, &address);
-    if (result == DTRAIN_OK)
-        result = dtrain_world_all_gather(world, &address, sizeof address, addresses);
-    if (result != DTRAIN_OK) return result;
-    for (int i = 0; i < world->size; i++) comm->base.world_ranks[i] = i;
-    comm->transport->join(comm, addresses);
-    *out = &comm->base;
-    return DTRAIN_OK;
+    return dtrain__engine_create(world, &toy_ops, &toy_transport, out);
 }
 
 static void toy_run(int ranks, dtrain_rank_fn rank_main, void *user)
