@@ -29,7 +29,7 @@ static dtrain_result dtrain__shared_device(dtrain_world *world, int pair[2])
     place mine;
     memset(&mine, 0, sizeof mine);
     pair[0] = pair[1] = -1;
-    DTRAIN__TRY(world->device->ops->query(world->device, &mine.info));
+    DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
     mine.node = world->node;
     place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
                                         "a table of devices");
@@ -63,7 +63,7 @@ static dtrain_result dtrain__device_comm_create(dtrain_world *world)
             world, pair[0] < 0 ? "give a communicator that crosses hosts: comm_ops, dtrain_nccl.h"
                                : "two ranks sit on one device: start fewer ranks on each host");
     if (world->rank == 0 && pair[0] >= 0) {
-        DTRAIN__TRY(world->device->ops->query(world->device, &info));
+        DTRAIN__TRY(dtrain_device_query(world->device, &info));
         dtrain_log(world, DTRAIN_LOG_INFO,
                    "ranks %d and %d share one device (%s of %u): collectives go through host "
                    "memory",

@@ -22,6 +22,7 @@
 #include "comm/engine_internal.h"
 #include "device/backend.h"
 #include "device/device.h"
+#include "device/device_internal.h"
 
 typedef struct dtrain__twin {
     struct dtrain__twin *next;
@@ -54,7 +55,7 @@ static dtrain_result dtrain__image_alloc(dtrain__engine *comm, size_t bytes, cha
     void *memory;
     DTRAIN__TRY(comm->transport->map(comm, bytes, &memory));
     const size_t pages = dtrain__round_up(bytes ? bytes : 1, dtrain__page_bytes());
-    const dtrain_result result = device->ops->host_register(device, memory, pages);
+    const dtrain_result result = DTRAIN__ORDER(device, host_register, memory, pages);
     if (result == DTRAIN_OK) *out = (char *)memory;
     else comm->transport->unmap(comm, memory);
     return result;
@@ -63,7 +64,8 @@ static dtrain_result dtrain__image_alloc(dtrain__engine *comm, size_t bytes, cha
 static void dtrain__image_free(dtrain__engine *comm, char *memory)
 {
     if (!memory) return;
-    comm->staging->device->ops->host_unregister(comm->staging->device, memory);
+    dtrain_device *device = comm->staging->device;
+    if (device->ops->host_unregister) device->ops->host_unregister(device, memory);
     comm->transport->unmap(comm, memory);
 }
 
@@ -122,7 +124,7 @@ static dtrain_result dtrain__image_of(dtrain__engine *comm, dtrain__bounce *boun
                                       const void *memory, size_t bytes, char **out)
 {
     dtrain_device *device = comm->staging->device;
-    const bool on_device = memory && device->ops->is_device_memory(device, memory);
+    const bool on_device = memory && !dtrain__on_host(device, memory);
     *out = on_device ? dtrain__twin_image(comm->staging, memory) : (char *)(uintptr_t)memory;
     if (*out || !memory) return DTRAIN_OK;
     if (bytes > bounce->image_bytes[which]) {
@@ -185,8 +187,8 @@ static dtrain_result dtrain__bounce_take(dtrain__engine *comm, dtrain__bounce **
     dtrain__bounce *bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
                                                              sizeof *bounce, "an operation");
     if (!bounce) return DTRAIN_ERROR_MEMORY;
-    if (device->ops->event_create(device, false, &bounce->computed) != DTRAIN_OK ||
-        device->ops->event_create(device, false, &bounce->copied) != DTRAIN_OK) {
+    if (DTRAIN__ORDER(device, event_create, &bounce->computed) != DTRAIN_OK ||
+        DTRAIN__ORDER(device, event_create, &bounce->copied) != DTRAIN_OK) {
         dtrain__bounce_destroy(comm, bounce);
         return DTRAIN_ERROR_MEMORY;
     }
@@ -233,26 +235,25 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, void *to, const void *fr
 DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain__staging *staging = comm->staging;
-    const dtrain_device_ops *ops = staging->device->ops;
     DTRAIN__TRY(dtrain__bounce_take(comm, &work->bounce));
     dtrain__bounce *bounce = work->bounce;
     const dtrain_collective *called = &bounce->called;
     bounce->called = work->what;
     DTRAIN__TRY(dtrain__images(comm, work));
-    DTRAIN__TRY(ops->event_record(staging->device, bounce->computed, NULL));
-    DTRAIN__TRY(ops->event_wait(staging->device, bounce->computed, staging->stream));
+    DTRAIN__TRY(DTRAIN__ORDER(staging->device, event_record, bounce->computed, NULL));
+    DTRAIN__TRY(DTRAIN__ORDER(staging->device, event_wait, bounce->computed, staging->stream));
     if (dtrain__gives(&comm->base, called) && work->what.send != called->send)
         DTRAIN__TRY(dtrain__copy(comm, (void *)(uintptr_t)work->what.send, called->send,
                                  dtrain__send_count(called, comm->base.size), called->dtype,
                                  DTRAIN_COPY_DEVICE_TO_HOST));
-    return ops->event_record(staging->device, bounce->copied, staging->stream);
+    return DTRAIN__ORDER(staging->device, event_record, bounce->copied, staging->stream);
 }
 
 DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
 {
     dtrain_device *device = comm->staging->device;
-    bool done = false;
-    const dtrain_result result = device->ops->event_query(device, work->bounce->copied, &done);
+    bool done = true;
+    const dtrain_result result = DTRAIN__ORDER(device, event_query, work->bounce->copied, &done);
     if (result != DTRAIN_OK) (void)dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     return done;
 }
@@ -266,15 +267,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
         DTRAIN__TRY(dtrain__copy(comm, called->recv, work->what.recv,
                                  dtrain__recv_count(called, comm->base.size), called->dtype,
                                  DTRAIN_COPY_HOST_TO_DEVICE));
-    return staging->device->ops->event_record(staging->device, work->bounce->copied,
-                                              staging->stream);
+    return DTRAIN__ORDER(staging->device, event_record, work->bounce->copied, staging->stream);
 }
 
 /* Let what compute queues from now on come after the way out. */
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->staging->device;
-    return device->ops->event_wait(device, work->bounce->copied, NULL);
+    return DTRAIN__ORDER(device, event_wait, work->bounce->copied, NULL);
 }
 
 /* One rank: the copy, if any, is on the compute stream. */
@@ -283,8 +283,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__staged_alone(dtrain__engine *comm,
 {
     dtrain_device *device = comm->staging->device;
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
-    const bool from = device->ops->is_device_memory(device, what->send);
-    const bool to = device->ops->is_device_memory(device, what->recv);
+    const bool from = !dtrain__on_host(device, what->send);
+    const bool to = !dtrain__on_host(device, what->recv);
     if (!from && !to) memcpy(what->recv, what->send, bytes);
     if (!from && !to) return DTRAIN_OK;
     return device->ops->copy(device, what->recv, what->send, bytes,
@@ -303,7 +303,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__staging_create(dtrain__engine *comm)
     if (!staging) return DTRAIN_ERROR_MEMORY;
     comm->staging = staging;
     staging->device = world->device;
-    return world->device->ops->stream_create(world->device, true, &staging->stream);
+    return DTRAIN__ORDER(world->device, stream_create, true, &staging->stream);
 }
 
 DTRAIN__PRIVATE void dtrain__staging_destroy(dtrain__engine *comm)

@@ -411,7 +411,7 @@ static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                             (size_t)chunk->part.count * sizeof(float),
                                             DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
     }
-    return device->ops->event_record(device, offload->arrived[i & 1], offload->down);
+    return DTRAIN__ORDER(device, event_record, offload->arrived[i & 1], offload->down);
 }
 
 static dtrain_result dtrain__piece_up(const dtrain_optimizer *optimizer,
