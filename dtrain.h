@@ -251,7 +251,7 @@
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
                            (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
-       DTRAIN_NO_SIMD      plain C loops instead of vector kernels (slow; a reference)
+       DTRAIN_NO_SIMD      kernels of one lane instead of vectors (slow; a reference)
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
@@ -543,8 +543,8 @@ typedef struct dtrain_device_info {
 /* Return the table of dtrain_cuda.cu: link that file to use it. */
 extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
 
-/* Return the table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA and
- * links dtrain_cuda.cu. Any other is an error that says what to do. */
+/* Return the table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA
+ * and links dtrain_cuda.cu. Any other is an error that says what to do. */
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out);
 
 /* Return the table of the CPU device. Its kernels' scratch (GEMM packing, attention blocks) is
@@ -19436,7 +19436,9 @@ DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_devic
 DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
                                             size_t bytes)
 {
-    const bool from_host = dtrain__on_host(device, from), to_host = dtrain__on_host(device, to);
+    const bool apart = !device->ops->host_memory; /* else all is the device's */
+    const bool from_host = apart && dtrain__on_host(device, from);
+    const bool to_host = apart && dtrain__on_host(device, to);
     if (from_host && to_host) {
         if (bytes) memmove(to, from, bytes);
         return DTRAIN_OK;
@@ -21347,8 +21349,9 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 /* Vectors
  *
  * This text is compiled once for each instruction set, with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2, FMA
- * and F16C), 1 (four-lane vector extensions: SSE2, NEON, ...) or 0 (vectors of one lane, DTRAIN_NO_SIMD). Names
- * of an instance end with its suffix:
+ * and F16C), 1 (four lanes: SSE2, NEON, ...) or 0 (one lane, DTRAIN_NO_SIMD and tests): explicit
+ * vectors everywhere, intrinsics where compilers need them. Names of an instance end with its
+ * suffix:
  *
  *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
  *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers
@@ -21739,10 +21742,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
 {
 #if DTRAIN__ISA == 3
-    const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtps_ph(0xffff, v, nearest));
 #elif DTRAIN__ISA == 2
-    const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
     _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, nearest));
 #else
     for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(v[i]);
@@ -22571,13 +22574,13 @@ DTRAIN__KERNEL(topk)
         dtrain__vstore(to, left##r);                                                              \
         dtrain__vstore(to + DTRAIN__W, right##r);                                                 \
     }
-#define DTRAIN__TILE(ROWS, STEP)                                                              \
-    ROWS(DTRAIN__ROW_BEGIN)                                                                   \
-    DTRAIN__UNROLL for (int64_t at = 0, end = k * a_step; at < end; at += a_step, b += b_row) \
-    {                                                                                         \
-        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W);    \
-        ROWS(STEP)                                                                            \
-    }                                                                                         \
+#define DTRAIN__TILE(ROWS, STEP)                                                           \
+    ROWS(DTRAIN__ROW_BEGIN)                                                                \
+    DTRAIN__UNROLL for (int64_t p = 0, at = 0; p < k; p++, at += a_step, b += b_row)       \
+    {                                                                                      \
+        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W); \
+        ROWS(STEP)                                                                         \
+    }                                                                                      \
     ROWS(DTRAIN__ROW_END)
 
 /* Element (i,p) of A is a[i a_row + p a_step]: attention's form. */
@@ -22931,8 +22934,8 @@ static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
 
 #if DTRAIN__ISA == 3
 /* Return whether the processor has tiles, the system saves them, and this process may use them: it
- * asks for that here, and again is harmless. The answer is no, for example, where alternative signal stacks are
- * too small for the larger frames. */
+ * asks for that here, and again is harmless. The answer is no, for example, where alternative
+ * signal stacks are too small for the larger frames. */
 static bool dtrain__has_amx(void)
 {
     enum { OSXSAVE = 1 << 27, TILE_AND_BF16 = 1 << 24 | 1 << 22, TILE_STATE = 3 << 17 };

@@ -1036,9 +1036,8 @@ static dtrain_result dtrain_cuda_event_create(dtrain_device *device, dtrain_even
     cudaEvent_t event = NULL;
     (void)device;
     *out = NULL;
-    DTRAIN_CUDA_TRY(dtrain_cuda_check(
-        cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
-        "creating an event"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
+                                      "creating an event"));
     *out = (dtrain_event *)event;
     return DTRAIN_OK;
 }
@@ -6022,8 +6021,8 @@ static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 4,
-              "the table below is that of ABI 4: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 5,
+              "the table below is that of ABI 5: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {

@@ -368,10 +368,7 @@ static spread ratio(const trial *t, int runner, double scale)
     return ratios_of(t->rates[OURS], t->rates[runner], (int)opt.reps, scale);
 }
 
-static const char *kernel_name(void)
-{
-    return bench_kernels(opt.bf16);
-}
+static const char *kernel_name(void) { return bench_kernels(opt.bf16); }
 
 static void report(const trial *t, int wrong)
 {

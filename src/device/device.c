@@ -62,7 +62,9 @@ DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_devic
 DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
                                             size_t bytes)
 {
-    const bool from_host = dtrain__on_host(device, from), to_host = dtrain__on_host(device, to);
+    const bool apart = !device->ops->host_memory; /* else all is the device's */
+    const bool from_host = apart && dtrain__on_host(device, from);
+    const bool to_host = apart && dtrain__on_host(device, to);
     if (from_host && to_host) {
         if (bytes) memmove(to, from, bytes);
         return DTRAIN_OK;

@@ -64,8 +64,8 @@ typedef struct dtrain_device_info {
 /* Return the table of dtrain_cuda.cu: link that file to use it. */
 extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
 
-/* Return the table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA and
- * links dtrain_cuda.cu. Any other is an error that says what to do. */
+/* Return the table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA
+ * and links dtrain_cuda.cu. Any other is an error that says what to do. */
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out);
 
 /* Return the table of the CPU device. Its kernels' scratch (GEMM packing, attention blocks) is

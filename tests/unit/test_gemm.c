@@ -268,8 +268,7 @@ static int64_t count_disturbed(const problem *x, const void *c)
 }
 
 /* C and aux of x, computed by `isa` on t + 1 threads. The caller frees them. */
-static void *compute(const problem *x, const dtrain__isa *isa, dtrain__cpu *ws, int t,
-                     void **aux)
+static void *compute(const problem *x, const dtrain__isa *isa, dtrain__cpu *ws, int t, void **aux)
 {
     dtrain_gemm_args g = x->args;
     size_t bytes = matrix_bytes(g.m, g.n, g.ldc, g.c_dtype);
@@ -634,8 +633,7 @@ static void test_functions(void)
         double wide = (double)x;
         if (fabs(wide) < 87) take_worse(&e, ulps(exp_of(x), exp(wide)), x);
         if (fabs(wide) < 1e12)
-            take_worse(
-                &g, fabs((double)gelu_of(x) - gelu(wide)) / (1e-30 + fabs(wide)), x);
+            take_worse(&g, fabs((double)gelu_of(x) - gelu(wide)) / (1e-30 + fabs(wide)), x);
         take_worse(&d, fabs((double)slope_of(x) - gelu_slope(wide)), x);
     }
     CHECK_MSG(e.error < 5, "exp(%.9g) is %.2f ulp off", (double)e.x, e.error);

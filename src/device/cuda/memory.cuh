@@ -240,9 +240,8 @@ static dtrain_result dtrain_cuda_event_create(dtrain_device *device, dtrain_even
     cudaEvent_t event = NULL;
     (void)device;
     *out = NULL;
-    DTRAIN_CUDA_TRY(dtrain_cuda_check(
-        cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
-        "creating an event"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
+                                      "creating an event"));
     *out = (dtrain_event *)event;
     return DTRAIN_OK;
 }

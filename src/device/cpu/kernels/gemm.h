@@ -47,13 +47,13 @@
         dtrain__vstore(to, left##r);                                                              \
         dtrain__vstore(to + DTRAIN__W, right##r);                                                 \
     }
-#define DTRAIN__TILE(ROWS, STEP)                                                              \
-    ROWS(DTRAIN__ROW_BEGIN)                                                                   \
-    DTRAIN__UNROLL for (int64_t at = 0, end = k * a_step; at < end; at += a_step, b += b_row) \
-    {                                                                                         \
-        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W);    \
-        ROWS(STEP)                                                                            \
-    }                                                                                         \
+#define DTRAIN__TILE(ROWS, STEP)                                                           \
+    ROWS(DTRAIN__ROW_BEGIN)                                                                \
+    DTRAIN__UNROLL for (int64_t p = 0, at = 0; p < k; p++, at += a_step, b += b_row)       \
+    {                                                                                      \
+        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W); \
+        ROWS(STEP)                                                                         \
+    }                                                                                      \
     ROWS(DTRAIN__ROW_END)
 
 /* Element (i,p) of A is a[i a_row + p a_step]: attention's form. */

@@ -163,8 +163,8 @@ static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
 
 #if DTRAIN__ISA == 3
 /* Return whether the processor has tiles, the system saves them, and this process may use them: it
- * asks for that here, and again is harmless. The answer is no, for example, where alternative signal stacks are
- * too small for the larger frames. */
+ * asks for that here, and again is harmless. The answer is no, for example, where alternative
+ * signal stacks are too small for the larger frames. */
 static bool dtrain__has_amx(void)
 {
     enum { OSXSAVE = 1 << 27, TILE_AND_BF16 = 1 << 24 | 1 << 22, TILE_STATE = 3 << 17 };

@@ -1,8 +1,9 @@
 /* Vectors
  *
  * This text is compiled once for each instruction set, with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2, FMA
- * and F16C), 1 (four-lane vector extensions: SSE2, NEON, ...) or 0 (vectors of one lane, DTRAIN_NO_SIMD). Names
- * of an instance end with its suffix:
+ * and F16C), 1 (four lanes: SSE2, NEON, ...) or 0 (one lane, DTRAIN_NO_SIMD and tests): explicit
+ * vectors everywhere, intrinsics where compilers need them. Names of an instance end with its
+ * suffix:
  *
  *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
  *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers
@@ -393,10 +394,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
 {
 #if DTRAIN__ISA == 3
-    const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtps_ph(0xffff, v, nearest));
 #elif DTRAIN__ISA == 2
-    const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
     _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, nearest));
 #else
     for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(v[i]);
