@@ -119,19 +119,18 @@
        src/train/plan.c                     Planning: memory of a step, largest batch
        src/train/metrics.c                  Metrics
        src/device/device.c                  Devices: creation, copies, tables by name
-       src/device/cpu/pool.c                The threads of one rank
-       src/device/cpu/pool_internal.h       A pool of threads
-       src/device/cpu/cpu.c                 The CPU device: state and memory
+       src/device/plan.c                    The plan device
        src/device/cpu/cpu_internal.h        The CPU device's state
        src/device/cpu/gemm_internal.h       What the GEMM driver and its kernels share
        src/device/cpu/kernels_internal.h    What launchers and kernels share
-       src/device/cpu/table.c               The tables of the CPU device and of the plan device
+       src/device/cpu/pool_internal.h       A pool of threads
+       src/device/cpu/pool.c                The threads of one rank
+       src/device/cpu/cpu.c                 The CPU device: state, memory, table
        src/device/cpu/launch.c              Launchers of kernels
        src/device/cpu/launch_gemm.c         Launchers of matrix products
        src/device/cpu/launch_sparse.c       Sparse gradients
        src/device/cpu/gemm.c                The driver of matrix products
        src/device/cpu/kernels.c             Kernels: how work is cut
-       src/device/cpu/mix.c                 Sums over ranks
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
        src/device/cpu/kernels/vectors.h     Vectors
        src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
@@ -139,8 +138,9 @@
        src/device/cpu/kernels/tokens.h      Activation, embedding, cross-entropy
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
-       src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX, AVX512-BF16
+       src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
        src/device/cpu/kernels/attention.h   Attention
+       src/device/cpu/kernels/mix.h         Sums over ranks
        src/device/cpu/kernels/table.h       The table of one instruction set
 
    One step of training, and the files of the API that its stations are in:
@@ -249,7 +249,7 @@
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
                            (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
-       DTRAIN_NO_SIMD      plain C loops instead of vector kernels (slow; a reference)
+       DTRAIN_NO_SIMD      kernels of one lane instead of vectors (slow; a reference)
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
@@ -530,37 +530,38 @@ typedef struct dtrain_device_info {
     uint32_t index, count; /* which, of how many in this machine */
     uint32_t major, minor; /* compute capability */
     uint64_t memory_bytes, free_bytes;
+    /* CPU: "avx512", "avx2", "generic", "scalar" or "cblas"; and for products of bf16 with bf16
+     * "amx_bf16" where the compiler, the processor and the system have it, else the same. */
+    char kernels[16], bf16_kernels[16];
 } dtrain_device_info;
 
-/* The table of dtrain_cuda.cu: link that file to use it. */
+/* Return the table of dtrain_cuda.cu: link that file to use it. */
 extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
 
-/* The table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA and
- * links dtrain_cuda.cu. Any other is an error that says what to do. */
+/* Return the table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA
+ * and links dtrain_cuda.cu. Any other is an error that says what to do. */
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out);
 
-/* The built-in tables. The plan device runs no kernel, copies nothing and hands out addresses
- * without memory: a model that is run on it reports through peak_bytes what it would need. The CPU
- * device's kernel scratch (GEMM packing, attention blocks) is allocated in the first step, less
- * than 2 MiB a thread for usual shapes, and not counted in allocated_bytes. */
+/* Return the table of the CPU device. Its kernels' scratch (GEMM packing, attention blocks) is
+ * allocated in the first step, less than 2 MiB a thread for usual shapes, and not counted in
+ * allocated_bytes. */
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void);
+/* Return the table of the plan device, which runs no kernel, copies nothing and hands out addresses
+ * without memory: a model that is run on it reports through peak_bytes what it would need. */
 DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
 
-/* A device of one's own, without a world (tests, tools). ops NULL = CPU. */
+/* Create a device of one's own, without a world (tests, tools). ops NULL = CPU. */
 DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
                                               const dtrain_device_desc *desc, dtrain_device **out);
+/* Free a device and what it has allocated for itself; memory from alloc is the caller's to free. */
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
+/* Describe a device: name, memory, kernels. A device that says nothing has the table's name. */
+DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info);
 
-/* Copies bytes between two arrays that do not overlap, each in the host's memory or the device's,
+/* Copy bytes between two arrays that do not overlap, each in the host's memory or the device's,
  * in the order of the device's work; a host array can be used again when it returns. */
 DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
                                             size_t bytes);
-
-/* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". The second is for
- * products of bf16 with bf16: "amx_bf16" or "avx512_bf16" where the compiler, the processor and the
- * system have them, else the first. */
-DTRAIN_API const char *dtrain_cpu_kernel_name(void);
-DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void);
 
 /* ================================================================================================
  * src/world/world.h
@@ -2259,10 +2260,14 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 4u
+#define DTRAIN_DEVICE_ABI 5u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
- * compute stream. Kernels go to the compute stream. */
+ * compute stream. Kernels go to the compute stream.
+ *
+ * query, host_register, host_unregister and the entries from stream_create to graph_destroy may be
+ * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
+ * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
     const char *name; /* "cpu", "cuda" */
@@ -2271,7 +2276,7 @@ struct dtrain_device_ops {
     dtrain_result (*create)(const dtrain_device_desc *desc, dtrain_device *device);
     void (*destroy)(dtrain_device *device);
     dtrain_result (*query)(dtrain_device *device, dtrain_device_info *info);
-    /* Waits for all streams of this device; device->while_waiting is called meanwhile. */
+    /* Wait for all streams of this device; device->while_waiting is called meanwhile. */
     dtrain_result (*synchronize)(dtrain_device *device);
 
     /* 64-byte aligned (256 on a GPU), contents undefined. copy from host memory has read it when it
@@ -2294,7 +2299,7 @@ struct dtrain_device_ops {
     dtrain_result (*stream_create)(dtrain_device *device, bool high_priority, dtrain_stream **out);
     void (*stream_destroy)(dtrain_device *device, dtrain_stream *stream);
     void *(*stream_native)(dtrain_device *device, dtrain_stream *stream); /* cudaStream_t */
-    dtrain_result (*event_create)(dtrain_device *device, bool timing, dtrain_event **out);
+    dtrain_result (*event_create)(dtrain_device *device, dtrain_event **out);
     void (*event_destroy)(dtrain_device *device, dtrain_event *event);
     dtrain_result (*event_record)(dtrain_device *device, dtrain_event *event,
                                   dtrain_stream *stream);
@@ -2303,7 +2308,7 @@ struct dtrain_device_ops {
     bool (*is_device_memory)(dtrain_device *device, const void *memory);
 
     /* Between begin and end work on the compute stream, and on streams that wait for its events, is
-     * recorded instead of run; launch runs it, any number of times. CPU: UNSUPPORTED. */
+     * recorded instead of run; launch runs it, any number of times. */
     dtrain_result (*graph_begin)(dtrain_device *device);
     dtrain_result (*graph_end)(dtrain_device *device, dtrain_graph **out);
     dtrain_result (*graph_launch)(dtrain_device *device, dtrain_graph *graph);
@@ -6564,6 +6569,24 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
+/* The kernels in the order of dtrain_device_ops. */
+/* clang-format off */
+#define DTRAIN__KERNEL_LIST(X)                                                               \
+    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
+    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
+    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)
+/* clang-format on */
+
+/* The entries from stream_create to graph_destroy of a device that has finished its work when a
+ * call returns. */
+#define DTRAIN__NO_ORDER \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+
+/* Call an entry of the table that may be NULL: then there is nothing to do. */
+#define DTRAIN__ORDER(device, entry, ...) \
+    ((device)->ops->entry ? (device)->ops->entry((device), __VA_ARGS__) : DTRAIN_OK)
+
 /* Inputs of several ranks, which are combined in this order into equal outputs. */
 typedef struct dtrain__mix_job {
     const char *const *in; /* (in_count), 2 or more */
@@ -6574,7 +6597,7 @@ typedef struct dtrain__mix_job {
     uint32_t op; /* dtrain_reduce_op */
 } dtrain__mix_job;
 
-/* device/cpu/mix.c */
+/* Combine them. */
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job);
 
 static const dtrain__kind dtrain__kinds[] = {
@@ -6794,7 +6817,8 @@ struct dtrain__engine {
     uint64_t agreed;                  /* of the collective agreed on last */
     dtrain__work *queue, **queue_end; /* not done, in the order of their start */
     dtrain__work *idle, *blocks;
-    dtrain_stream *stream; /* of copies; NULL: the device's memory is host memory */
+    bool staged;           /* the host cannot read the device's memory: copies before and after */
+    dtrain_stream *stream; /* of those copies */
 };
 
 /* The entries of a communicator table that the engine has. */
@@ -6994,7 +7018,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
         if (!oldest) oldest = work->sequence;
-        if (comm->stream && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
+        if (comm->staged && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
             comm->stirred = true; /* later ones stand behind it on the copy stream */
             return;
         }
@@ -7005,7 +7029,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
             link = &work->next;
             continue;
         }
-        const dtrain_result copied = comm->stream ? dtrain__copy_out(comm, work) : DTRAIN_OK;
+        const dtrain_result copied = comm->staged ? dtrain__copy_out(comm, work) : DTRAIN_OK;
         if (copied != DTRAIN_OK) {
             (void)dtrain__engine_fail(&comm->base, copied, dtrain_last_error());
             return;
@@ -7193,7 +7217,7 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
     dtrain__name_work(work, name, sizeof name);
-    if (comm->stream && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
+    if (comm->staged && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
         return dtrain__engine_failf(
             comm, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);
@@ -7304,7 +7328,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     dtrain__work *work;
     if (dtrain__work_take(comm, what, &work) != DTRAIN_OK)
         return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    const dtrain_result copied = comm->stream ? dtrain__copy_in(comm, work) : DTRAIN_OK;
+    const dtrain_result copied = comm->staged ? dtrain__copy_in(comm, work) : DTRAIN_OK;
     if (copied != DTRAIN_OK) {
         dtrain__recycle(comm, work);
         return dtrain__engine_fail(base, copied, dtrain_last_error());
@@ -7352,7 +7376,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (wait.polled) dtrain__engine_look(comm, work, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
-    if (work->done && comm->stream) {
+    if (work->done && comm->staged) {
         result = dtrain__after_copy_out(comm, work);
         if (result != DTRAIN_OK)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
@@ -7379,7 +7403,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 {
     dtrain__engine *comm = (dtrain__engine *)base;
     dtrain_device *device = base->world->device;
-    if (!comm->stream) return comm->transport->map(comm, bytes, out);
+    if (!comm->staged) return comm->transport->map(comm, bytes, out);
     DTRAIN__TRY(device->ops->alloc(device, bytes, out));
     const dtrain_result result = device->ops->zero(device, *out, bytes);
     if (result == DTRAIN_OK) return DTRAIN_OK;
@@ -7391,7 +7415,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
-    if (comm->stream) base->world->device->ops->free(base->world->device, memory, bytes);
+    if (comm->staged) base->world->device->ops->free(base->world->device, memory, bytes);
     else comm->transport->unmap(comm, memory, bytes);
 }
 
@@ -7405,7 +7429,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     dtrain__engine **link = &base->world->comms;
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
-    if (comm->stream) device->ops->synchronize(device); /* copies into memory that goes away */
+    if (comm->staged) device->ops->synchronize(device); /* copies into memory that goes away */
     while (comm->blocks) {
         dtrain__work *block = comm->blocks;
         comm->blocks = block->next_block;
@@ -7444,8 +7468,9 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     comm->base.world_ranks =
         (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
     dtrain_result result = comm->base.world_ranks ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK && !world->device->ops->host_memory)
-        result = world->device->ops->stream_create(world->device, true, &comm->stream);
+    comm->staged = !world->device->ops->host_memory;
+    if (result == DTRAIN_OK && comm->staged)
+        result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
     if (result == DTRAIN_OK) result = dtrain__more_works(comm);
     if (result == DTRAIN_OK) result = transport->make(comm, address);
     if (result == DTRAIN_OK) {
@@ -7710,7 +7735,7 @@ static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce, int
 {
     dtrain_device *device = comm->base.world->device;
     if (!bounce->image[which]) return;
-    device->ops->host_unregister(device, bounce->image[which]);
+    if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image[which]);
     comm->transport->unmap(comm, bounce->image[which], bounce->image_bytes[which]);
     bounce->image[which] = NULL;
     bounce->image_bytes[which] = 0;
@@ -7735,9 +7760,8 @@ static dtrain_result dtrain__bounce_make(dtrain__engine *comm, dtrain__work *wor
     work->bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
                                                    sizeof *work->bounce, "an operation");
     if (!work->bounce) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = device->ops->event_create(device, false, &work->bounce->computed);
-    if (result == DTRAIN_OK)
-        result = device->ops->event_create(device, false, &work->bounce->copied);
+    dtrain_result result = DTRAIN__ORDER(device, event_create, &work->bounce->computed);
+    if (result == DTRAIN_OK) result = DTRAIN__ORDER(device, event_create, &work->bounce->copied);
     if (result != DTRAIN_OK) dtrain__bounce_free(comm, work);
     return result;
 }
@@ -7755,8 +7779,8 @@ static dtrain_result dtrain__image_of(dtrain__engine *comm, dtrain__bounce *boun
         DTRAIN__TRY(device->ops->synchronize(device));
         dtrain__image_free(comm, bounce, which);
         DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
-        const dtrain_result locked = device->ops->host_register(
-            device, image, dtrain__round_up(bytes, dtrain__page_bytes()));
+        const dtrain_result locked = DTRAIN__ORDER(device, host_register, image,
+                                                   dtrain__round_up(bytes, dtrain__page_bytes()));
         if (locked != DTRAIN_OK) {
             comm->transport->unmap(comm, image, bytes);
             return locked;
@@ -7798,7 +7822,7 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, 
         comm->base.info.staged_bytes += bytes;
         DTRAIN__TRY(device->ops->copy_async(device, to, from, bytes, kind, comm->stream));
     }
-    return device->ops->event_record(device, bounce->copied, comm->stream);
+    return DTRAIN__ORDER(device, event_record, bounce->copied, comm->stream);
 }
 
 /* Start the way in. The copy stream takes its turn after everything that compute has queued so
@@ -7811,8 +7835,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
     dtrain__bounce *bounce = work->bounce;
     bounce->called = *what;
     DTRAIN__TRY(dtrain__images(comm, work));
-    DTRAIN__TRY(device->ops->event_record(device, bounce->computed, NULL));
-    DTRAIN__TRY(device->ops->event_wait(device, bounce->computed, comm->stream));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, bounce->computed, NULL));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_wait, bounce->computed, comm->stream));
     const bool gives = dtrain__gives(what, comm->base.rank);
     return dtrain__copy(comm, bounce, (void *)(uintptr_t)what->send,
                         gives ? bounce->called.send : what->send,
@@ -7822,8 +7846,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
 DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    bool done = false;
-    const dtrain_result result = device->ops->event_query(device, work->bounce->copied, &done);
+    bool done = true;
+    const dtrain_result result = DTRAIN__ORDER(device, event_query, work->bounce->copied, &done);
     if (result != DTRAIN_OK) (void)dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     return done;
 }
@@ -7842,7 +7866,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    return device->ops->event_wait(device, work->bounce->copied, NULL);
+    return DTRAIN__ORDER(device, event_wait, work->bounce->copied, NULL);
 }
 
 /* ================================================================================================
@@ -8989,7 +9013,7 @@ static dtrain_result dtrain__shared_device(dtrain_world *world, bool *shared)
     } place;
     place mine;
     memset(&mine, 0, sizeof mine);
-    DTRAIN__TRY(world->device->ops->query(world->device, &mine.info));
+    DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
     mine.node = world->node;
     place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
                                         "a table of devices");
@@ -11689,8 +11713,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, d
                                                     dtrain_stream *earlier)
 {
     dtrain_device *device = strategy->device;
-    DTRAIN__TRY(device->ops->event_record(device, strategy->offload.order, earlier));
-    return device->ops->event_wait(device, strategy->offload.order, later);
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, strategy->offload.order, earlier));
+    return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
 /* Holds the host up until the event has happened. A dead rank is the communicator's to report. */
@@ -11700,8 +11724,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
     dtrain_device *device = strategy->device;
     dtrain__wait wait = dtrain__wait_begin();
     for (;;) {
-        bool done;
-        DTRAIN__TRY(device->ops->event_query(device, event, &done));
+        bool done = true;
+        DTRAIN__TRY(DTRAIN__ORDER(device, event_query, event, &done));
         if (done) return DTRAIN_OK;
         if (device->while_waiting) DTRAIN__TRY(device->while_waiting(device->waiting_user));
         if (dtrain__wait_turn(strategy->world, &wait) == DTRAIN_ERROR_TIMEOUT)
@@ -11744,7 +11768,7 @@ static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket 
     if (!add) return DTRAIN_OK;
     offload->landed[i] = bucket;
     offload->turn = 1 - i;
-    return device->ops->event_record(device, offload->arrived[i], offload->down);
+    return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
 /* For the other replicas: what the micro-batches have summed up comes back to the device. */
@@ -11770,7 +11794,7 @@ static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
     for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
     DTRAIN__TRY(dtrain__host_vacate(strategy));
     if (strategy->more) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->event_record(device, offload->arrived[0], offload->down));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
     return dtrain__event_await(strategy, offload->arrived[0]);
 }
 
@@ -11805,11 +11829,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     cpu.oversubscribed = strategy->world->oversubscribed;
     cpu.allocator = strategy->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
-    DTRAIN__TRY(device->ops->stream_create(device, false, &offload->down));
-    DTRAIN__TRY(device->ops->stream_create(device, false, &offload->up));
-    DTRAIN__TRY(device->ops->event_create(device, false, &offload->order));
+    DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->down));
+    DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->up));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->order));
     for (int i = 0; i < 2; i++)
-        DTRAIN__TRY(device->ops->event_create(device, false, &offload->arrived[i]));
+        DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->arrived[i]));
     return DTRAIN_OK;
 }
 
@@ -13660,7 +13684,7 @@ static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, ui
     } else if (device->ops->host_memory) {
         *left = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
     } else {
-        DTRAIN__TRY(device->ops->query(device, &info));
+        DTRAIN__TRY(dtrain_device_query(device, &info));
         *left = info.free_bytes / 16 * 15;
     }
     return DTRAIN_OK;
@@ -16298,7 +16322,7 @@ static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                             DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
         piece->part.grad = stage;
     }
-    return device->ops->event_record(device, offload->arrived[slot], offload->down);
+    return DTRAIN__ORDER(device, event_record, offload->arrived[slot], offload->down);
 }
 
 /* Update a piece when its gradient has come, and queue its new values' way up. Values that the
@@ -17390,7 +17414,7 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     if (trainer->scaling)
         missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
                   "which needs no scale, or graph = false";
-    else if (dtrain_world_device(trainer->world)->ops->host_memory)
+    else if (!dtrain_world_device(trainer->world)->ops->graph_begin)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
@@ -18101,17 +18125,27 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
     return DTRAIN_OK;
 }
 
-/* Whether the host can read it. Parameters of a host program may lie on either side. */
+/* Return whether the host can read `memory`: parameters of a program may lie on either side. */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
 {
-    return device->ops->host_memory || !device->ops->is_device_memory(device, memory);
+    return device->ops->host_memory || !device->ops->is_device_memory ||
+           !device->ops->is_device_memory(device, memory);
+}
+
+DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info)
+{
+    memset(info, 0, sizeof *info);
+    snprintf(info->name, sizeof info->name, "%s", device->ops->name);
+    snprintf(info->id, sizeof info->id, "%s", device->ops->name);
+    return device->ops->query ? device->ops->query(device, info) : DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
                                             size_t bytes)
 {
-    const bool from_host = !device->ops->host_memory && dtrain__on_host(device, from);
-    const bool to_host = !device->ops->host_memory && dtrain__on_host(device, to);
+    const bool apart = !device->ops->host_memory; /* else all is the device's */
+    const bool from_host = apart && dtrain__on_host(device, from);
+    const bool to_host = apart && dtrain__on_host(device, to);
     if (from_host && to_host) {
         if (bytes) memmove(to, from, bytes);
         return DTRAIN_OK;
@@ -18129,6 +18163,27 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
     const dtrain_allocator allocator = owned->allocator;
     device->ops->destroy(device);
     dtrain__free(&allocator, owned, 1, sizeof *owned);
+}
+
+DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
+{
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    if (!device->limit_bytes ||
+        (used <= device->limit_bytes && bytes <= device->limit_bytes - used))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
+                       "this rank is %llu; a strategy that shards more, activation checkpointing, "
+                       "a smaller batch or a higher memory_limit would help",
+                       (unsigned long long)bytes, (unsigned long long)used,
+                       (unsigned long long)device->limit_bytes);
+}
+
+DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
+{
+    *counter += bytes;
+    const size_t used = device->allocated_bytes + device->comm_bytes;
+    if (used > device->peak_bytes) device->peak_bytes = used;
 }
 
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)
@@ -18150,15 +18205,210 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 }
 
 /* ================================================================================================
- * src/device/cpu/pool.c
+ * src/device/plan.c
  * ==============================================================================================*/
 
-/* The threads of one rank
+/* The plan device
  *
- * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory and how work is
- * cut; table.c the tables; launch*.c checks arguments and hands them to kernels; gemm.c cuts matrix
- * products into tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each
- * instruction set. */
+ * Addresses without memory: an allocation is a step of a counter that lives in device->state.
+ * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
+ * answer. */
+
+/* ================================================================================================
+ * src/device/cpu/cpu_internal.h
+ * ==============================================================================================*/
+
+/* The CPU device's state
+ *
+ * The CPU device's state, and the functions that its launchers use. */
+
+/* ================================================================================================
+ * src/device/cpu/gemm_internal.h
+ * ==============================================================================================*/
+
+/* What the GEMM driver and its kernels share
+ *
+ * Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
+
+/* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
+#if defined(__x86_64__) && defined(__linux__) && !defined(DTRAIN_NO_SIMD) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
+#define DTRAIN__PAIRS 1
+#else
+#define DTRAIN__PAIRS 0
+#endif
+
+enum {
+    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
+    DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
+    DTRAIN__MR_MAX = 32,
+    DTRAIN__NR_MAX = 32
+};
+
+/* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
+ * columns of op(B), p along k. */
+typedef struct dtrain__operand {
+    const void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int along_k; /* neighbours in memory are neighbours in k */
+} dtrain__operand;
+
+typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
+                                int64_t p, int k);
+
+/* A part of a matrix in memory. */
+typedef struct dtrain__rectangle {
+    void *data;
+    dtrain_dtype dtype;
+    int64_t ld;
+    int rows, cols;
+} dtrain__rectangle;
+
+/* What follows the last step of k, on a tile with nr floats a row. finish: bias and activation on
+ * `rows` rows. slope: c *= activation'(z), both (mr, nr). load, store: between a rectangle and the
+ * tile. */
+typedef struct dtrain__tile_ops {
+    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
+                   uint32_t activation);
+    void (*slope)(float *c, const float *z, int count, uint32_t activation);
+    void (*load)(float *tile, const dtrain__rectangle *from);
+    void (*store)(const dtrain__rectangle *to, const float *tile);
+} dtrain__tile_ops;
+
+/* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
+ * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
+ * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
+ * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
+ * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
+ * the work of a thread; may be NULL. */
+typedef struct dtrain__isa {
+    const char *name;
+    int mr, nr;
+    int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
+    int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
+    int packing; /* what packing an element costs, in multiply-adds */
+    void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
+                   float beta, float *c, int64_t ldc);
+    dtrain__pack_fn pack_a, pack_b;
+    const dtrain__tile_ops *tile;
+    void (*begin)(void);
+    void (*end)(void);
+} dtrain__isa;
+
+/* ================================================================================================
+ * src/device/cpu/kernels_internal.h
+ * ==============================================================================================*/
+
+/* What launchers and kernels share
+ *
+ * What launchers and kernels share: a job, the table of an instruction set, and the intermediate
+ * structures of single operations. */
+
+struct dtrain__job;
+typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
+
+typedef struct dtrain__job {
+    const void *args;   /* of the kernel */
+    dtrain_dtype dtype; /* of its activations; the largest, where they differ */
+    dtrain__range_fn range;
+    int64_t total, unit;        /* [0, total) is cut at multiples of unit */
+    bool dynamic;               /* items of unequal cost: handed out one by one */
+    int64_t next;               /* atomic: items handed out */
+    int64_t chunk, chunk_count; /* of ordered partial sums */
+    float *scratch;
+    int64_t slot; /* floats of scratch per thread */
+    double *sums; /* (chunk_count) */
+} dtrain__job;
+
+/* Every kernel that works on ranges. */
+/* clang-format off */
+#define DTRAIN__RANGES(X)                                                            \
+    X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
+    X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
+    X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
+    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)
+/* clang-format on */
+
+typedef struct dtrain__kernels {
+    const char *name;
+    const dtrain__isa *gemm;
+    void (*mix)(const dtrain__mix_job *job);
+#define DTRAIN__RANGE(name) dtrain__range_fn name;
+    DTRAIN__RANGES(DTRAIN__RANGE)
+} dtrain__kernels;
+
+/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+typedef struct dtrain__update {
+    const dtrain_adamw_args *adamw;
+    const dtrain_sgd_args *sgd;
+    const dtrain_optimizer_tensor *tensor;
+    dtrain_step_scalars now;
+} dtrain__update;
+
+/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
+ * has a list of its own. */
+typedef struct dtrain__topk_pass {
+    const dtrain_topk_args *args;
+    int32_t below;
+    int64_t room;     /* of a list */
+    float *values;    /* (threads, room) */
+    int32_t *indices; /* (threads, room) */
+    int64_t *found;   /* (threads); -1: more than the list had room for */
+} dtrain__topk_pass;
+
+#define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
+#define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
+#define DTRAIN__SUM_CHUNKS 256
+#define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
+
+/* Elements below which waking threads costs more than it gives; tests set it to 0. */
+#ifndef DTRAIN__SMALL
+#define DTRAIN__SMALL 16384
+#endif
+
+/* A call of attention; backward is NULL in the forward pass. */
+typedef struct dtrain__attention_pass {
+    dtrain_attention_args forward;
+    const dtrain_attention_backward_args *backward;
+} dtrain__attention_pass;
+
+/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
+ * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
+typedef struct dtrain__head {
+    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
+    bool causal;
+    float scale;
+    const void *qkv, *y, *d_y;
+    dtrain_dtype dtype;
+    int64_t q, k, v, at;        /* elements */
+    float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
+    float *keys;                /* (64, width): K, or V in the forward pass */
+    float *scores;              /* (64 keys, 64 queries) */
+    float *out;                 /* (64, width): O forward, dQ backward */
+    float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
+    float *d_out, *d_out_t;     /* (64, width), (width, 64) */
+    float *slopes;              /* (64, 64): dS^T */
+    float *delta, *lse;         /* (64): rowsum(dO O) */
+    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *values;              /* (64, width): V of halves, backward */
+} dtrain__head;
+
+/* Which part of a product of attention is not zero. */
+enum {
+    DTRAIN__FULL = 0,
+    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
+    DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
+    DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
+};
+
+#define DTRAIN__STRING2(x) #x
+#define DTRAIN__STRING(x) DTRAIN__STRING2(x)
+
+/* device/cpu/kernels.c */
+DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
 
 /* ================================================================================================
  * src/device/cpu/pool_internal.h
@@ -18196,6 +18446,140 @@ DTRAIN__PRIVATE void dtrain__parallel(dtrain__pool *pool, dtrain__task_fn task, 
 DTRAIN__PRIVATE void dtrain__pool_destroy(dtrain__pool *pool);
 DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocator *allocator,
                                         int thread_count, int oversubscribed);
+
+typedef struct dtrain__cpu {
+    dtrain_allocator allocator;
+    dtrain__pool *pool;
+    int thread_count;
+    const dtrain__kernels *kernels;
+    const dtrain__isa *isa;   /* of products */
+    const dtrain__isa *pairs; /* of those of bf16 with bf16; NULL: they are widened */
+    float *scratch;           /* of the kernel that runs; grows in the first step */
+    size_t scratch_bytes;
+    double sums[DTRAIN__SUM_CHUNKS];
+} dtrain__cpu;
+
+/* device/cpu/cpu.c */
+DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, int64_t floats, float **out);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device);
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to,
+                                                     const void *from, size_t bytes,
+                                                     dtrain_copy_kind kind, dtrain_stream *stream);
+DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit,
+                                             dtrain_dtype dtype);
+DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
+                                              dtrain__range_fn range, int64_t elements);
+
+/* device/cpu/gemm.c */
+DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
+
+/* device/cpu/launch.c, launch_gemm.c, launch_sparse.c: checks, cuts the work and runs it */
+#define DTRAIN__CPU_LAUNCHER(op)                                          \
+    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
+                                                   const dtrain_##op##_args *args);
+DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER)
+#undef DTRAIN__CPU_LAUNCHER
+
+static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    (void)desc;
+    device->state = (void *)(uintptr_t)4096;
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
+
+static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    const uintptr_t at = (uintptr_t)device->state;
+    *memory = NULL;
+    if (bytes > UINTPTR_MAX - at - 128)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
+                           (unsigned long long)bytes);
+    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
+    *memory = (void *)at;
+    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
+    dtrain_device_account(device, &device->allocated_bytes, bytes);
+    return DTRAIN_OK;
+}
+
+static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    if (memory) device->allocated_bytes -= bytes;
+}
+
+static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
+                                       size_t bytes, dtrain_copy_kind kind)
+{
+    (void)device;
+    (void)to;
+    (void)from;
+    (void)bytes;
+    (void)kind;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size_t bytes)
+{
+    (void)device;
+    (void)memory;
+    (void)bytes;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    *memory = NULL;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device has no %zu bytes of host memory",
+                       device->ops->name, bytes);
+}
+
+#define DTRAIN__PLAN_KERNEL(op)                                                                   \
+    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
+    {                                                                                             \
+        (void)device;                                                                             \
+        (void)args;                                                                               \
+        return DTRAIN_OK;                                                                         \
+    }
+DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
+#undef DTRAIN__PLAN_KERNEL
+
+DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
+{
+#define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "plan",
+                                          false,
+                                          dtrain__plan_create,
+                                          dtrain__plan_destroy,
+                                          NULL,
+                                          dtrain__cpu_synchronize,
+                                          dtrain__plan_alloc,
+                                          dtrain__plan_free,
+                                          dtrain__plan_copy,
+                                          dtrain__plan_zero,
+                                          dtrain__plan_host_alloc,
+                                          dtrain__plan_free,
+                                          NULL,
+                                          NULL,
+                                          dtrain__cpu_copy_async,
+                                          DTRAIN__NO_ORDER,
+                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
+#undef DTRAIN__PLAN_ENTRY
+    return &ops;
+}
+
+/* ================================================================================================
+ * src/device/cpu/pool.c
+ * ==============================================================================================*/
+
+/* The threads of one rank
+ *
+ * The CPU device: pool.c runs one function on T threads; cpu.c has state, memory and how work is
+ * cut; table.c the tables; launch*.c checks arguments and hands them to kernels; gemm.c cuts matrix
+ * products into tiles; kernels/ is the arithmetic, one text that kernels.c compiles for each
+ * instruction set. */
 
 /* ---- The pool
  *
@@ -18358,265 +18742,14 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
  * src/device/cpu/cpu.c
  * ==============================================================================================*/
 
-/* The CPU device: state and memory. */
-
-/* ================================================================================================
- * src/device/cpu/cpu_internal.h
- * ==============================================================================================*/
-
-/* The CPU device's state
- *
- * The CPU device's state, and the functions that its launchers use. */
-
-/* ================================================================================================
- * src/device/cpu/gemm_internal.h
- * ==============================================================================================*/
-
-/* What the GEMM driver and its kernels share
- *
- * Matrix multiplication: what the driver (gemm.c) and the kernels of each instruction set share. */
-
-/* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
-#if defined(__x86_64__) && defined(__linux__) && !defined(DTRAIN_NO_SIMD) && \
-    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11) && !defined(__CUDACC__)
-#define DTRAIN__PAIRS 1
-#else
-#define DTRAIN__PAIRS 0
-#endif
-
-enum {
-    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
-    DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
-    DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
-    DTRAIN__MR_MAX = 32,
-    DTRAIN__NR_MAX = 32
-};
-
-/* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
- * columns of op(B), p along k. */
-typedef struct dtrain__operand {
-    const void *data;
-    dtrain_dtype dtype;
-    int64_t ld;
-    int along_k; /* neighbours in memory are neighbours in k */
-} dtrain__operand;
-
-typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
-                                int64_t p, int k);
-
-/* A part of a matrix in memory. */
-typedef struct dtrain__rectangle {
-    void *data;
-    dtrain_dtype dtype;
-    int64_t ld;
-    int rows, cols;
-} dtrain__rectangle;
-
-/* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
- * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
- * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
- * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
- * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
- * the work of a thread; may be NULL. thin_rows, thin_columns: above; NULL where cells are pairs. */
-typedef struct dtrain__isa {
-    const char *name;
-    int mr, nr;
-    int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
-    int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
-    int packing; /* what packing an element costs, in multiply-adds */
-    void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
-                   float beta, float *c, int64_t ldc);
-    dtrain__pack_fn pack_a, pack_b;
-    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
-                   uint32_t activation);
-    void (*slope)(float *c, const float *z, int count, uint32_t activation);
-    void (*load)(float *tile, const dtrain__rectangle *from);
-    void (*store)(const dtrain__rectangle *to, const float *tile);
-    void (*begin)(void);
-    void (*end)(void);
-} dtrain__isa;
-
-/* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
- * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator, and isa with or
- * without pairs, may be preset. */
-typedef struct dtrain__gemm_workspace {
-    const dtrain_allocator *allocator; /* NULL = malloc */
-    const dtrain__isa *isa;
-    const dtrain__isa *pairs; /* for A and B in bf16; NULL beside an isa: they are widened */
-    void *memory;
-    size_t bytes;
-} dtrain__gemm_workspace;
-
-/* device/cpu/gemm.c */
-DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws);
-DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws);
-DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
-                                                const dtrain_gemm_args *args);
-
-/* ================================================================================================
- * src/device/cpu/kernels_internal.h
- * ==============================================================================================*/
-
-/* What launchers and kernels share
- *
- * What launchers and kernels share: a job, the table of an instruction set, and the intermediate
- * structures of single operations. */
-
-struct dtrain__job;
-typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
-
-typedef struct dtrain__job {
-    const void *args; /* of the kernel */
-    dtrain__range_fn range;
-    int64_t total, unit;        /* [0, total) is cut at multiples of unit */
-    bool dynamic;               /* items of unequal cost: handed out one by one */
-    int64_t next;               /* atomic: items handed out */
-    int64_t chunk, chunk_count; /* of ordered partial sums */
-    float *scratch;
-    int64_t slot; /* floats of scratch per thread */
-    double *sums; /* (chunk_count) */
-} dtrain__job;
-
-typedef struct dtrain__kernels {
-    const char *name;
-    const dtrain__isa *gemm;
-    dtrain__range_fn activate, activation_backward;
-    dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
-    dtrain__range_fn embedding, embedding_backward;
-    dtrain__range_fn attention, attention_backward;
-    dtrain__range_fn cross_entropy, cross_entropy_backward;
-    dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
-    dtrain__range_fn topk;
-} dtrain__kernels;
-
-/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
-typedef struct dtrain__update {
-    const dtrain_adamw_args *adamw;
-    const dtrain_sgd_args *sgd;
-    const dtrain_optimizer_tensor *tensor;
-    dtrain_step_scalars now;
-} dtrain__update;
-
-/* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
- * has a list of its own. */
-typedef struct dtrain__topk_pass {
-    const dtrain_topk_args *args;
-    int32_t below;
-    int64_t room;     /* of a list */
-    float *values;    /* (threads, room) */
-    int32_t *indices; /* (threads, room) */
-    int64_t *found;   /* (threads); -1: more than the list had room for */
-} dtrain__topk_pass;
-
-#define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
-#define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
-#define DTRAIN__SUM_CHUNKS 256
-#define DTRAIN__LINE 16 /* floats of a cache line: threads do not share lines */
-
-/* Elements below which waking threads costs more than it gives; tests set it to 0. */
-#ifndef DTRAIN__SMALL
-#define DTRAIN__SMALL 16384
-#endif
-
-/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
- * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
-typedef struct dtrain__head {
-    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
-    bool causal;
-    float scale;
-    const void *qkv, *y, *d_y;
-    dtrain_dtype dtype;
-    int64_t q, k, v, at;        /* elements */
-    float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
-    float *keys;                /* (64, width): K, or V in the forward pass */
-    float *scores;              /* (64 keys, 64 queries) */
-    float *out;                 /* (64, width): O forward, dQ backward */
-    float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
-    float *d_out, *d_out_t;     /* (64, width), (width, 64) */
-    float *slopes;              /* (64, 64): dS^T */
-    float *delta, *lse;         /* (64): rowsum(dO O) */
-    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
-    float *values;              /* (64, width): V of halves, backward */
-} dtrain__head;
-
-/* Which part of a product of attention is not zero. */
-enum {
-    DTRAIN__FULL = 0,
-    DTRAIN__C_UPPER = 1, /* C is wanted for column >= row only */
-    DTRAIN__A_LOWER = 2, /* A is 0 for k > row */
-    DTRAIN__A_UPPER = 3  /* A is 0 for k < row */
-};
-
-#define DTRAIN__STRING2(x) #x
-#define DTRAIN__STRING(x) DTRAIN__STRING2(x)
-
-/* device/cpu/kernels.c */
-DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
-
-typedef struct dtrain__cpu {
-    dtrain_allocator allocator;
-    dtrain__pool *pool;
-    int thread_count;
-    const dtrain__kernels *kernels;
-    dtrain__gemm_workspace gemm;
-    float *scratch; /* of attention, layernorm backward, cblas; grows in the first step */
-    size_t scratch_bytes;
-    double sums[DTRAIN__SUM_CHUNKS];
-} dtrain__cpu;
-
-/* Every kernel in the order of dtrain_device_ops. */
-/* clang-format off */
-#define DTRAIN__KERNEL_LIST(X)                                                               \
-    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
-    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
-    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add)      \
-    X(orthogonalize)
-/* clang-format on */
-
-/* device/cpu/cpu.c */
-DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit);
-DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes);
-DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory,
-                                          size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job,
-                                                  int64_t floats);
-DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
-                                                 dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory);
-DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
-                                               size_t bytes, dtrain_copy_kind kind);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit);
-DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
-                                              dtrain__range_fn range, int64_t elements);
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args,
-                                                      int64_t count, dtrain__range_fn range);
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device);
-DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device);
-
-/* device/cpu/launch.c, launch_gemm.c, launch_sparse.c: checks, cuts the work and runs it */
-DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype);
-#define DTRAIN__CPU_LAUNCHER(op)                                          \
-    DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
-                                                   const dtrain_##op##_args *args);
-DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER)
-#undef DTRAIN__CPU_LAUNCHER
-
-/* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
- * kept in the bytes before the memory that is handed out. */
-#define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
+/* The CPU device: state, memory, table. */
 
 DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit)
 {
     return (value + unit - 1) / unit * unit;
 }
 
-/* Asks for 2 MiB pages where the kernel gives them on request: matrices walk many pages at once,
+/* Ask for 2 MiB pages where the kernel gives them on request: matrices walk many pages at once,
  * and first touch is some ten times faster. A refusal changes nothing. */
 static void dtrain__advise_huge(char *memory, size_t bytes)
 {
@@ -18631,7 +18764,11 @@ static void dtrain__advise_huge(char *memory, size_t bytes)
 #endif
 }
 
-DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes)
+/* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
+ * kept in the bytes before the memory that is handed out. */
+#define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
+
+static void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes)
 {
     if (bytes > SIZE_MAX - DTRAIN__ALIGN_EXTRA) return NULL;
     char *block = (char *)allocator->alloc(allocator->user, bytes + DTRAIN__ALIGN_EXTRA);
@@ -18643,8 +18780,7 @@ DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, s
     return memory;
 }
 
-DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory,
-                                          size_t bytes)
+static void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory, size_t bytes)
 {
     void *block;
     if (!memory) return;
@@ -18652,9 +18788,8 @@ DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, voi
     allocator->free(allocator->user, block, bytes + DTRAIN__ALIGN_EXTRA);
 }
 
-/* At least `floats` of scratch in job->scratch. Contents do not survive. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job,
-                                                  int64_t floats)
+/* Get at least `floats` of scratch, 64-byte aligned. Contents do not survive. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, int64_t floats, float **out)
 {
     const size_t bytes = (size_t)floats * sizeof(float);
     if ((uint64_t)floats > SIZE_MAX / (4 * sizeof(float)))
@@ -18669,28 +18804,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job 
                                (long long)bytes);
         cpu->scratch_bytes = bytes;
     }
-    job->scratch = cpu->scratch;
+    *out = cpu->scratch;
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device)
+static void dtrain__cpu_destroy(dtrain_device *device)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    if (!cpu) return;
     const dtrain_allocator allocator = cpu->allocator;
     dtrain__pool_destroy(cpu->pool);
-    dtrain__gemm_workspace_free(&cpu->gemm);
     dtrain__aligned_free(&allocator, cpu->scratch, cpu->scratch_bytes);
     dtrain__free(&allocator, cpu, 1, sizeof *cpu);
-    device->state = NULL;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
-                                                 dtrain_device *device)
+static dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc, dtrain_device *device)
 {
     const int threads = desc->thread_count ? (int)desc->thread_count : 1;
     const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
-    device->state = NULL;
     if (threads < 1 || threads > 1024)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "thread_count is %u, expected 1 to 1024",
                            (unsigned)desc->thread_count);
@@ -18701,9 +18831,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
     dtrain__cpu *cpu = (dtrain__cpu *)dtrain__alloc(&allocator, 1, sizeof *cpu, "a CPU device");
     if (!cpu) return DTRAIN_ERROR_MEMORY;
     cpu->allocator = allocator;
-    cpu->gemm.allocator = &cpu->allocator;
     cpu->thread_count = threads;
     cpu->kernels = dtrain__kernels_select();
+    cpu->isa = cpu->kernels->gemm;
+    cpu->pairs = dtrain__pairs_select();
     if (threads > 1) {
         const int error =
             dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);
@@ -18723,28 +18854,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device)
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
-{
-    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
-    if (!device->limit_bytes ||
-        (used <= device->limit_bytes && bytes <= device->limit_bytes - used))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                       "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
-                       "this rank is %llu; a strategy that shards more, activation checkpointing, "
-                       "a smaller batch or a higher memory_limit would help",
-                       (unsigned long long)bytes, (unsigned long long)used,
-                       (unsigned long long)device->limit_bytes);
-}
-
-DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
-{
-    *counter += bytes;
-    const size_t used = device->allocated_bytes + device->comm_bytes;
-    if (used > device->peak_bytes) device->peak_bytes = used;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory)
+static dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     *memory = NULL;
@@ -18758,7 +18868,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t by
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes)
+static void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     if (!memory) return;
@@ -18766,8 +18876,8 @@ DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_
     device->allocated_bytes -= bytes;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
-                                               size_t bytes, dtrain_copy_kind kind)
+static dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
+                                      size_t bytes, dtrain_copy_kind kind)
 {
     (void)device;
     (void)kind;
@@ -18775,11 +18885,77 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, 
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes)
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to,
+                                                     const void *from, size_t bytes,
+                                                     dtrain_copy_kind kind, dtrain_stream *stream)
+{
+    (void)stream;
+    return device->ops->copy(device, to, from, bytes, kind);
+}
+
+static dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes)
 {
     (void)device;
     if (bytes) memset(memory, 0, bytes);
     return DTRAIN_OK;
+}
+
+/* Like alloc, but it is not the model's: not counted. */
+static dtrain_result dtrain__cpu_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    *memory = dtrain__aligned_alloc(&((dtrain__cpu *)device->state)->allocator, bytes);
+    return *memory ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes", bytes);
+}
+
+static void dtrain__cpu_host_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    dtrain__aligned_free(&((dtrain__cpu *)device->state)->allocator, memory, bytes);
+}
+
+static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info *info)
+{
+    const dtrain__cpu *cpu = (const dtrain__cpu *)device->state;
+    const long page = sysconf(_SC_PAGESIZE);
+    const long pages = sysconf(_SC_PHYS_PAGES), free_pages = sysconf(_SC_AVPHYS_PAGES);
+#ifdef DTRAIN_USE_CBLAS
+    const char *name = "cblas";
+#else
+    const char *name = cpu->isa->name;
+#endif
+    snprintf(info->name, sizeof info->name, "CPU (%s)", name);
+    snprintf(info->kernels, sizeof info->kernels, "%s", name);
+    snprintf(info->bf16_kernels, sizeof info->bf16_kernels, "%s",
+             cpu->pairs ? cpu->pairs->name : name);
+    info->count = 1;
+    info->memory_bytes = pages > 0 ? (uint64_t)pages * (uint64_t)page : 0;
+    info->free_bytes = free_pages > 0 ? (uint64_t)free_pages * (uint64_t)page : 0;
+    return DTRAIN_OK;
+}
+
+/* Streams, events and pinned memory: all work is done when a call returns. */
+DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
+{
+#define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "cpu",
+                                          true,
+                                          dtrain__cpu_create,
+                                          dtrain__cpu_destroy,
+                                          dtrain__cpu_query,
+                                          dtrain__cpu_synchronize,
+                                          dtrain__cpu_alloc,
+                                          dtrain__cpu_free,
+                                          dtrain__cpu_copy,
+                                          dtrain__cpu_zero,
+                                          dtrain__cpu_host_alloc,
+                                          dtrain__cpu_host_free,
+                                          NULL,
+                                          NULL,
+                                          dtrain__cpu_copy_async,
+                                          DTRAIN__NO_ORDER,
+                                          DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY)};
+#undef DTRAIN__CPU_ENTRY
+    return &ops;
 }
 
 /* ---- Launching --------------------------------------------------------------------------------*/
@@ -18800,315 +18976,29 @@ static void dtrain__job_task(void *ctx, int index, int count)
     if (begin < job->total) job->range(job, begin, end < job->total ? end : job->total, index);
 }
 
-DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit)
+DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit,
+                                             dtrain_dtype dtype)
 {
     dtrain__job job;
     memset(&job, 0, sizeof job);
     job.args = args;
+    job.dtype = dtype;
     job.total = total;
     job.unit = unit;
     return job;
 }
 
-/* `elements` is the work's size: a small job stays on the calling thread. */
+/* Run a kernel; `elements` is the work's size: a small job stays on the calling thread. */
 DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
                                               dtrain__range_fn range, int64_t elements)
 {
+    if (job->dtype > DTRAIN_DTYPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "activations of type %s: expected f32, bf16 or f16",
+                           dtrain_dtype_name(job->dtype));
     job->range = range;
     dtrain__parallel(elements > DTRAIN__SMALL ? cpu->pool : NULL, dtrain__job_task, job);
     return DTRAIN_OK;
-}
-
-/* Each element by itself, cut at cache lines. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args,
-                                                      int64_t count, dtrain__range_fn range)
-{
-    dtrain__job job = dtrain__job_make(args, count, DTRAIN__LINE);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job, range, count);
-}
-
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device)
-{
-    return ((dtrain__cpu *)device->state)->kernels;
-}
-
-DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device)
-{
-    return ((const dtrain__cpu *)device->state)->allocator;
-}
-
-/* ================================================================================================
- * src/device/cpu/table.c
- * ==============================================================================================*/
-
-/* The tables of the CPU device and of the plan device
- *
- * Streams, events and pinned memory are the same in both: all work is done when a call returns. */
-
-static dtrain_result dtrain__cpu_host_register(dtrain_device *device, void *memory, size_t bytes)
-{
-    (void)device;
-    (void)memory;
-    (void)bytes;
-    return DTRAIN_OK;
-}
-static void dtrain__cpu_host_unregister(dtrain_device *device, void *memory)
-{
-    (void)device;
-    (void)memory;
-}
-
-static dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to, const void *from,
-                                            size_t bytes, dtrain_copy_kind kind,
-                                            dtrain_stream *stream)
-{
-    (void)stream;
-    return device->ops->copy(device, to, from, bytes, kind);
-}
-
-/* A stream or an event has no state: any address will do, and the table itself is one. */
-static dtrain_result dtrain__cpu_stream_create(dtrain_device *device, bool high_priority,
-                                               dtrain_stream **out)
-{
-    (void)high_priority;
-    *out = (dtrain_stream *)(uintptr_t)device->ops;
-    return DTRAIN_OK;
-}
-static void dtrain__cpu_stream_destroy(dtrain_device *device, dtrain_stream *stream)
-{
-    (void)device;
-    (void)stream;
-}
-static void *dtrain__cpu_stream_native(dtrain_device *device, dtrain_stream *stream)
-{
-    (void)device;
-    (void)stream;
-    return NULL;
-}
-
-static dtrain_result dtrain__cpu_event_create(dtrain_device *device, bool timing,
-                                              dtrain_event **out)
-{
-    (void)timing;
-    *out = (dtrain_event *)(uintptr_t)device->ops;
-    return DTRAIN_OK;
-}
-static void dtrain__cpu_event_destroy(dtrain_device *device, dtrain_event *event)
-{
-    (void)device;
-    (void)event;
-}
-static dtrain_result dtrain__cpu_event_wait(dtrain_device *device, dtrain_event *event,
-                                            dtrain_stream *stream)
-{
-    (void)device;
-    (void)event;
-    (void)stream;
-    return DTRAIN_OK;
-}
-static dtrain_result dtrain__cpu_event_record(dtrain_device *device, dtrain_event *event,
-                                              dtrain_stream *stream)
-{
-    return dtrain__cpu_event_wait(device, event, stream); /* also does nothing */
-}
-static dtrain_result dtrain__cpu_event_query(dtrain_device *device, dtrain_event *event, bool *done)
-{
-    (void)device;
-    (void)event;
-    *done = true;
-    return DTRAIN_OK;
-}
-static bool dtrain__cpu_is_device_memory(dtrain_device *device, const void *memory)
-{
-    (void)device;
-    (void)memory;
-    return false; /* host memory, all of it */
-}
-
-static dtrain_result dtrain__no_graphs(const dtrain_device *device)
-{
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device cannot record graphs",
-                       device->ops->name);
-}
-static dtrain_result dtrain__cpu_graph_begin(dtrain_device *device)
-{
-    return dtrain__no_graphs(device);
-}
-static dtrain_result dtrain__cpu_graph_end(dtrain_device *device, dtrain_graph **out)
-{
-    *out = NULL;
-    return dtrain__no_graphs(device);
-}
-static dtrain_result dtrain__cpu_graph_launch(dtrain_device *device, dtrain_graph *graph)
-{
-    (void)graph;
-    return dtrain__no_graphs(device);
-}
-static void dtrain__cpu_graph_destroy(dtrain_device *device, dtrain_graph *graph)
-{
-    (void)device;
-    (void)graph;
-}
-
-/* The entries from host_register to graph_destroy. */
-#define DTRAIN__NO_ORDER                                                                  \
-    dtrain__cpu_host_register, dtrain__cpu_host_unregister, dtrain__cpu_copy_async,       \
-        dtrain__cpu_stream_create, dtrain__cpu_stream_destroy, dtrain__cpu_stream_native, \
-        dtrain__cpu_event_create, dtrain__cpu_event_destroy, dtrain__cpu_event_record,    \
-        dtrain__cpu_event_wait, dtrain__cpu_event_query, dtrain__cpu_is_device_memory,    \
-        dtrain__cpu_graph_begin, dtrain__cpu_graph_end, dtrain__cpu_graph_launch,         \
-        dtrain__cpu_graph_destroy
-
-/* ---- The CPU device */
-
-static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info *info)
-{
-    (void)device;
-    memset(info, 0, sizeof *info);
-    snprintf(info->name, sizeof info->name, "CPU (%s)", dtrain_cpu_kernel_name());
-    snprintf(info->id, sizeof info->id, "cpu");
-    info->count = 1;
-    const long page = sysconf(_SC_PAGESIZE);
-    const long pages = sysconf(_SC_PHYS_PAGES), free_pages = sysconf(_SC_AVPHYS_PAGES);
-    info->memory_bytes = pages > 0 ? (uint64_t)pages * (uint64_t)page : 0;
-    info->free_bytes = free_pages > 0 ? (uint64_t)free_pages * (uint64_t)page : 0;
-    return DTRAIN_OK;
-}
-
-/* Like alloc, but it is not the model's: not counted. */
-static dtrain_result dtrain__cpu_host_alloc(dtrain_device *device, size_t bytes, void **memory)
-{
-    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
-    *memory = dtrain__aligned_alloc(&allocator, bytes);
-    return *memory ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes", bytes);
-}
-static void dtrain__cpu_host_free(dtrain_device *device, void *memory, size_t bytes)
-{
-    const dtrain_allocator allocator = dtrain__cpu_allocator(device);
-    dtrain__aligned_free(&allocator, memory, bytes);
-}
-
-DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
-{
-#define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
-    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
-                                          "cpu",
-                                          true,
-                                          dtrain__cpu_create,
-                                          dtrain__cpu_destroy,
-                                          dtrain__cpu_query,
-                                          dtrain__cpu_synchronize,
-                                          dtrain__cpu_alloc,
-                                          dtrain__cpu_free,
-                                          dtrain__cpu_copy,
-                                          dtrain__cpu_zero,
-                                          dtrain__cpu_host_alloc,
-                                          dtrain__cpu_host_free,
-                                          DTRAIN__NO_ORDER,
-                                          DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY)};
-#undef DTRAIN__CPU_ENTRY
-    return &ops;
-}
-
-/* ---- The plan device
- *
- * Addresses without memory: an allocation is a step of a counter that lives in device->state.
- * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
- * answer. */
-
-static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
-{
-    (void)desc;
-    device->state = (void *)(uintptr_t)4096;
-    return DTRAIN_OK;
-}
-
-static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
-
-static dtrain_result dtrain__plan_query(dtrain_device *device, dtrain_device_info *info)
-{
-    (void)device;
-    memset(info, 0, sizeof *info);
-    snprintf(info->name, sizeof info->name, "plan");
-    snprintf(info->id, sizeof info->id, "plan");
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
-{
-    const uintptr_t at = (uintptr_t)device->state;
-    *memory = NULL;
-    if (bytes > UINTPTR_MAX - at - 128)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
-                           (unsigned long long)bytes);
-    DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    *memory = (void *)at;
-    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
-    dtrain_device_account(device, &device->allocated_bytes, bytes);
-    return DTRAIN_OK;
-}
-
-static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
-{
-    if (memory) device->allocated_bytes -= bytes;
-}
-
-static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
-                                       size_t bytes, dtrain_copy_kind kind)
-{
-    (void)device;
-    (void)to;
-    (void)from;
-    (void)bytes;
-    (void)kind;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_zero(dtrain_device *device, void *memory, size_t bytes)
-{
-    (void)device;
-    (void)memory;
-    (void)bytes;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes, void **memory)
-{
-    *memory = NULL;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "the %s device has no %zu bytes of host memory",
-                       device->ops->name, bytes);
-}
-
-#define DTRAIN__PLAN_KERNEL(op)                                                                   \
-    static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
-    {                                                                                             \
-        (void)device;                                                                             \
-        (void)args;                                                                               \
-        return DTRAIN_OK;                                                                         \
-    }
-DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)
-#undef DTRAIN__PLAN_KERNEL
-
-DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
-{
-#define DTRAIN__PLAN_ENTRY(op) dtrain__plan_##op,
-    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
-                                          "plan",
-                                          false,
-                                          dtrain__plan_create,
-                                          dtrain__plan_destroy,
-                                          dtrain__plan_query,
-                                          dtrain__cpu_synchronize,
-                                          dtrain__plan_alloc,
-                                          dtrain__plan_free,
-                                          dtrain__plan_copy,
-                                          dtrain__plan_zero,
-                                          dtrain__plan_host_alloc,
-                                          dtrain__plan_free,
-                                          DTRAIN__NO_ORDER,
-                                          DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
-#undef DTRAIN__PLAN_ENTRY
-    return &ops;
 }
 
 /* ================================================================================================
@@ -19117,26 +19007,41 @@ DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
 
 /* Launchers of kernels. */
 
-DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
+/* Run a kernel that needs no scratch on [0, total), cut at multiples of `unit`. */
+static dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
+                                        const void *args, int64_t total, int64_t unit,
+                                        int64_t elements, dtrain_dtype dtype)
 {
-    if (dtype >= DTRAIN_DTYPE_NONE && dtype <= DTRAIN_DTYPE_F16) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "activations of type %s: expected f32, bf16 or f16",
-                       dtrain_dtype_name(dtype));
+    dtrain__job job = dtrain__job_make(args, total, unit, dtype);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job, range, elements);
 }
+
+/* Run a kernel on each element by itself: cut where neither a cache line nor a vector of random
+ * numbers is split. */
+static dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
+                                         const void *args, int64_t count, dtrain_dtype dtype)
+{
+    return dtrain__run_kernel(device, range, args, count, 2 * DTRAIN__LINE, count, dtype);
+}
+
+static const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device)
+{
+    return ((const dtrain__cpu *)device->state)->kernels;
+}
+
+static dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b) { return a > b ? a : b; }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
                                                     const dtrain_layernorm_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
+    dtrain__job job =
+        dtrain__job_make(args, args->rows, 1, dtrain__larger(args->x_dtype, args->y_dtype));
     if (!args->residual != !args->sum)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "layernorm: residual and sum are given together or not at all");
-    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
-    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
     job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm, args->rows * args->n);
 }
 
@@ -19147,15 +19052,14 @@ dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_bac
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
     const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
-    dtrain__job job = dtrain__job_make(args, chunk_count, 1);
+    dtrain__job job =
+        dtrain__job_make(args, chunk_count, 1, dtrain__larger(args->x_dtype, args->y_dtype));
     if (args->d_residual && !args->d_x)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
-    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
-    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
     job.chunk = chunk;
     job.chunk_count = chunk_count;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, chunk_count * 2 * args->n));
-    dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * args->n, &job.scratch));
+    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n));
     job.total = args->n;
     job.unit = DTRAIN__LINE;
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
@@ -19183,21 +19087,17 @@ static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
                                                     const dtrain_embedding_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__job_run(cpu, &job, cpu->kernels->embedding, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding, args, args->rows, 1,
+                              args->rows * args->n, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->n, DTRAIN__LINE);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__job_run(cpu, &job, cpu->kernels->embedding_backward, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding_backward, args,
+                              args->n, DTRAIN__LINE, args->rows * args->n, args->dtype);
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
@@ -19212,61 +19112,58 @@ static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence
     return dtrain__multiple(floats, DTRAIN__LINE);
 }
 
-static dtrain_result dtrain__check_heads(int64_t n, int64_t heads)
+/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head. Items are
+ * of unequal cost; each thread has the buffers of one. */
+static dtrain_result dtrain__launch_attention(dtrain_device *device,
+                                              const dtrain_attention_args *args,
+                                              const dtrain_attention_backward_args *back)
 {
-    if (heads > 0 && n > 0 && n % heads == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "attention: %lld columns cannot be cut into %lld heads", (long long)n,
-                       (long long)heads);
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const dtrain__attention_pass pass = {*args, back};
+    const int64_t heads = args->heads, count = args->batch * args->sequence * args->n;
+    const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
+    if (heads <= 0 || args->n <= 0 || args->n % heads != 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld columns cannot be cut into %lld heads",
+                           (long long)args->n, (long long)heads);
+    dtrain__job job =
+        dtrain__job_make(&pass, args->batch * heads * (back ? 1 : blocks), 1, args->dtype);
+    job.dynamic = true;
+    job.slot = dtrain__attention_slot(args->n, heads, args->sequence, back != NULL);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return back ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
+                : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
                                                     const dtrain_attention_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
-    const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(args, args->batch * args->heads * blocks, 1);
-    DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    job.dynamic = true;
-    job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, false);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
-    return dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
+    return dtrain__launch_attention(device, args, NULL);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(args, args->batch * args->heads, 1);
-    DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    job.dynamic = true;
-    job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, true);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
-    return dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count);
+    const dtrain_attention_args forward = {args->batch, args->sequence, args->heads,
+                                           args->n,     args->causal,   args->qkv,
+                                           NULL,        NULL,           args->dtype};
+    return dtrain__launch_attention(device, &forward, args);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy_backward, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
+                              args->rows, 1, args->rows * args->n, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy, args->rows * args->n);
+    DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
+                                   args->rows, 1, args->rows * args->n, args->dtype));
     if (!args->d_logits) return DTRAIN_OK;
     const dtrain_cross_entropy_backward_args backward = {
         args->rows, args->n,        args->scale, args->logits, args->targets,
@@ -19274,27 +19171,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args)
+{
+    dtrain_activation_backward_args all = *args;
+    if (!args->d_bias) { /* no column sums: one long row */
+        all.n = args->rows * args->n;
+        all.rows = 1;
+    }
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
+                              DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
 {
-    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
-    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->add);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->add, args, args->count,
+                               dtrain__larger(args->x_dtype, args->y_dtype));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->axpby);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->axpby, args, args->count,
+                               args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
                                                   const dtrain_dropout_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__job_run(cpu, &job, cpu->kernels->dropout, args->count);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
+                               args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
@@ -19302,12 +19208,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
     const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1);
+    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1, args->dtype);
     double sum = 0;
     job.chunk = chunk;
     job.sums = cpu->sums;
-    dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count);
+    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count));
     for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
     if (args->accumulate) sum += args->total[0];
@@ -19330,12 +19235,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
                                                   const dtrain_convert_args *args)
 {
-    const dtrain_dtype low = args->x_dtype < args->y_dtype ? args->x_dtype : args->y_dtype;
-    const dtrain_dtype high = args->x_dtype < args->y_dtype ? args->y_dtype : args->x_dtype;
-    if (low < DTRAIN_DTYPE_F32 || high > DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cannot convert %s to %s",
-                           dtrain_dtype_name(args->x_dtype), dtrain_dtype_name(args->y_dtype));
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->convert);
+    if (!args->x_dtype || !args->y_dtype)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "convert: both types have to be given");
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->convert, args, args->count,
+                               dtrain__larger(args->x_dtype, args->y_dtype));
 }
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
@@ -19347,7 +19250,7 @@ static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *u
     if (scalars) update->now = *scalars;
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
-        DTRAIN__TRY(dtrain__cpu_elementwise(device, update, tensors[i].count, range));
+        DTRAIN__TRY(dtrain__elementwise(device, range, update, tensors[i].count, DTRAIN_DTYPE_F32));
     }
     return DTRAIN_OK;
 }
@@ -19383,63 +19286,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
 
 /* Launchers of matrix products. */
 
-static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+/* Multiply. A BLAS library, where the program is linked with one, takes products of fp32; bias, aux
+ * and activation follow in a second pass over C. */
+static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
-    if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
-    return DTRAIN_OK;
-}
-
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
 #ifdef DTRAIN_USE_CBLAS
-
-/* The library multiplies fp32; bias, aux and activation follow in a second pass over C. Products
- * with half precision are the built-in GEMM's, which reads and writes it. */
-static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
-    if (args->a_dtype != DTRAIN_DTYPE_F32 || args->b_dtype != DTRAIN_DTYPE_F32 ||
-        args->c_dtype != DTRAIN_DTYPE_F32)
-        return dtrain__built_in_product(cpu, args);
-    if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
-        args->ldb > INT_MAX || args->ldc > INT_MAX)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
-    cblas_sgemm(CblasRowMajor, args->flags & DTRAIN_GEMM_TRANS_A ? CblasTrans : CblasNoTrans,
-                args->flags & DTRAIN_GEMM_TRANS_B ? CblasTrans : CblasNoTrans, (int)args->m,
-                (int)args->n, (int)args->k, args->alpha, (const float *)args->a, (int)args->lda,
-                (const float *)args->b, (int)args->ldb, args->beta, (float *)args->c,
-                (int)args->ldc);
-    if (!args->bias && !args->aux && args->activation == DTRAIN_ACTIVATION_NONE) return DTRAIN_OK;
-    dtrain__job job = dtrain__job_make(args, args->m, 1);
-    return dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
-}
-
-#else
-
-static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
-{
-    return dtrain__built_in_product((dtrain__cpu *)device->state, args);
-}
-
-#endif
-
-/* ---- Activation, backward ---------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain_activation_backward_args all = *args;
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    if (!args->d_bias) { /* no column sums: one long row */
-        all.n = args->rows * args->n;
-        all.rows = 1;
+    if (args->a_dtype == DTRAIN_DTYPE_F32 && args->b_dtype == DTRAIN_DTYPE_F32 &&
+        args->c_dtype == DTRAIN_DTYPE_F32 && args->m > 0 && args->n > 0) {
+        if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
+            args->ldb > INT_MAX || args->ldc > INT_MAX)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d",
+                               INT_MAX);
+        cblas_sgemm(CblasRowMajor, args->flags & DTRAIN_GEMM_TRANS_A ? CblasTrans : CblasNoTrans,
+                    args->flags & DTRAIN_GEMM_TRANS_B ? CblasTrans : CblasNoTrans, (int)args->m,
+                    (int)args->n, (int)args->k, args->alpha, (const float *)args->a, (int)args->lda,
+                    (const float *)args->b, (int)args->ldb, args->beta, (float *)args->c,
+                    (int)args->ldc);
+        if (!args->bias && !args->aux && args->activation == DTRAIN_ACTIVATION_NONE)
+            return DTRAIN_OK;
+        dtrain__job job = dtrain__job_make(args, args->m, 1, DTRAIN_DTYPE_F32);
+        return dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
     }
-    dtrain__job job = dtrain__job_make(&all, all.n, DTRAIN__LINE);
-    return dtrain__job_run(cpu, &job, cpu->kernels->activation_backward, args->rows * args->n);
+#endif
+    return dtrain__gemm(cpu, args);
 }
-
-/* ---- Matrix multiplication: bias gradients and backward epilogues -----------------------------*/
 
 static void dtrain__row_sums(const dtrain_gemm_args *args)
 {
@@ -19672,19 +19543,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     const int64_t head = DTRAIN__TOPK_BINS + DTRAIN__TOPK_SAMPLE;
     dtrain__topk_pass pass;
     DTRAIN__TRY(dtrain__topk_check(args));
-    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE);
+    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE, DTRAIN_DTYPE_F32);
     memset(&pass, 0, sizeof pass);
     pass.args = args;
     pass.below = -1;
     pass.room = args->count + DTRAIN__TOPK_BLOCK;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head));
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, head, &job.scratch));
     if (!few) {
         pass.below = dtrain__topk_threshold(args, job.scratch + DTRAIN__TOPK_BINS,
                                             (uint32_t *)(void *)job.scratch, &pass.room);
         if (pass.below < 0) pass.room = 0;
         else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_BLOCK;
     }
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head + 2 * lists * pass.room));
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, head + 2 * lists * pass.room, &job.scratch));
     uint32_t *bins = (uint32_t *)(void *)job.scratch;
     pass.found = (int64_t *)(void *)(job.scratch + DTRAIN__TOPK_BINS);
     pass.values = job.scratch + head;
@@ -19763,9 +19634,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
                            (long long)rows, (long long)columns, DTRAIN_ORTHOGONALIZE_COLUMNS);
-    dtrain__job job = dtrain__job_make(args, rows, 1);
-    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, &job, 2 * rows * columns));
-    double *q = (double *)(void *)job.scratch;
+    float *scratch;
+    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, 2 * rows * columns, &scratch));
+    double *q = (double *)(void *)scratch;
     bool finite = true;
     for (int64_t i = 0; i < rows * columns; i++)
         q[i % columns * rows + i / columns] = (double)args->x[i];
@@ -19816,8 +19687,8 @@ typedef struct dtrain__gemm_job {
     int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
     int64_t rows, cols;     /* rectangles */
     int64_t next;           /* atomic: rectangles handed out */
-    char *memory;
-    size_t slot_bytes; /* one thread's part of memory */
+    float *memory;
+    int64_t slot;      /* floats of memory for each thread */
     int needs_partial; /* C cannot hold sums between blocks of k */
 } dtrain__gemm_job;
 
@@ -19859,14 +19730,14 @@ static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm
     float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
     if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
         memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
-        isa->load(other, aux);
-        isa->slope(tile, other, isa->mr * isa->nr, x->activation);
+        isa->tile->load(other, aux);
+        isa->tile->slope(tile, other, isa->mr * isa->nr, x->activation);
         return;
     }
     if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
-    isa->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
-                x->activation);
-    if (x->aux) isa->store(aux, other);
+    isa->tile->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
+                      x->activation);
+    if (x->aux) isa->tile->store(aux, other);
 }
 
 /* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
@@ -19890,7 +19761,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
-        isa->load(tile, job->needs_partial && !pass->first ? &partial : &c);
+        isa->tile->load(tile, job->needs_partial && !pass->first ? &partial : &c);
     }
     isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
     if (pass->last) {
@@ -19899,7 +19770,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
         const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
         dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
-    isa->store(job->needs_partial && !pass->last ? &partial : &c, tile);
+    isa->tile->store(job->needs_partial && !pass->last ? &partial : &c, tile);
 }
 
 static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
@@ -19916,8 +19787,8 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     float *c = (float *)x->c + at;
     isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
     if (pass->last && (x->bias || x->aux || x->activation))
-        isa->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
-                    x->aux ? (float *)x->aux + at : NULL, x->activation);
+        isa->tile->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
+                          x->aux ? (float *)x->aux + at : NULL, x->activation);
 }
 
 /* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
@@ -19969,7 +19840,7 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
     (void)count;
     memset(&pass, 0, sizeof pass);
     pass.job = job;
-    pass.a_block = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
+    pass.a_block = job->memory + index * job->slot;
     pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__KC;
     pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
     if (isa->begin) isa->begin();
@@ -20032,50 +19903,16 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
     }
 }
 
-DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws)
-{
-    dtrain_allocator allocator = dtrain__resolve_allocator(ws->allocator);
-    dtrain__free(&allocator, ws->memory, ws->bytes, 1);
-    ws->memory = NULL;
-    ws->bytes = 0;
-}
-
-static int dtrain__gemm_reserve(dtrain__gemm_workspace *ws, dtrain__gemm_job *job, int threads)
-{
-    dtrain_allocator allocator = dtrain__resolve_allocator(ws->allocator);
-    size_t floats = (DTRAIN__MC + DTRAIN__NR_MAX) * DTRAIN__KC;
-    if (job->needs_partial) floats += DTRAIN__MC * DTRAIN__NC;
-    job->slot_bytes = floats * sizeof(float);
-    size_t bytes = job->slot_bytes * (size_t)threads + 64;
-    if (bytes > ws->bytes) {
-        dtrain__gemm_workspace_free(ws);
-        ws->memory = dtrain__alloc(&allocator, bytes, 1, "the GEMM workspace");
-        if (!ws->memory) return ENOMEM;
-        ws->bytes = bytes;
-    }
-    job->memory = (char *)(((uintptr_t)ws->memory + 63) & ~(uintptr_t)63);
-    return 0;
-}
-
-DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws)
-{
-    if (ws->isa) return;
-    ws->isa = dtrain__kernels_select()->gemm;
-    ws->pairs = dtrain__pairs_select();
-}
-
-/* Returns 0 or ENOMEM. Called by one thread at a time for one workspace. */
-DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
-                                                const dtrain_gemm_args *args)
+DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
     dtrain__gemm_job job;
-    if (args->m <= 0 || args->n <= 0) return 0;
-    dtrain__gemm_select(ws);
+    dtrain__pool *pool = cpu->pool;
+    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
     memset(&job, 0, sizeof job);
     job.args = args;
-    job.isa = ws->isa;
-    if (ws->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
-        job.isa = ws->pairs;
+    job.isa = cpu->isa;
+    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
+        job.isa = cpu->pairs;
     job.a.data = args->a;
     job.a.dtype = args->a_dtype;
     job.a.ld = args->lda;
@@ -20091,12 +19928,13 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
     /* Waking the others costs more than a quarter of a million multiply-adds. */
     int64_t tiny = 1 << 18;
     if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
-    int threads = pool ? pool->thread_count : 1;
+    const int threads = pool ? pool->thread_count : 1;
     dtrain__gemm_cut(&job, threads);
-    int error = dtrain__gemm_reserve(ws, &job, threads);
-    if (error) return error;
+    job.slot = (DTRAIN__MC + DTRAIN__NR_MAX) * DTRAIN__KC;
+    if (job.needs_partial) job.slot += DTRAIN__MC * DTRAIN__NC;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * threads, &job.memory));
     dtrain__parallel(pool, dtrain__gemm_task, &job);
-    return 0;
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -20145,7 +19983,7 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
 #undef DTRAIN__ISA
 #endif
 
-/* The best instance that this machine runs. */
+/* Return the best instance that this machine runs. */
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
 {
 #if defined(DTRAIN_NO_SIMD)
@@ -20162,260 +20000,42 @@ DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
 #endif
 }
 
-/* NULL: products of bf16 are computed in fp32. AMD starts a VDPBF16PS as often as a multiply-add;
- * Intel every other cycle or less, a quarter as often (62 against 130 GFLOP/s of the widened
- * product on Emerald Rapids), and has AMX. */
+/* Return NULL where products of bf16 are computed in fp32. (VDPBF16PS is not used: Intel starts one
+ * every other cycle or less, 62 against 130 GFLOP/s of the widened product on Emerald Rapids.) */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 {
 #if DTRAIN__PAIRS
-    if (dtrain__has_amx()) return &dtrain__isa_amx;
-    if (dtrain__has_vdpbf16() && __builtin_cpu_is("amd")) return &dtrain__isa_vdpbf16;
+    if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
+        return &dtrain__isa_amx_avx512;
 #endif
     return NULL;
 }
 
-DTRAIN_API const char *dtrain_cpu_kernel_name(void)
-{
-#ifdef DTRAIN_USE_CBLAS
-    return "cblas";
-#else
-    return dtrain__kernels_select()->name;
-#endif
-}
-
-DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void)
-{
-    const dtrain__isa *pairs = dtrain__pairs_select();
-    return pairs ? pairs->name : dtrain_cpu_kernel_name();
-}
-
-/* ================================================================================================
- * src/device/cpu/mix.c
- * ==============================================================================================*/
-
-/* Sums over ranks
- *
- * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
- * output may be one of the inputs. Every input is read once and every output written once: sums of
- * fp32 and bf16 stay in registers on the way, everything else in a block of 1024 elements in the L1
- * cache.
- *
- * Written once on vectors of 32 bytes and compiled twice: for AVX2, and for what the command
- * line says (pairs of SSE2 or NEON registers). gcc -O2 vectorises no loop of unknown length by
- * itself. */
-
-#define DTRAIN__MIX_BLOCK 1024u
-#define DTRAIN__MIX static inline __attribute__((always_inline))
-
-typedef float dtrain__mix_f __attribute__((vector_size(32), aligned(1), may_alias));
-typedef uint32_t dtrain__mix_u __attribute__((vector_size(32), aligned(1), may_alias));
-typedef uint64_t dtrain__mix_l __attribute__((vector_size(32), aligned(1), may_alias));
-
-typedef union dtrain__mix_block {
-    float f[DTRAIN__MIX_BLOCK];
-    uint32_t u[DTRAIN__MIX_BLOCK];
-    uint64_t l[DTRAIN__MIX_BLOCK];
-} dtrain__mix_block;
-
-/* acc = acc OP x; x need not be aligned. */
-#define DTRAIN__MIX_LOOP(T, V, OP)                                       \
-    do {                                                                 \
-        const size_t lanes = sizeof(V) / sizeof(T);                      \
-        for (; i + lanes <= count; i += lanes) {                         \
-            V *to = (V *)(void *)(acc + i);                              \
-            *to = *to OP(*(const V *)(const void *)(x + i * sizeof(T))); \
-        }                                                                \
-        for (; i < count; i++) {                                         \
-            T one;                                                       \
-            memcpy(&one, x + i * sizeof one, sizeof one);                \
-            acc[i] = acc[i] OP one;                                      \
-        }                                                                \
-    } while (0)
-
-DTRAIN__MIX bool dtrain__mix_is_nan(float value)
-{
-    return (dtrain__f32_bits(value) & 0x7fffffffu) > 0x7f800000u; /* survives -ffast-math */
-}
-
-/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
-DTRAIN__MIX void dtrain__mix_f32(float *acc, const char *x, size_t count, uint32_t op)
-{
-    size_t i = 0;
-    if (op == DTRAIN_REDUCE_SUM || op == DTRAIN_REDUCE_MEAN)
-        DTRAIN__MIX_LOOP(float, dtrain__mix_f, +);
-    if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(float, dtrain__mix_f, *);
-    for (; i < count; i++) {
-        float one;
-        memcpy(&one, x + i * sizeof one, sizeof one);
-        const bool better = op == DTRAIN_REDUCE_MIN ? one < acc[i] : one > acc[i];
-        if (!dtrain__mix_is_nan(acc[i]) && (dtrain__mix_is_nan(one) || better)) acc[i] = one;
-    }
-}
-
 /* Unsigned arithmetic: integers wrap, and overflow is defined. */
-#define DTRAIN__MIX_INTEGERS(name, U, S, V)                                                      \
-    DTRAIN__MIX void name(U *acc, const char *x, size_t count, uint32_t op)                      \
-    {                                                                                            \
-        size_t i = 0;                                                                            \
-        if (op == DTRAIN_REDUCE_SUM) DTRAIN__MIX_LOOP(U, V, +);                                  \
-        if (op == DTRAIN_REDUCE_PROD) DTRAIN__MIX_LOOP(U, V, *);                                 \
-        for (; i < count; i++) {                                                                 \
-            U one;                                                                               \
-            memcpy(&one, x + i * sizeof one, sizeof one);                                        \
-            if (op == DTRAIN_REDUCE_MIN ? (S)one < (S)acc[i] : (S)one > (S)acc[i]) acc[i] = one; \
-        }                                                                                        \
+#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
+    static void name(const dtrain__mix_job *job)                                                \
+    {                                                                                           \
+        for (size_t at = 0; at < job->count; at++) {                                            \
+            U sum, x;                                                                           \
+            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
+            for (int i = 1; i < job->in_count; i++) {                                           \
+                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
+                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
+                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
+                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
+            }                                                                                   \
+            for (int i = 0; i < job->out_count; i++)                                            \
+                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
+        }                                                                                       \
     }
-DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t, dtrain__mix_u)
-DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t, dtrain__mix_l)
-
-/* Half precision goes through the CPU device's conversion kernel, which wants even addresses. */
-static void dtrain__mix_convert(const void *x, dtrain_dtype x_dtype, void *y, dtrain_dtype y_dtype,
-                                size_t count)
-{
-    dtrain_convert_args args;
-    dtrain__job job;
-    memset(&args, 0, sizeof args);
-    memset(&job, 0, sizeof job);
-    args.count = (int64_t)count;
-    args.x = x;
-    args.y = y;
-    args.x_dtype = x_dtype;
-    args.y_dtype = y_dtype;
-    job.args = &args;
-    dtrain__kernels_select()->convert(&job, 0, args.count, 0);
-}
-
-static void dtrain__mix_widen(float *to, const char *from, size_t count, dtrain_dtype dtype)
-{
-    uint16_t bits[DTRAIN__MIX_BLOCK];
-    memcpy(bits, from, count * sizeof *bits);
-    dtrain__mix_convert(bits, dtype, to, DTRAIN_DTYPE_F32, count);
-}
-
-DTRAIN__MIX void dtrain__mix_one(dtrain__mix_block *acc, const char *x, size_t count,
-                                 dtrain_dtype dtype, uint32_t op)
-{
-    float wide[DTRAIN__MIX_BLOCK];
-    switch (dtype) {
-    case DTRAIN_DTYPE_F32: dtrain__mix_f32(acc->f, x, count, op); break;
-    case DTRAIN_DTYPE_I32: dtrain__mix_i32(acc->u, x, count, op); break;
-    case DTRAIN_DTYPE_I64: dtrain__mix_i64(acc->l, x, count, op); break;
-    default:
-        dtrain__mix_widen(wide, x, count, dtype);
-        dtrain__mix_f32(acc->f, (const char *)wide, count, op);
-        break;
-    }
-}
-
-/* Any dtype and operation, elements [first, count). */
-DTRAIN__MIX void dtrain__mix_blocks(const dtrain__mix_job *job, size_t first)
-{
-    const size_t unit = dtrain_dtype_bytes(job->dtype);
-    const bool half = job->dtype == DTRAIN_DTYPE_BF16 || job->dtype == DTRAIN_DTYPE_F16;
-    const float scale = 1.0f / (float)job->in_count;
-    dtrain__mix_block acc;
-    uint16_t bits[DTRAIN__MIX_BLOCK];
-    const void *result = half ? (const void *)bits : &acc;
-    for (size_t at = first; at < job->count; at += DTRAIN__MIX_BLOCK) {
-        const size_t rest = job->count - at,
-                     m = rest < DTRAIN__MIX_BLOCK ? rest : DTRAIN__MIX_BLOCK;
-        if (half) dtrain__mix_widen(acc.f, job->in[0] + at * unit, m, job->dtype);
-        else memcpy(&acc, job->in[0] + at * unit, m * unit);
-        for (int i = 1; i < job->in_count; i++)
-            dtrain__mix_one(&acc, job->in[i] + at * unit, m, job->dtype, job->op);
-        if (job->op == DTRAIN_REDUCE_MEAN)
-            for (size_t i = 0; i < m; i++) acc.f[i] *= scale;
-        if (half) dtrain__mix_convert(acc.f, DTRAIN_DTYPE_F32, bits, job->dtype, m);
-        for (int i = 0; i < job->out_count; i++) memcpy(job->out[i] + at * unit, result, m * unit);
-    }
-}
-
-/* fp32 sums and means, 128 bytes at a time in registers; returns how many elements are done. The
- * compiler has to reload the pointers after every store, which could have changed them: that is
- * noticed only while everything is in L1, so two inputs and two outputs, the case of two ranks,
- * have theirs in locals. */
-DTRAIN__MIX size_t dtrain__mix_sums(const dtrain__mix_job *job)
-{
-    const int in_count = job->in_count, out_count = job->out_count;
-    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)in_count : 1.0f;
-    const bool two = in_count == 2 && out_count == 2;
-    const char *const *in = job->in, *in0 = in[0], *in1 = in[1];
-    char *const *out = job->out, *out0 = out[0], *out1 = two ? out[1] : NULL;
-    const size_t end = job->count / 32 * 32;
-    for (size_t at = 0; at < end; at += 32) {
-        const dtrain__mix_f *x = (const dtrain__mix_f *)(const void *)(in0 + 4 * at);
-        const dtrain__mix_f *z = (const dtrain__mix_f *)(const void *)(in1 + 4 * at);
-        dtrain__mix_f *y = (dtrain__mix_f *)(void *)(out0 + 4 * at);
-        dtrain__mix_f a = x[0] + z[0], b = x[1] + z[1], c = x[2] + z[2], d = x[3] + z[3];
-        for (int i = 2; i < in_count; i++) {
-            x = (const dtrain__mix_f *)(const void *)(in[i] + 4 * at);
-            a += x[0], b += x[1], c += x[2], d += x[3];
-        }
-        a *= scale, b *= scale, c *= scale, d *= scale; /* times 1 changes no bit */
-        y[0] = a, y[1] = b, y[2] = c, y[3] = d;
-        if (two) {
-            y = (dtrain__mix_f *)(void *)(out1 + 4 * at);
-            y[0] = a, y[1] = b, y[2] = c, y[3] = d;
-            continue;
-        }
-        for (int i = 1; i < out_count; i++) {
-            y = (dtrain__mix_f *)(void *)(out[i] + 4 * at);
-            y[0] = a, y[1] = b, y[2] = c, y[3] = d;
-        }
-    }
-    return end;
-}
-
-/* The same for bf16, 32 bytes at a time. A word holds two numbers: one is its upper half, and the
- * lower half shifted up is the other, so that neither leaves its lane on the way. Rounding is that
- * of core/dtype.c, but for NaNs: theirs is the payload of a bf16, and nothing carries into it. */
-DTRAIN__MIX size_t dtrain__mix_bf16_sums(const dtrain__mix_job *job)
-{
-    const float scale = job->op == DTRAIN_REDUCE_MEAN ? 1.0f / (float)job->in_count : 1.0f;
-    const size_t end = job->count / 16 * 16;
-    for (size_t at = 0; at < end; at += 16) {
-        dtrain__mix_u x = *(const dtrain__mix_u *)(const void *)(job->in[0] + 2 * at);
-        dtrain__mix_f low = (dtrain__mix_f)(x << 16), high = (dtrain__mix_f)(x & 0xffff0000u);
-        for (int i = 1; i < job->in_count; i++) {
-            x = *(const dtrain__mix_u *)(const void *)(job->in[i] + 2 * at);
-            low += (dtrain__mix_f)(x << 16), high += (dtrain__mix_f)(x & 0xffff0000u);
-        }
-        low *= scale, high *= scale; /* times 1 changes no bit */
-        dtrain__mix_u y = (dtrain__mix_u)low, upper = (dtrain__mix_u)high;
-        y += 0x7fffu + (y >> 16 & 1u), upper += 0x7fffu + (upper >> 16 & 1u);
-        y = y >> 16 | (upper & 0xffff0000u);
-        for (int i = 0; i < job->out_count; i++)
-            *(dtrain__mix_u *)(void *)(job->out[i] + 2 * at) = y;
-    }
-    return end;
-}
-
-DTRAIN__MIX void dtrain__mix_run(const dtrain__mix_job *job)
-{
-    const bool sums = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
-    size_t done = 0;
-    if (sums && job->dtype == DTRAIN_DTYPE_F32) done = dtrain__mix_sums(job);
-    if (sums && job->dtype == DTRAIN_DTYPE_BF16) done = dtrain__mix_bf16_sums(job);
-    dtrain__mix_blocks(job, done);
-}
-
-static void dtrain__mix_plain(const dtrain__mix_job *job) { dtrain__mix_run(job); }
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void dtrain__mix_avx2(const dtrain__mix_job *job)
-{
-    dtrain__mix_run(job);
-}
-#endif
+DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
+DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
 
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) {
-        dtrain__mix_avx2(job);
-        return;
-    }
-#endif
-    dtrain__mix_plain(job);
+    if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
+    else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
+    else dtrain__kernels_select()->mix(job);
 }
 
 #endif /* DTRAIN_IMPLEMENTATION */
@@ -20436,15 +20056,16 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 /* Vectors
  *
  * This text is compiled once for each instruction set, with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2, FMA
- * and F16C), 1 (four-lane vector extensions: SSE2, NEON, ...) or 0 (plain C, DTRAIN_NO_SIMD). Names
- * of an instance end with its suffix:
+ * and F16C), 1 (four lanes: SSE2, NEON, ...) or 0 (one lane, DTRAIN_NO_SIMD and tests): explicit
+ * vectors everywhere, intrinsics where compilers need them. Names of an instance end with its
+ * suffix:
  *
  *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
  *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers
  *     DTRAIN__ROUTINE void DTRAIN__K(product)(...)     called by them
  *
- * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K; text.h
- * takes all macros back at its end.
+ * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K: each name
+ * is a macro that ends in the suffix of the instance that is being compiled.
  *
  * A kernel works on the range [begin, end) of its job (elements, rows, columns or items, see the
  * launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the bits
@@ -20486,6 +20107,18 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 #define DTRAIN__KERNEL(name)                                                            \
     DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
                                          DTRAIN__UNUSED int index)
+/* Open a kernel that is compiled twice: with f32 true, where all activations of the job are fp32,
+ * the test of their type costs nothing; where memory is fast it costs as much as the arithmetic. */
+#define DTRAIN__KERNEL_AS(name)                                                                 \
+    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
+                                             int index, bool f32);                              \
+    DTRAIN__KERNEL(name)                                                                        \
+    {                                                                                           \
+        if (job->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(name##_as)(job, begin, end, index, true); \
+        else DTRAIN__K(name##_as)(job, begin, end, index, false);                               \
+    }                                                                                           \
+    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
+                                             DTRAIN__UNUSED int index, bool f32)
 
 #define dtrain__v DTRAIN__K(v)
 #define dtrain__vi DTRAIN__K(vi)
@@ -20513,19 +20146,9 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 
 /* ---- Vectors ----------------------------------------------------------------------------------*/
 
-#if DTRAIN__ISA == 3
-typedef __m512 dtrain__v;
-#elif DTRAIN__ISA == 2
-typedef __m256 dtrain__v;
-#elif DTRAIN__ISA == 1
 typedef float dtrain__v __attribute__((vector_size(4 * DTRAIN__W)));
-#else
-typedef float dtrain__v;
-#endif
-
-#if DTRAIN__ISA > 0
 typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
-typedef float DTRAIN__K(vu) __attribute__((vector_size(4 * DTRAIN__W), aligned(4), may_alias));
+typedef float DTRAIN__K(vu) __attribute__((vector_size(4 * DTRAIN__W), aligned(1), may_alias));
 
 DTRAIN__HELPER dtrain__v dtrain__vload(const float *p)
 {
@@ -20543,20 +20166,18 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
 {
     return __builtin_convertvector(v, dtrain__v);
 }
-#else
-typedef int32_t dtrain__vi;
 
-DTRAIN__HELPER dtrain__v dtrain__vload(const float *p) { return *p; }
-DTRAIN__HELPER void dtrain__vstore(float *p, dtrain__v v) { *p = v; }
-DTRAIN__HELPER dtrain__vi dtrain__vbits(dtrain__v v) { return (int32_t)dtrain__f32_bits(v); }
-DTRAIN__HELPER dtrain__v dtrain__vfrombits(dtrain__vi v)
+/* The scalar goes into every lane; x - 0 is x, of both zeros too. */
+DTRAIN__HELPER dtrain__v dtrain__vset(float x)
 {
-    return dtrain__f32_from_bits((uint32_t)v);
+    const dtrain__v zero = {0};
+    return x - zero;
 }
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return -(a < b); }
-DTRAIN__HELPER dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return -(a < b); }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v) { return (float)v; }
-#endif
+DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x)
+{
+    const dtrain__vi zero = {0};
+    return x + zero;
+}
 
 /* Masks are all ones or all zeros per lane. */
 DTRAIN__HELPER dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
@@ -20578,12 +20199,10 @@ DTRAIN__HELPER dtrain__vi dtrain__viota(void)
 }
 
 /* The operations that compilers do not make out of operators: fused multiply-add (-std=c99 forbids
- * contracting), broadcast, max and min with a known NaN rule (the second operand wins), rounding to
- * an integer, loads and stores of n < lanes elements. AVX-512 has full zero-masks where the plain
+ * contracting), max and min with a known NaN rule (the second operand wins), rounding to an
+ * integer, loads and stores of n < lanes elements. AVX-512 has full zero-masks where the plain
  * intrinsic starts from an undefined value, because g++ warns about those. */
 #if DTRAIN__ISA == 3
-DTRAIN__HELPER dtrain__v dtrain__vset(float x) { return _mm512_set1_ps(x); }
-DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm512_set1_epi32(x); }
 DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
     return _mm512_fmadd_ps(a, b, c);
@@ -20610,8 +20229,6 @@ DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v);
 }
 #elif DTRAIN__ISA == 2
-DTRAIN__HELPER dtrain__v dtrain__vset(float x) { return _mm256_set1_ps(x); }
-DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm256_set1_epi32(x); }
 DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
     return _mm256_fmadd_ps(a, b, c);
@@ -20634,16 +20251,6 @@ DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
     _mm256_maskstore_ps(p, (__m256i)mask, v);
 }
 #else
-DTRAIN__HELPER dtrain__v dtrain__vset(float x)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = x;
-    return dtrain__vload(lanes);
-}
-DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x)
-{
-    return dtrain__vbits(dtrain__vset(dtrain__f32_from_bits((uint32_t)x)));
-}
 DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
 #if defined(__aarch64__) && DTRAIN__W == 4
@@ -20662,21 +20269,15 @@ DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 }
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
 {
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, a);
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = sqrtf(lanes[i]);
-    return dtrain__vload(lanes);
+    for (int i = 0; i < DTRAIN__W; i++) a[i] = sqrtf(a[i]);
+    return a;
 }
 /* Halves go away from zero here: any of the two neighbours is good enough for exp. */
 DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
     const dtrain__v half = dtrain__vfrombits(dtrain__vbits(dtrain__vset(0.5f)) | sign);
-#if DTRAIN__W > 1
     return __builtin_convertvector(a + half, dtrain__vi);
-#else
-    return a < 1e9f ? (int32_t)(a + half) : 0; /* NaN: any integer, but no undefined conversion */
-#endif
 }
 DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
@@ -20686,9 +20287,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 }
 DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int64_t i = 0; i < n && i < DTRAIN__W; i++) p[i] = lanes[i];
+    for (int64_t i = 0; i < n && i < DTRAIN__W; i++) p[i] = v[i];
 }
 #endif
 
@@ -20729,15 +20328,10 @@ DTRAIN__HELPER float DTRAIN__K(vtop)(dtrain__v v)
     return top;
 }
 
-/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything: a scalar shift has to
- * be unsigned, or it would be undefined. */
+/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(power_of_two)(dtrain__vi n)
 {
-#if DTRAIN__W > 1
     return dtrain__vfrombits((n + dtrain__viset(127)) << 23);
-#else
-    return dtrain__vfrombits((int32_t)(((uint32_t)n + 127u) << 23));
-#endif
 }
 
 /* ---- exp, GELU ----------------------------------------------------------------------------------
@@ -20833,9 +20427,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope)(dtrain__v x)
  * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
  * functions of core/dtype.c: the bits are the same. */
 
-#if DTRAIN__ISA >= 2
 typedef uint16_t DTRAIN__K(vhalves)
-    __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
+    __attribute__((vector_size(2 * DTRAIN__W), aligned(1), may_alias));
 typedef uint32_t DTRAIN__K(vwords) __attribute__((vector_size(4 * DTRAIN__W)));
 
 DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
@@ -20855,11 +20448,14 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 
 DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
 {
-    enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 #if DTRAIN__ISA == 3
-    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtps_ph(0xffff, v, NEAREST));
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtps_ph(0xffff, v, nearest));
+#elif DTRAIN__ISA == 2
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+    _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, nearest));
 #else
-    _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, NEAREST));
+    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(v[i]);
 #endif
 }
 
@@ -20868,45 +20464,18 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 #if DTRAIN__ISA == 3
     const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)from);
     return _mm512_maskz_cvtph_ps(0xffff, half);
-#else
+#elif DTRAIN__ISA == 2
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
-#endif
-}
 #else
-DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
-{
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
-    return dtrain__vload(lanes);
-}
-
-DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
-{
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
-    return dtrain__vload(lanes);
-}
+    dtrain__v v = {0};
+    for (int i = 0; i < DTRAIN__W; i++) v[i] = dtrain_f16_to_f32(from[i]);
+    return v;
 #endif
+}
 
 /* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
  * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
- * once. A tail of halves goes through a buffer of full width. Where memory is fast the test of
- * dtype costs as much as the arithmetic: such kernels are helpers with dtype as an argument, called
- * with the constant F32 where it is that. */
+ * once. A tail of halves goes through a buffer of full width. */
 DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
     if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
@@ -20951,9 +20520,11 @@ DTRAIN__HELPER const float *DTRAIN__K(widened)(const void *p, dtrain_dtype dtype
  *
  * Bandwidth is the limit: 8 to 28 bytes an element. */
 
-DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, int64_t end,
-                                      dtrain_dtype x_dtype, dtrain_dtype y_dtype)
+DTRAIN__KERNEL_AS(add)
 {
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
@@ -20961,23 +20532,13 @@ DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, i
     }
 }
 
-DTRAIN__KERNEL(add)
+DTRAIN__KERNEL_AS(axpby)
 {
-    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
-    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(add_as)(a, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(add_as)(a, begin, end, a->x_dtype, a->y_dtype);
-}
-
-DTRAIN__HELPER void DTRAIN__K(axpby_as)(const dtrain_axpby_args *args, int64_t begin, int64_t end,
-                                        dtrain_dtype dtype)
-{
+    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
     const bool constant = args->broadcast || !args->x;
-    float value = args->a, lanes[DTRAIN__W];
-    if (constant && args->x) {
-        dtrain__vstore(lanes, dtrain__vload_as(args->x, dtype, 0, 1));
-        value *= lanes[0];
-    }
+    float value = args->a;
+    if (constant && args->x) value *= dtrain__vload_as(args->x, dtype, 0, 1)[0];
     const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
@@ -20989,13 +20550,6 @@ DTRAIN__HELPER void DTRAIN__K(axpby_as)(const dtrain_axpby_args *args, int64_t b
         } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
         dtrain__vstore_as(args->y, dtype, i, y, n);
     }
-}
-
-DTRAIN__KERNEL(axpby)
-{
-    const dtrain_axpby_args *a = (const dtrain_axpby_args *)job->args;
-    if (a->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(axpby_as)(a, begin, end, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(axpby_as)(a, begin, end, a->dtype);
 }
 
 /* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
@@ -21050,27 +20604,20 @@ DTRAIN__KERNEL(sgd)
  *
  * Accumulated in double, half a vector of floats at a time; two accumulators hide the latency. */
 #define DTRAIN__H (DTRAIN__W > 1 ? DTRAIN__W / 2 : 1)
-#if DTRAIN__W > 1
-typedef float DTRAIN__K(vhalf) __attribute__((vector_size(2 * DTRAIN__W), aligned(4), may_alias));
-typedef double DTRAIN__K(vd) __attribute__((vector_size(4 * DTRAIN__W)));
+typedef float DTRAIN__K(vhalf) __attribute__((vector_size(4 * DTRAIN__H), aligned(4), may_alias));
+typedef double DTRAIN__K(vd) __attribute__((vector_size(8 * DTRAIN__H)));
 DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p)
 {
     return __builtin_convertvector(*(const DTRAIN__K(vhalf) *)p, DTRAIN__K(vd));
 }
-#else
-typedef double DTRAIN__K(vd);
-DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p) { return (double)*p; }
-#endif
 
 DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
                                            dtrain_dtype dtype, bool squares)
 {
-    DTRAIN__K(vd) even, odd;
-    double lanes[DTRAIN__H], total = 0;
+    DTRAIN__K(vd) even = {0}, odd = {0};
+    double total = 0;
     float buffer[2 * DTRAIN__H];
     int64_t i = begin;
-    memset(&even, 0, sizeof even);
-    odd = even;
     for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
         const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
         const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
@@ -21078,8 +20625,7 @@ DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t beg
         odd += squares ? high * high : high;
     }
     even += odd;
-    memcpy(lanes, &even, sizeof lanes);
-    for (int lane = 0; lane < DTRAIN__H; lane++) total += lanes[lane];
+    for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
     for (; i < end; i++) {
         const double x = (double)DTRAIN__K(widened)(a->x, dtype, i, 1, buffer)[0];
         total += squares ? x * x : x;
@@ -21087,16 +20633,15 @@ DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t beg
     return total;
 }
 
-DTRAIN__KERNEL(sum)
+DTRAIN__KERNEL_AS(sum)
 {
     const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->count ? past : a->count;
-        job->sums[chunk] =
-            a->dtype > DTRAIN_DTYPE_F32 ? DTRAIN__K(sum_chunk)(a, first, last, a->dtype, a->squares)
-            : a->squares ? DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, true)
-                         : DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, false);
+        job->sums[chunk] = a->squares ? DTRAIN__K(sum_chunk)(a, first, last, dtype, true)
+                                      : DTRAIN__K(sum_chunk)(a, first, last, dtype, false);
     }
 }
 
@@ -21118,8 +20663,6 @@ DTRAIN__KERNEL(convert)
         memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
     } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
     else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
-    else if (from == f32) DTRAIN__K(convert_as)(a, begin, end, f32, DTRAIN_DTYPE_F16);
-    else if (to == f32) DTRAIN__K(convert_as)(a, begin, end, DTRAIN_DTYPE_F16, f32);
     else DTRAIN__K(convert_as)(a, begin, end, from, to);
 }
 
@@ -21128,8 +20671,7 @@ DTRAIN__KERNEL(convert)
  * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
  * there. High halves carry rubbish between rounds: the multiplier ignores them. */
 
-#if DTRAIN__W > 1
-typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(4 * DTRAIN__W)));
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
 
 DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
 {
@@ -21189,14 +20731,6 @@ DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t 
     }
     DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
 }
-#else
-DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
-                                       uint32_t *words)
-{
-    dtrain__philox(seed, stream, counter, words);
-}
-#endif
-
 DTRAIN__KERNEL(dropout)
 {
     const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;
@@ -21284,11 +20818,10 @@ DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a,
     return buffer;
 }
 
-DTRAIN__HELPER void DTRAIN__K(layernorm_as)(dtrain__job *job, int64_t begin, int64_t end, int index,
-                                            dtrain_dtype y_dtype)
+DTRAIN__KERNEL_AS(layernorm)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    void *y = a->y;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     for (int64_t row = begin; row < end; row++) {
         const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
         const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
@@ -21300,20 +20833,12 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_as)(dtrain__job *job, int64_t begin, int
             const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
             __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
             const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_as(y, y_dtype, row * a->n + i,
+            dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
                               dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
         }
         a->mean[row] = mean;
         a->rstd[row] = rstd;
     }
-}
-
-DTRAIN__KERNEL(layernorm)
-{
-    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    if (a->y_dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(layernorm_as)(job, begin, end, index, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(layernorm_as)(job, begin, end, index, a->y_dtype);
 }
 
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
@@ -21365,10 +20890,11 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_a
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-DTRAIN__HELPER void DTRAIN__K(layernorm_backward_as)(dtrain__job *job, int64_t begin, int64_t end,
-                                                     dtrain_dtype x_dtype, dtrain_dtype y_dtype)
+DTRAIN__KERNEL_AS(layernorm_backward)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     float means[2];
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk;
@@ -21380,14 +20906,6 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_backward_as)(dtrain__job *job, int64_t b
             if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
         }
     }
-}
-
-DTRAIN__KERNEL(layernorm_backward)
-{
-    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
-    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(layernorm_backward_as)(job, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(layernorm_backward_as)(job, begin, end, a->x_dtype, a->y_dtype);
 }
 
 /* Range: columns. Adds the chunks' sums up in order; job->total chunks. */
@@ -21433,10 +20951,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-DTRAIN__HELPER void DTRAIN__K(activation_backward_as)(const dtrain_activation_backward_args *a,
-                                                      int64_t begin, int64_t end,
-                                                      dtrain_dtype dtype)
+DTRAIN__KERNEL_AS(activation_backward)
 {
+    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
@@ -21450,14 +20968,6 @@ DTRAIN__HELPER void DTRAIN__K(activation_backward_as)(const dtrain_activation_ba
             if (a->d_bias)
                 dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
         }
-}
-
-DTRAIN__KERNEL(activation_backward)
-{
-    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    if (a->dtype == DTRAIN_DTYPE_BF16 || a->dtype == DTRAIN_DTYPE_F16)
-        DTRAIN__K(activation_backward_as)(a, begin, end, a->dtype);
-    else DTRAIN__K(activation_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
@@ -21574,10 +21084,11 @@ DTRAIN__KERNEL(cross_entropy)
     }
 }
 
-DTRAIN__HELPER void
-DTRAIN__K(cross_entropy_backward_as)(const dtrain_cross_entropy_backward_args *a, int64_t begin,
-                                     int64_t end, dtrain_dtype dtype)
+DTRAIN__KERNEL_AS(cross_entropy_backward)
 {
+    const dtrain_cross_entropy_backward_args *a =
+        (const dtrain_cross_entropy_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const dtrain__v scale = dtrain__vset(factor);
     for (int64_t row = begin; row < end; row++) {
@@ -21600,15 +21111,6 @@ DTRAIN__K(cross_entropy_backward_as)(const dtrain_cross_entropy_backward_args *a
     }
 }
 
-DTRAIN__KERNEL(cross_entropy_backward)
-{
-    const dtrain_cross_entropy_backward_args *a =
-        (const dtrain_cross_entropy_backward_args *)job->args;
-    if (a->dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(cross_entropy_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(cross_entropy_backward_as)(a, begin, end, a->dtype);
-}
-
 /* ================================================================================================
  * src/device/cpu/kernels/sparse.h
  * ==============================================================================================*/
@@ -21622,7 +21124,7 @@ DTRAIN__KERNEL(cross_entropy_backward)
  * same bits. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsettle)(dtrain__v v)
 {
-#if DTRAIN__ISA == 3 || (defined(__x86_64__) && DTRAIN__W <= 8)
+#if DTRAIN__ISA == 3 || (defined(__x86_64__) && DTRAIN__W > 1 && DTRAIN__W <= 8)
     __asm__("" : "+x"(v));
 #else
     __asm__("" : "+m"(v));
@@ -21779,13 +21281,13 @@ DTRAIN__KERNEL(topk)
         dtrain__vstore(to, left##r);                                                              \
         dtrain__vstore(to + DTRAIN__W, right##r);                                                 \
     }
-#define DTRAIN__TILE(ROWS, STEP)                                                              \
-    ROWS(DTRAIN__ROW_BEGIN)                                                                   \
-    DTRAIN__UNROLL for (int64_t at = 0, end = k * a_step; at < end; at += a_step, b += b_row) \
-    {                                                                                         \
-        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W);    \
-        ROWS(STEP)                                                                            \
-    }                                                                                         \
+#define DTRAIN__TILE(ROWS, STEP)                                                           \
+    ROWS(DTRAIN__ROW_BEGIN)                                                                \
+    DTRAIN__UNROLL for (int64_t p = 0, at = 0; p < k; p++, at += a_step, b += b_row)       \
+    {                                                                                      \
+        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W); \
+        ROWS(STEP)                                                                         \
+    }                                                                                      \
     ROWS(DTRAIN__ROW_END)
 
 /* Element (i,p) of A is a[i a_row + p a_step]: attention's form. */
@@ -21812,7 +21314,6 @@ DTRAIN__HELPER void DTRAIN__K(interleave4)(float *out, int64_t width, const floa
                                            int k)
 {
     int p = 0;
-#if DTRAIN__ISA > 0
 #if defined(__clang__)
 #define DTRAIN__SHUFFLE __builtin_shufflevector
 #else
@@ -21834,7 +21335,6 @@ DTRAIN__HELPER void DTRAIN__K(interleave4)(float *out, int64_t width, const floa
         *(four *)(to + 3 * width) = DTRAIN__SHUFFLE(ab_high, cd_high, 2, 3, 6, 7);
     }
 #undef DTRAIN__SHUFFLE
-#endif
     for (; p < k; p++)
         for (int r = 0; r < 4; r++) out[p * width + r] = in[r][p];
 }
@@ -21957,6 +21457,8 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
     }
 }
 
+static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
+                                                     DTRAIN__K(load_tile), DTRAIN__K(store_tile)};
 static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
                                            DTRAIN__MR,
                                            DTRAIN__N,
@@ -21966,10 +21468,7 @@ static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
                                            DTRAIN__K(gemm_tile),
                                            DTRAIN__K(pack_a),
                                            DTRAIN__K(pack_b),
-                                           DTRAIN__K(finish_tile),
-                                           DTRAIN__K(slope_tile),
-                                           DTRAIN__K(load_tile),
-                                           DTRAIN__K(store_tile),
+                                           &DTRAIN__K(tile_ops),
                                            NULL,
                                            NULL};
 
@@ -21977,190 +21476,115 @@ static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
  * src/device/cpu/kernels/pairs.h
  * ==============================================================================================*/
 
-/* Matrix products of bf16: AMX, AVX512-BF16
+/* Matrix products of bf16: AMX
  *
- * Where both operands are bf16 a panel's cell holds two neighbours in k, and one instruction
- * multiplies and adds both: VDPBF16PS of AVX512_BF16, a lane of a vector; TDPBF16PS of AMX, a tile
- * of 16 x 16 sums at once. Products are exact and sums are fp32, rounded to nearest even; denormals
- * count as zero, in and out, whatever MXCSR says. The order of additions is the instruction's own,
- * so the bits differ between the two and from those of widened operands; on one machine they depend
- * on the row of A, the column of B and k alone, like those of the other kernels.
+ * Where both operands are bf16 a panel's cell holds two neighbours in k, and TDPBF16PS multiplies
+ * and adds a tile of 16 x 16 sums of 16 cells at once. Products are exact and sums are fp32,
+ * rounded to nearest even; denormals count as zero, in and out, whatever MXCSR says. The order of
+ * additions is the instruction's own, so the bits differ from those of widened operands; they
+ * depend on the row of A, the column of B and k alone, like those of the other kernels.
  *
- *     B, and A for VDPBF16PS               A for AMX: tiles of 16 rows x 16 cells,
- *     [cell][width], as above              [cell / 16][row / 16][16 rows][16 cells]
+ *     B                        A: tiles of 16 rows x 16 cells,
+ *     [cell][32 columns]       [cell / 16][row / 16][16 rows][16 cells]
  *
- * An odd end of k, and for AMX what is missing to 16 cells, is filled with zeros on both sides.
+ * What is missing to 16 cells is filled with zeros on both sides.
  *
  * AMX has state that the system gives to processes that ask (arch_prctl; signal frames grow by
  * 8 KiB), and per thread a configuration: loaded when a thread starts work on a product and
  * released after it, so that nobody else's context switches carry tiles. */
 
-#if DTRAIN__ISA == 3 && DTRAIN__PAIRS
+#if DTRAIN__PAIRS && \
+    (DTRAIN__ISA == 3 || (defined(DTRAIN__TEST_WIDE) && defined(DTRAIN__TEST_TILES)))
+#if DTRAIN__ISA == 3
 #include <cpuid.h>
 #include <sys/syscall.h>
-
-#define DTRAIN__ON_PAIRS \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")))
 #define DTRAIN__ON_AMX \
     __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#else /* a test brings its own tiles */
+#define DTRAIN__ON_AMX
+#endif
 
-/* Full zero-masks: g++ warns of the undefined value that the plain intrinsic starts from. */
-#define DTRAIN__LOW32(a, b) _mm512_maskz_unpacklo_epi32(0xffff, a, b)
-#define DTRAIN__HIGH32(a, b) _mm512_maskz_unpackhi_epi32(0xffff, a, b)
-#define DTRAIN__LOW64(a, b) _mm512_maskz_unpacklo_epi64(0xff, a, b)
-#define DTRAIN__HIGH64(a, b) _mm512_maskz_unpackhi_epi64(0xff, a, b)
-#define DTRAIN__LANES(a, b, which) _mm512_maskz_shuffle_i32x4(0xffff, a, b, which)
-
-/* 16 x 16 cells: v[r] holds a row before and a column after. Within the four lanes of 128 bits
- * first, then the lanes. */
-DTRAIN__HELPER void dtrain__transpose16(__m512i v[16])
+/* Copy four runs along k, from `index` on, as cells. What the operand does not have, count indices
+ * and k steps, is 0. */
+DTRAIN__HELPER void DTRAIN__K(cells_of_runs)(float to[4][DTRAIN__KC], const dtrain__operand *x,
+                                             int64_t index, int count, int64_t p, int k, int cells)
 {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = DTRAIN__LOW32(v[i], v[i + 1]);
-        t[i + 1] = DTRAIN__HIGH32(v[i], v[i + 1]);
+    for (int r = 0; r < 4; r++) {
+        const uint16_t *run = (const uint16_t *)x->data + (index + r) * x->ld + p;
+        memset(to[r], 0, (size_t)cells * sizeof(float));
+        if (r < count) memcpy(to[r], run, (size_t)k * sizeof *run);
     }
-    for (int i = 0; i < 16; i += 4) { /* v[i + j], lane q: column 4 q + j of rows i ... i + 3 */
-        v[i] = DTRAIN__LOW64(t[i], t[i + 2]);
-        v[i + 1] = DTRAIN__HIGH64(t[i], t[i + 2]);
-        v[i + 2] = DTRAIN__LOW64(t[i + 1], t[i + 3]);
-        v[i + 3] = DTRAIN__HIGH64(t[i + 1], t[i + 3]);
-    }
-    for (int j = 0; j < 4; j++) {
-        const __m512i even = DTRAIN__LANES(v[j], v[4 + j], 0x88);
-        const __m512i odd = DTRAIN__LANES(v[j], v[4 + j], 0xdd);
-        const __m512i even2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0x88);
-        const __m512i odd2 = DTRAIN__LANES(v[8 + j], v[12 + j], 0xdd);
-        t[j] = DTRAIN__LANES(even, even2, 0x88);
-        t[4 + j] = DTRAIN__LANES(odd, odd2, 0x88);
-        t[8 + j] = DTRAIN__LANES(even, even2, 0xdd);
-        t[12 + j] = DTRAIN__LANES(odd, odd2, 0xdd);
-    }
-    for (int i = 0; i < 16; i++) v[i] = t[i];
 }
 
-DTRAIN__HELPER const uint16_t *dtrain__bf16_at(const dtrain__operand *x, int64_t row,
-                                               int64_t column)
+/* Make cells side by side out of two steps of k each: one is the lower half, the next the upper. */
+DTRAIN__HELPER void DTRAIN__K(cells_of_steps)(float *to, const dtrain__operand *x, int64_t index,
+                                              int count, int64_t p, int k, int cells)
 {
-    return (const uint16_t *)x->data + row * x->ld + column;
+    for (int c = 0; c < cells; c++)
+        for (int j = 0; j < 32; j += DTRAIN__W, to += DTRAIN__W) {
+            const int64_t at = (p + 2 * c) * x->ld + index + j;
+            dtrain__v low = dtrain__vset(0), high = low;
+            if (2 * c < k && j < count)
+                low = dtrain__vload_as(x->data, DTRAIN_DTYPE_BF16, at, count - j);
+            if (2 * c + 1 < k && j < count)
+                high = dtrain__vload_as(x->data, DTRAIN_DTYPE_BF16, at + x->ld, count - j);
+            dtrain__vstore(to, (dtrain__v)((DTRAIN__K(vwords))low >> 16 | (DTRAIN__K(vwords))high));
+        }
 }
 
-/* 16 cells of one run along k, of which the first `k` elements exist. */
-DTRAIN__HELPER __m512i dtrain__cells_of_run(const uint16_t *run, int k)
+DTRAIN__ROUTINE void DTRAIN__K(pack_b_amx)(float *panel, const dtrain__operand *x, int64_t index,
+                                           int count, int64_t p, int k)
 {
-    return k >= 32 ? _mm512_loadu_si512(run)
-                   : _mm512_maskz_loadu_epi16(k > 0 ? (1u << k) - 1u : 0u, run);
-}
-
-/* One cell of each of 16 neighbours, of which the first `count` exist; k: steps left. */
-DTRAIN__HELPER __m512i dtrain__cells_of_steps(const uint16_t *step, int64_t ld, int count, int k)
-{
-    const __mmask16 some = (__mmask16)(count >= 16 ? 0xffffu : count > 0 ? (1u << count) - 1u : 0u);
-    const __m512i first = _mm512_maskz_cvtepu16_epi32(
-        0xffff, _mm256_maskz_loadu_epi16(k > 0 ? some : (__mmask16)0, step));
-    if (k < 2) return first;
-    const __m512i second =
-        _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(some, step + ld));
-    return _mm512_maskz_or_epi32(0xffff, first, _mm512_maskz_slli_epi32(0xffff, second, 16));
-}
-
-/* The 16 x 16 cells from index and p on: v[c] is cell c of 16 indices where `by_cell`, else v[r] is
- * 16 cells of index r. What the operand does not have, count indices and k steps, is 0. */
-DTRAIN__HELPER void dtrain__cells(__m512i v[16], const dtrain__operand *x, int64_t index, int count,
-                                  int64_t p, int k, int by_cell)
-{
-    if (x->along_k)
-        for (int r = 0; r < 16; r++)
-            v[r] = r < count ? dtrain__cells_of_run(dtrain__bf16_at(x, index + r, p), k)
-                             : _mm512_setzero_si512();
+    const int cells = (k + 31) / 32 * 16;
+    float runs[4][DTRAIN__KC];
+    const float *const in[4] = {runs[0], runs[1], runs[2], runs[3]};
+    if (!x->along_k) DTRAIN__K(cells_of_steps)(panel, x, index, count, p, k, cells);
     else
-        for (int c = 0; c < 16; c++) {
-            const int left = k - 2 * c;
-            v[c] = left > 0 ? dtrain__cells_of_steps(dtrain__bf16_at(x, p + 2 * c, index), x->ld,
-                                                     count, left)
-                            : _mm512_setzero_si512();
-        }
-    if (x->along_k == by_cell) dtrain__transpose16(v);
-}
-
-/* Cells side by side, `cells` of them. */
-DTRAIN__HELPER void dtrain__pack_by_cell(float *panel, int width, const dtrain__operand *x,
-                                         int64_t index, int count, int64_t p, int k, int cells)
-{
-    for (int c = 0; c < cells; c += 16)
-        for (int r = 0; r < width; r += 16) {
-            const int lanes = width - r < 16 ? width - r : 16,
-                      some = cells - c < 16 ? cells - c : 16;
-            float *to = panel + c * width + r;
-            __m512i v[16];
-            dtrain__cells(v, x, index + r, count - r, p + 2 * c, k - 2 * c, 1);
-            if (lanes == 16 && some == 16)
-                for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * width, v[i]);
-            else
-                for (int i = 0; i < 16; i++)
-                    if (i < some)
-                        _mm512_mask_storeu_epi32(to + i * width, (__mmask16)((1u << lanes) - 1u),
-                                                 v[i]);
+        for (int r = 0; r < 32; r += 4) {
+            DTRAIN__K(cells_of_runs)(runs, x, index + r, count - r, p, k, cells);
+            DTRAIN__K(interleave4)(panel + r, 32, in, cells);
         }
 }
 
-DTRAIN__ON_PAIRS static void dtrain__pack_a_vdpbf16(float *panel, const dtrain__operand *x,
-                                                    int64_t index, int count, int64_t p, int k)
+DTRAIN__ROUTINE void DTRAIN__K(pack_a_amx)(float *panel, const dtrain__operand *x, int64_t index,
+                                           int count, int64_t p, int k)
 {
-    dtrain__pack_by_cell(panel, 12, x, index, count, p, k, (k + 1) / 2);
-}
-
-DTRAIN__ON_PAIRS static void dtrain__pack_b_vdpbf16(float *panel, const dtrain__operand *x,
-                                                    int64_t index, int count, int64_t p, int k)
-{
-    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 1) / 2);
-}
-
-DTRAIN__ON_PAIRS static void dtrain__pack_a_amx(float *panel, const dtrain__operand *x,
-                                                int64_t index, int count, int64_t p, int k)
-{
-    for (; k > 0; k -= 32, p += 32)
-        for (int r = 0; r < 32; r += 16, panel += 256) {
-            __m512i v[16];
-            dtrain__cells(v, x, index + r, count - r, p, k, 0);
-            for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + i * 16, v[i]);
-        }
-}
-
-DTRAIN__ON_PAIRS static void dtrain__pack_b_amx(float *panel, const dtrain__operand *x,
-                                                int64_t index, int count, int64_t p, int k)
-{
-    dtrain__pack_by_cell(panel, 32, x, index, count, p, k, (k + 31) / 32 * 16);
-}
-
-/* The tile of AVX-512 with pairs for numbers. */
-#define DTRAIN__PAIR_STEP(r)                                         \
-    do {                                                             \
-        const __m512bh x = (__m512bh)dtrain__vset(a##r[at]);         \
-        left##r = _mm512_dpbf16_ps(left##r, x, (__m512bh)b_left);    \
-        right##r = _mm512_dpbf16_ps(right##r, x, (__m512bh)b_right); \
-    } while (0);
-DTRAIN__ON_PAIRS static void dtrain__kernel_vdpbf16(int64_t k, const float *a, const float *b,
-                                                    int64_t b_row, float alpha, float beta,
-                                                    float *c, int64_t c_row)
-{
-    enum { rows = DTRAIN__MR, a_row = 1, a_step = DTRAIN__MR };
-    DTRAIN__TILE(DTRAIN__ROWS, DTRAIN__PAIR_STEP)
+    const int cells = (k + 31) / 32 * 16;
+    float runs[4][DTRAIN__KC], steps[16 * 32];
+    for (int r = 0; x->along_k && r < 32; r += 4) {
+        DTRAIN__K(cells_of_runs)(runs, x, index + r, count - r, p, k, cells);
+        for (int i = 0; i < 4; i++)
+            for (int c = 0; c < cells; c += 16)
+                memcpy(panel + c * 32 + (r + i) * 16, runs[i] + c, 16 * sizeof(float));
+    }
+    for (int c = 0; !x->along_k && c < cells; c += 16) {
+        DTRAIN__K(cells_of_steps)(steps, x, index, count, p + 2 * c, k - 2 * c, 16);
+        for (int r = 0; r < 32; r += 16)
+            for (int i = 0; i < 16; i += 4) {
+                const float *from = steps + i * 32 + r;
+                const float *const in[4] = {from, from + 32, from + 64, from + 96};
+                DTRAIN__K(interleave4)(panel + c * 32 + r * 16 + i, 16, in, 16);
+            }
+    }
 }
 
 /* Eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows of each. */
-static const uint8_t dtrain__amx_config[64] __attribute__((aligned(64))) = {
-    1,  0, 0,  0, 0,  0,  0,  0,  0,  0,  0,  0,  0, 0, 0, 0, 64, 0, 64, 0, 64, 0,
-    64, 0, 64, 0, 64, 0,  64, 0,  64, 0,  0,  0,  0, 0, 0, 0, 0,  0, 0,  0, 0,  0,
-    0,  0, 0,  0, 16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0,  0, 0,  0};
+DTRAIN__ON_AMX static void DTRAIN__K(amx_begin)(void)
+{
+    uint8_t config[64] = {1};
+    for (int i = 0; i < 8; i++) {
+        config[16 + 2 * i] = 64;
+        config[48 + i] = 16;
+    }
+    _tile_loadconfig(config);
+}
 
-DTRAIN__ON_AMX static void dtrain__amx_begin(void) { _tile_loadconfig(dtrain__amx_config); }
-DTRAIN__ON_AMX static void dtrain__amx_end(void) { _tile_release(); }
+DTRAIN__ON_AMX static void DTRAIN__K(amx_end)(void) { _tile_release(); }
 
 /* 32 x 32 of C in tiles 0 to 3. Without scaling the tiles start from C and end there. */
-DTRAIN__ON_AMX static void dtrain__kernel_amx(int64_t cells, const float *a, const float *b,
-                                              int64_t ldb, float alpha, float beta, float *c,
-                                              int64_t ldc)
+DTRAIN__ON_AMX static void DTRAIN__K(kernel_amx)(int64_t cells, const float *a, const float *b,
+                                                 int64_t ldb, float alpha, float beta, float *c,
+                                                 int64_t ldc)
 {
     const int64_t b_row = ldb * 4, c_row = ldc * 4;
     const bool plain = alpha == 1 && (beta == 0 || beta == 1);
@@ -22202,66 +21626,36 @@ DTRAIN__ON_AMX static void dtrain__kernel_amx(int64_t cells, const float *a, con
             c[j] = alpha * sums[r * 32 + j] + (beta == 0 ? 0 : beta * c[j]);
 }
 
-static const dtrain__isa dtrain__isa_vdpbf16 = {"avx512_bf16",
-                                                12,
-                                                32,
-                                                2,
-                                                1,
-                                                8,
-                                                dtrain__kernel_vdpbf16,
-                                                dtrain__pack_a_vdpbf16,
-                                                dtrain__pack_b_vdpbf16,
-                                                DTRAIN__K(finish_tile),
-                                                DTRAIN__K(slope_tile),
-                                                DTRAIN__K(load_tile),
-                                                DTRAIN__K(store_tile),
-                                                NULL,
-                                                NULL};
-static const dtrain__isa dtrain__isa_amx = {"amx_bf16",
-                                            32,
-                                            32,
-                                            2,
-                                            16,
-                                            32,
-                                            dtrain__kernel_amx,
-                                            dtrain__pack_a_amx,
-                                            dtrain__pack_b_amx,
-                                            DTRAIN__K(finish_tile),
-                                            DTRAIN__K(slope_tile),
-                                            DTRAIN__K(load_tile),
-                                            DTRAIN__K(store_tile),
-                                            dtrain__amx_begin,
-                                            dtrain__amx_end};
+static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
+                                               32,
+                                               32,
+                                               2,
+                                               16,
+                                               32,
+                                               DTRAIN__K(kernel_amx),
+                                               DTRAIN__K(pack_a_amx),
+                                               DTRAIN__K(pack_b_amx),
+                                               &DTRAIN__K(tile_ops),
+                                               DTRAIN__K(amx_begin),
+                                               DTRAIN__K(amx_end)};
 
-static bool dtrain__has_vdpbf16(void)
-{
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
-}
-
-/* The processor has tiles, the system saves them, and this process may use them: it asks for that
- * here, and again is harmless. The answer is no, for example, where alternative signal stacks are
- * too small for the larger frames. */
+#if DTRAIN__ISA == 3
+/* Return whether the processor has tiles, the system saves them, and this process may use them: it
+ * asks for that here, and again is harmless. The answer is no, for example, where alternative
+ * signal stacks are too small for the larger frames. */
 static bool dtrain__has_amx(void)
 {
     enum { OSXSAVE = 1 << 27, TILE_AND_BF16 = 1 << 24 | 1 << 22, TILE_STATE = 3 << 17 };
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     uint32_t a, b, c, d, low, high;
-    if (!dtrain__has_vdpbf16() || !__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
     __asm__ __volatile__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & TILE_STATE) != TILE_STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     return (d & TILE_AND_BF16) == TILE_AND_BF16 &&
            syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
-#undef DTRAIN__ON_PAIRS
+#endif
 #undef DTRAIN__ON_AMX
-#undef DTRAIN__LOW32
-#undef DTRAIN__HIGH32
-#undef DTRAIN__LOW64
-#undef DTRAIN__HIGH64
-#undef DTRAIN__LANES
-#undef DTRAIN__PAIR_STEP
 #endif
 
 /* ================================================================================================
@@ -22452,7 +21846,7 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
 /* Item: one block of queries of one head; the long ones come first. */
 DTRAIN__KERNEL(attention)
 {
-    const dtrain_attention_args *a = (const dtrain_attention_args *)job->args;
+    const dtrain_attention_args *a = &((const dtrain__attention_pass *)job->args)->forward;
     const int64_t head_count = a->batch * a->heads;
     const int64_t blocks = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
     for (int64_t item = begin; item < end; item++) {
@@ -22580,18 +21974,12 @@ DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t a
 /* Item: one head of one sequence, so that no two threads write one element. */
 DTRAIN__KERNEL(attention_backward)
 {
-    const dtrain_attention_backward_args *a = (const dtrain_attention_backward_args *)job->args;
-    dtrain_attention_args forward;
-    memset(&forward, 0, sizeof forward);
-    forward.sequence = a->sequence;
-    forward.heads = a->heads;
-    forward.n = a->n;
-    forward.causal = a->causal;
-    forward.qkv = a->qkv;
-    forward.dtype = a->dtype;
+    const dtrain__attention_pass *pass = (const dtrain__attention_pass *)job->args;
+    const dtrain_attention_backward_args *a = pass->backward;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        float *scratch = DTRAIN__K(head_open)(&h, &forward, item, job->scratch + index * job->slot);
+        float *scratch =
+            DTRAIN__K(head_open)(&h, &pass->forward, item, job->scratch + index * job->slot);
         const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
                                 DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
         h.y = a->y;
@@ -22627,77 +22015,87 @@ DTRAIN__KERNEL(attention_backward)
 }
 
 /* ================================================================================================
+ * src/device/cpu/kernels/mix.h
+ * ==============================================================================================*/
+
+/* Sums over ranks
+ *
+ * in_count inputs are combined, element by element and in order, into out_count equal outputs; an
+ * output may be one of the inputs. Every input is read once and every output written once: sums
+ * stay in registers on the way. Halves are widened, combined in fp32 and rounded once. */
+
+/* NaN wins, the first one; of equal numbers (+0 and -0) the lower rank's. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(mix_step)(dtrain__v sum, dtrain__v x, uint32_t op)
+{
+    const dtrain__vi magnitude = dtrain__viset(INT32_MAX), infinity = dtrain__viset(0x7f800000);
+    if (op == DTRAIN_REDUCE_SUM) return sum + x;
+    if (op == DTRAIN_REDUCE_PROD) return sum * x;
+    const dtrain__vi better =
+        op == DTRAIN_REDUCE_MIN ? DTRAIN__K(vless)(x, sum) : DTRAIN__K(vless)(sum, x);
+    const dtrain__vi x_nan = dtrain__viless(infinity, dtrain__vbits(x) & magnitude);
+    const dtrain__vi nan = dtrain__viless(infinity, dtrain__vbits(sum) & magnitude);
+    return DTRAIN__K(vselect)((better | x_nan) & ~nan, x, sum);
+}
+
+/* Four vectors at a time, then one. */
+DTRAIN__HELPER void DTRAIN__K(mix_as)(const dtrain__mix_job *job, dtrain_dtype dtype, uint32_t op)
+{
+    const int64_t count = (int64_t)job->count, w = DTRAIN__W;
+    const bool mean = job->op == DTRAIN_REDUCE_MEAN;
+    const dtrain__v scale = dtrain__vset(1.0f / (float)job->in_count);
+    const char *const *in = job->in;
+    int64_t at = 0;
+    for (; at + 4 * w <= count; at += 4 * w) {
+        dtrain__v a = dtrain__vload_as(in[0], dtype, at, w);
+        dtrain__v b = dtrain__vload_as(in[0], dtype, at + w, w);
+        dtrain__v c = dtrain__vload_as(in[0], dtype, at + 2 * w, w);
+        dtrain__v d = dtrain__vload_as(in[0], dtype, at + 3 * w, w);
+        for (int i = 1; i < job->in_count; i++) {
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, w), op);
+            b = DTRAIN__K(mix_step)(b, dtrain__vload_as(in[i], dtype, at + w, w), op);
+            c = DTRAIN__K(mix_step)(c, dtrain__vload_as(in[i], dtype, at + 2 * w, w), op);
+            d = DTRAIN__K(mix_step)(d, dtrain__vload_as(in[i], dtype, at + 3 * w, w), op);
+        }
+        for (int i = 0; i < job->out_count; i++) {
+            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, w);
+            dtrain__vstore_as(job->out[i], dtype, at + w, mean ? b * scale : b, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 2 * w, mean ? c * scale : c, w);
+            dtrain__vstore_as(job->out[i], dtype, at + 3 * w, mean ? d * scale : d, w);
+        }
+    }
+    for (; at < count; at += w) {
+        dtrain__v a = dtrain__vload_as(in[0], dtype, at, count - at);
+        for (int i = 1; i < job->in_count; i++)
+            a = DTRAIN__K(mix_step)(a, dtrain__vload_as(in[i], dtype, at, count - at), op);
+        for (int i = 0; i < job->out_count; i++)
+            dtrain__vstore_as(job->out[i], dtype, at, mean ? a * scale : a, count - at);
+    }
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
+{
+    const bool sum = job->op == DTRAIN_REDUCE_SUM || job->op == DTRAIN_REDUCE_MEAN;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, bf16 = DTRAIN_DTYPE_BF16;
+    if (sum && job->dtype == f32) DTRAIN__K(mix_as)(job, f32, DTRAIN_REDUCE_SUM);
+    else if (sum && job->dtype == bf16) DTRAIN__K(mix_as)(job, bf16, DTRAIN_REDUCE_SUM);
+    else DTRAIN__K(mix_as)(job, job->dtype, sum ? (uint32_t)DTRAIN_REDUCE_SUM : job->op);
+}
+
+/* ================================================================================================
  * src/device/cpu/kernels/table.h
  * ==============================================================================================*/
 
 /* The table of one instruction set. */
 
-static const dtrain__kernels DTRAIN__K(kernels) = {
-    DTRAIN__STRING(DTRAIN__SUFFIX),
-    &DTRAIN__K(isa),
-    DTRAIN__K(activate),
-    DTRAIN__K(activation_backward),
-    DTRAIN__K(layernorm),
-    DTRAIN__K(layernorm_backward),
-    DTRAIN__K(layernorm_params),
-    DTRAIN__K(embedding),
-    DTRAIN__K(embedding_backward),
-    DTRAIN__K(attention),
-    DTRAIN__K(attention_backward),
-    DTRAIN__K(cross_entropy),
-    DTRAIN__K(cross_entropy_backward),
-    DTRAIN__K(add),
-    DTRAIN__K(axpby),
-    DTRAIN__K(dropout),
-    DTRAIN__K(sum),
-    DTRAIN__K(convert),
-    DTRAIN__K(adamw),
-    DTRAIN__K(sgd),
-    DTRAIN__K(topk),
-};
+#define DTRAIN__ENTRY(name) DTRAIN__K(name),
+static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa),
+                                                   DTRAIN__K(mix), DTRAIN__RANGES(DTRAIN__ENTRY)};
 
-#undef dtrain__v
-#undef dtrain__vi
-#undef dtrain__vset
-#undef dtrain__viset
-#undef dtrain__vload
-#undef dtrain__vstore
-#undef dtrain__vload_n
-#undef dtrain__vstore_n
-#undef dtrain__vload_as
-#undef dtrain__vstore_as
-#undef dtrain__vfma
-#undef dtrain__vmax
-#undef dtrain__vmin
-#undef dtrain__vbits
-#undef dtrain__vfrombits
-#undef dtrain__viless
-#undef dtrain__viota
-#undef dtrain__vkeep
-#undef dtrain__vsum
-#undef dtrain__vexp
-#undef dtrain__product
-#undef dtrain__pack_rows
-#undef dtrain__unpack_rows
+/* The other macros have the same text in every instance. */
 #undef DTRAIN__SUFFIX
 #undef DTRAIN__W
-#undef DTRAIN__H
 #undef DTRAIN__ON
-#undef DTRAIN__GLUE2
-#undef DTRAIN__GLUE
-#undef DTRAIN__K
-#undef DTRAIN__HELPER
-#undef DTRAIN__ROUTINE
-#undef DTRAIN__KERNEL
-#undef DTRAIN__N
-#undef DTRAIN__SIX
 #undef DTRAIN__MR
 #undef DTRAIN__ROWS
 #undef DTRAIN__UNROLL
-#undef DTRAIN__ROW_BEGIN
-#undef DTRAIN__ROW_STEP
-#undef DTRAIN__ROW_END
-#undef DTRAIN__TILE
-#undef DTRAIN__GELU_A
-#undef DTRAIN__GELU_B
 #endif

@@ -1563,7 +1563,7 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_make(dtrain_nccl__hub *hub,
     for (int i = 0; i < size && result == DTRAIN_OK; i++)
         comm->base.world_ranks[i] = world_ranks ? world_ranks[i] : i;
     for (unsigned i = 0; i < DTRAIN_NCCL_RING && result == DTRAIN_OK; i++)
-        result = hub->device->ops->event_create(hub->device, false, &comm->ring[i].done);
+        result = hub->device->ops->event_create(hub->device, &comm->ring[i].done);
     if (result == DTRAIN_OK) *out = comm;
     else dtrain_nccl__comm_free(comm);
     return result;
@@ -1889,9 +1889,9 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
                            ops->name);
     DTRAIN_NCCL_TRY(dtrain_nccl__load(&hub->nccl, &hub->version));
     DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
-    DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->ready));
+    DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     for (int i = 0; i < 2; i++)
-        DTRAIN_NCCL_TRY(ops->event_create(hub->device, false, &hub->marks[i].event));
+        DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->marks[i].event));
     hub->marks[1].stream = hub->stream;
     hub->native = (cudaStream_t)ops->stream_native(hub->device, hub->stream);
     hub->compute = (cudaStream_t)ops->stream_native(hub->device, NULL);

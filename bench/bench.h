@@ -311,4 +311,18 @@ static inline void *share(size_t bytes)
     exit(1);
 }
 
+#ifdef DTRAIN_H
+/* The name of the CPU's kernels, or of those for products of bf16. */
+static inline const char *bench_kernels(bool bf16)
+{
+    static dtrain_device_info info;
+    dtrain_device *device;
+    if (!info.kernels[0] && dtrain_device_create(NULL, NULL, &device) == DTRAIN_OK) {
+        dtrain_device_query(device, &info);
+        dtrain_device_destroy(device);
+    }
+    return bf16 ? info.bf16_kernels : info.kernels;
+}
+#endif
+
 #endif

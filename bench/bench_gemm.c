@@ -175,7 +175,7 @@ static void load_ours(void)
 {
     peer *x = &peers[peer_count++];
     x->name = "fp32";
-    snprintf(x->kernel, sizeof x->kernel, "dtrain %s", dtrain_cpu_kernel_name());
+    snprintf(x->kernel, sizeof x->kernel, "dtrain %s", bench_kernels(false));
 }
 
 /* ---- One shape ---- */
@@ -368,10 +368,7 @@ static spread ratio(const trial *t, int runner, double scale)
     return ratios_of(t->rates[OURS], t->rates[runner], (int)opt.reps, scale);
 }
 
-static const char *kernel_name(void)
-{
-    return opt.bf16 ? dtrain_cpu_bf16_kernel_name() : dtrain_cpu_kernel_name();
-}
+static const char *kernel_name(void) { return bench_kernels(opt.bf16); }
 
 static void report(const trial *t, int wrong)
 {

@@ -933,7 +933,7 @@ static int resolve(const dtrain_device_ops **ops, dtrain_device_desc *desc)
 static int run_all(dtrain_device *device, dtrain_device *cpu)
 {
     dtrain_device_info info;
-    if (device->ops->query(device, &info) != DTRAIN_OK) {
+    if (dtrain_device_query(device, &info) != DTRAIN_OK) {
         fprintf(stderr, "bench_kernels: %s\n", dtrain_last_error());
         return 1;
     }

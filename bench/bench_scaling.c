@@ -24,8 +24,8 @@
  * Then every number of --many ranks once, on a model so small that nothing can be said about speed: losses
  * and final parameters of all strategies have the same bits, and the losses are those of one rank with the
  * same global batch, to 1e-5. */
-#include "bench.h"
 #include "dtrain.h"
+#include "bench.h"
 #include "train_run.h"
 
 enum { MAX_CONFIGS = 128, MAX_ROUNDS = 32 };
@@ -194,7 +194,7 @@ static void report_all(void)
     if (opt.gbps > 0)
         snprintf(links, sizeof links, "; a node for every rank, links of %g Gb/s, 50 us", opt.gbps);
     bench_title("%s, %ld threads a rank (%s), %ld cores, %ld steps, %ld rounds%s", opt.model,
-                opt.threads, dtrain_cpu_kernel_name(), cores, opt.steps, opt.rounds, links);
+                opt.threads, bench_kernels(false), cores, opt.steps, opt.rounds, links);
     for (int i = 0; i < config_count; i++) report(&configs[i]);
 }
 

@@ -436,7 +436,7 @@ static void report(const trial *t)
                  : t->kind == THIN ? thin_names[t->mode]
                                    : "");
     bench_number("threads", 0, 0, (double)opt.threads);
-    bench_string("isa", 0, dtrain_cpu_kernel_name());
+    bench_string("isa", 0, bench_kernels(false));
     bench_spread("ms", 8, 3, ms);
     bench_number("GB/s", 6, 1, matrix ? NAN : 1e-9 * t->bytes / seconds.median);
     bench_number("floor", 6, 1, matrix ? NAN : 1e-9 * moved / floor);
@@ -508,7 +508,7 @@ int main(int argc, char **argv)
         fprintf(stderr, "bench_sparse: %s\n", dtrain_last_error());
         return 1;
     }
-    bench_title("dtrain: %s, %ld threads, %ld repetitions", dtrain_cpu_kernel_name(), opt.threads,
+    bench_title("dtrain: %s, %ld threads, %ld repetitions", bench_kernels(false), opt.threads,
                 opt.reps);
     run_all();
     dtrain_device_destroy(device);

@@ -21,8 +21,8 @@
  *                arithmetic within 1e-2; and the loss has fallen, in runs of 10 steps and more
  *
  * Beside the strategies: activation checkpointing and bf16, each against plain DDP on the most ranks. */
-#include "bench.h"
 #include "dtrain.h"
+#include "bench.h"
 #include "train_run.h"
 
 enum { MAX_CONFIGS = 96, MAX_ROUNDS = 64 };
@@ -184,7 +184,7 @@ int main(int argc, char **argv)
         for (int i = 0; i < config_count; i++)
             if (run_config(&configs[i], round)) return 1;
     bench_title("train_gpt, %ld threads a rank (%s), %ld steps, %ld rounds; MiB of rank 0",
-                opt.threads, dtrain_cpu_kernel_name(), opt.steps, opt.rounds);
+                opt.threads, bench_kernels(false), opt.steps, opt.rounds);
     for (int i = 0; i < config_count; i++) report(&configs[i]);
     print_ratios();
     return bench.wrong > 0;

@@ -19,8 +19,8 @@
  *                precision (--peak, in TFLOP/s, where the GPU is not in the table below)
  *   floor        tokens/s if nothing but that arithmetic ran at that rate
  *   correct      the loss starts at ln(V) and has fallen at the end of its last run */
-#include "bench.h"
 #include "dtrain.h"
+#include "bench.h"
 #include "train_run.h"
 
 enum { MAX_CONFIGS = 16, MAX_ROUNDS = 64, MAX_PEERS = 4 };
@@ -109,7 +109,7 @@ static double gemm_rate(const dtrain_device_ops *ops)
     memset(&args, 0, sizeof args);
     if (strcmp(opt.precision, "tf32") == 0) desc.math = DTRAIN_MATH_TF32;
     dtrain_result result = dtrain_device_create(ops, &desc, &device);
-    if (result == DTRAIN_OK) result = ops->query(device, &gpu);
+    if (result == DTRAIN_OK) result = dtrain_device_query(device, &gpu);
     if (result == DTRAIN_OK) result = ops->alloc(device, bytes, &a);
     if (result == DTRAIN_OK) result = ops->alloc(device, bytes, &b);
     if (result == DTRAIN_OK) result = ops->alloc(device, bytes, &c);
@@ -389,7 +389,7 @@ static void print_title(double peak, long cores)
         "%s: %ld layers, %ld channels, %ld tokens x batch, %ld symbols; GEMM peak %.1f GFLOP/s "
         "a %s (%s); floor %.0f tokens/s on %ld%s",
         models[opt.model], opt.layers, opt.channels, opt.seq, opt.vocab, peak,
-        on_gpu ? "GPU" : "thread", on_gpu ? gpu.name : dtrain_cpu_kernel_name(),
+        on_gpu ? "GPU" : "thread", on_gpu ? gpu.name : bench_kernels(false),
         1e9 * peak * (double)cores / flops_per_token(), cores, floor);
 }
 

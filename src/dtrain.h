@@ -109,15 +109,14 @@ extern "C" {
 #include "train/plan.c"
 #include "train/metrics.c"
 #include "device/device.c"
+#include "device/plan.c"
 #include "device/cpu/pool.c"
 #include "device/cpu/cpu.c"
-#include "device/cpu/table.c"
 #include "device/cpu/launch.c"
 #include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_sparse.c"
 #include "device/cpu/gemm.c"
 #include "device/cpu/kernels.c"
-#include "device/cpu/mix.c"
 
 #endif /* DTRAIN_IMPLEMENTATION */
 

@@ -134,7 +134,7 @@
        DTRAIN_USE_MPI      the communicator over MPI; build with mpicc
        DTRAIN_USE_CUDA     dtrain_device_ops_by_name knows "cuda"; dtrain_cuda.cu must be linked
                            (and DTRAIN_STATIC is not possible: that file calls dtrain.h)
-       DTRAIN_NO_SIMD      plain C loops instead of vector kernels (slow; a reference)
+       DTRAIN_NO_SIMD      kernels of one lane instead of vectors (slow; a reference)
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of

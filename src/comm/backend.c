@@ -27,7 +27,7 @@ static dtrain_result dtrain__shared_device(dtrain_world *world, bool *shared)
     } place;
     place mine;
     memset(&mine, 0, sizeof mine);
-    DTRAIN__TRY(world->device->ops->query(world->device, &mine.info));
+    DTRAIN__TRY(dtrain_device_query(world->device, &mine.info));
     mine.node = world->node;
     place *all = (place *)dtrain__alloc(&world->allocator, (size_t)world->size, sizeof *all,
                                         "a table of devices");

@@ -163,7 +163,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
     while (!comm->failed && *link) {
         dtrain__work *work = *link;
         if (!oldest) oldest = work->sequence;
-        if (comm->stream && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
+        if (comm->staged && work->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, work)) {
             comm->stirred = true; /* later ones stand behind it on the copy stream */
             return;
         }
@@ -174,7 +174,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
             link = &work->next;
             continue;
         }
-        const dtrain_result copied = comm->stream ? dtrain__copy_out(comm, work) : DTRAIN_OK;
+        const dtrain_result copied = comm->staged ? dtrain__copy_out(comm, work) : DTRAIN_OK;
         if (copied != DTRAIN_OK) {
             (void)dtrain__engine_fail(&comm->base, copied, dtrain_last_error());
             return;
@@ -362,7 +362,7 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
     dtrain__name_work(work, name, sizeof name);
-    if (comm->stream && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
+    if (comm->staged && waited->state == DTRAIN__QUEUED && !dtrain__copied_in(comm, waited))
         return dtrain__engine_failf(
             comm, DTRAIN_ERROR_TIMEOUT,
             "the device did not finish the work before a collective in %.1f s", seconds);
@@ -473,7 +473,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtra
     dtrain__work *work;
     if (dtrain__work_take(comm, what, &work) != DTRAIN_OK)
         return dtrain__engine_fail(base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
-    const dtrain_result copied = comm->stream ? dtrain__copy_in(comm, work) : DTRAIN_OK;
+    const dtrain_result copied = comm->staged ? dtrain__copy_in(comm, work) : DTRAIN_OK;
     if (copied != DTRAIN_OK) {
         dtrain__recycle(comm, work);
         return dtrain__engine_fail(base, copied, dtrain_last_error());
@@ -521,7 +521,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
         if (wait.polled) dtrain__engine_look(comm, work, turn); /* may set failed */
     }
     dtrain_result result = work->done ? DTRAIN_OK : dtrain__engine_standing(comm);
-    if (work->done && comm->stream) {
+    if (work->done && comm->staged) {
         result = dtrain__after_copy_out(comm, work);
         if (result != DTRAIN_OK)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
@@ -548,7 +548,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 {
     dtrain__engine *comm = (dtrain__engine *)base;
     dtrain_device *device = base->world->device;
-    if (!comm->stream) return comm->transport->map(comm, bytes, out);
+    if (!comm->staged) return comm->transport->map(comm, bytes, out);
     DTRAIN__TRY(device->ops->alloc(device, bytes, out));
     const dtrain_result result = device->ops->zero(device, *out, bytes);
     if (result == DTRAIN_OK) return DTRAIN_OK;
@@ -560,7 +560,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t byt
 DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes)
 {
     dtrain__engine *comm = (dtrain__engine *)base;
-    if (comm->stream) base->world->device->ops->free(base->world->device, memory, bytes);
+    if (comm->staged) base->world->device->ops->free(base->world->device, memory, bytes);
     else comm->transport->unmap(comm, memory, bytes);
 }
 
@@ -574,7 +574,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base)
     dtrain__engine **link = &base->world->comms;
     while (*link != comm) link = &(*link)->next;
     *link = comm->next;
-    if (comm->stream) device->ops->synchronize(device); /* copies into memory that goes away */
+    if (comm->staged) device->ops->synchronize(device); /* copies into memory that goes away */
     while (comm->blocks) {
         dtrain__work *block = comm->blocks;
         comm->blocks = block->next_block;
@@ -613,8 +613,9 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     comm->base.world_ranks =
         (int *)dtrain__alloc(allocator, (size_t)size, sizeof(int), "a table of ranks");
     dtrain_result result = comm->base.world_ranks ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (result == DTRAIN_OK && !world->device->ops->host_memory)
-        result = world->device->ops->stream_create(world->device, true, &comm->stream);
+    comm->staged = !world->device->ops->host_memory;
+    if (result == DTRAIN_OK && comm->staged)
+        result = DTRAIN__ORDER(world->device, stream_create, true, &comm->stream);
     if (result == DTRAIN_OK) result = dtrain__more_works(comm);
     if (result == DTRAIN_OK) result = transport->make(comm, address);
     if (result == DTRAIN_OK) {

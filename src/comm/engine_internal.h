@@ -124,7 +124,8 @@ struct dtrain__engine {
     uint64_t agreed;                  /* of the collective agreed on last */
     dtrain__work *queue, **queue_end; /* not done, in the order of their start */
     dtrain__work *idle, *blocks;
-    dtrain_stream *stream; /* of copies; NULL: the device's memory is host memory */
+    bool staged;           /* the host cannot read the device's memory: copies before and after */
+    dtrain_stream *stream; /* of those copies */
 };
 
 /* The entries of a communicator table that the engine has. */

@@ -35,7 +35,7 @@ static void dtrain__image_free(dtrain__engine *comm, dtrain__bounce *bounce, int
 {
     dtrain_device *device = comm->base.world->device;
     if (!bounce->image[which]) return;
-    device->ops->host_unregister(device, bounce->image[which]);
+    if (device->ops->host_unregister) device->ops->host_unregister(device, bounce->image[which]);
     comm->transport->unmap(comm, bounce->image[which], bounce->image_bytes[which]);
     bounce->image[which] = NULL;
     bounce->image_bytes[which] = 0;
@@ -60,9 +60,8 @@ static dtrain_result dtrain__bounce_make(dtrain__engine *comm, dtrain__work *wor
     work->bounce = (dtrain__bounce *)dtrain__alloc(&comm->base.world->allocator, 1,
                                                    sizeof *work->bounce, "an operation");
     if (!work->bounce) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result = device->ops->event_create(device, false, &work->bounce->computed);
-    if (result == DTRAIN_OK)
-        result = device->ops->event_create(device, false, &work->bounce->copied);
+    dtrain_result result = DTRAIN__ORDER(device, event_create, &work->bounce->computed);
+    if (result == DTRAIN_OK) result = DTRAIN__ORDER(device, event_create, &work->bounce->copied);
     if (result != DTRAIN_OK) dtrain__bounce_free(comm, work);
     return result;
 }
@@ -80,8 +79,8 @@ static dtrain_result dtrain__image_of(dtrain__engine *comm, dtrain__bounce *boun
         DTRAIN__TRY(device->ops->synchronize(device));
         dtrain__image_free(comm, bounce, which);
         DTRAIN__TRY(comm->transport->map(comm, bytes, &image));
-        const dtrain_result locked = device->ops->host_register(
-            device, image, dtrain__round_up(bytes, dtrain__page_bytes()));
+        const dtrain_result locked = DTRAIN__ORDER(device, host_register, image,
+                                                   dtrain__round_up(bytes, dtrain__page_bytes()));
         if (locked != DTRAIN_OK) {
             comm->transport->unmap(comm, image, bytes);
             return locked;
@@ -123,7 +122,7 @@ static dtrain_result dtrain__copy(dtrain__engine *comm, dtrain__bounce *bounce, 
         comm->base.info.staged_bytes += bytes;
         DTRAIN__TRY(device->ops->copy_async(device, to, from, bytes, kind, comm->stream));
     }
-    return device->ops->event_record(device, bounce->copied, comm->stream);
+    return DTRAIN__ORDER(device, event_record, bounce->copied, comm->stream);
 }
 
 /* Start the way in. The copy stream takes its turn after everything that compute has queued so
@@ -136,8 +135,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
     dtrain__bounce *bounce = work->bounce;
     bounce->called = *what;
     DTRAIN__TRY(dtrain__images(comm, work));
-    DTRAIN__TRY(device->ops->event_record(device, bounce->computed, NULL));
-    DTRAIN__TRY(device->ops->event_wait(device, bounce->computed, comm->stream));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, bounce->computed, NULL));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_wait, bounce->computed, comm->stream));
     const bool gives = dtrain__gives(what, comm->base.rank);
     return dtrain__copy(comm, bounce, (void *)(uintptr_t)what->send,
                         gives ? bounce->called.send : what->send,
@@ -147,8 +146,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work
 DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    bool done = false;
-    const dtrain_result result = device->ops->event_query(device, work->bounce->copied, &done);
+    bool done = true;
+    const dtrain_result result = DTRAIN__ORDER(device, event_query, work->bounce->copied, &done);
     if (result != DTRAIN_OK) (void)dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     return done;
 }
@@ -167,5 +166,5 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__wor
 DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work)
 {
     dtrain_device *device = comm->base.world->device;
-    return device->ops->event_wait(device, work->bounce->copied, NULL);
+    return DTRAIN__ORDER(device, event_wait, work->bounce->copied, NULL);
 }

@@ -299,10 +299,14 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 4u
+#define DTRAIN_DEVICE_ABI 5u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
- * compute stream. Kernels go to the compute stream. */
+ * compute stream. Kernels go to the compute stream.
+ *
+ * query, host_register, host_unregister and the entries from stream_create to graph_destroy may be
+ * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
+ * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
     const char *name; /* "cpu", "cuda" */
@@ -311,7 +315,7 @@ struct dtrain_device_ops {
     dtrain_result (*create)(const dtrain_device_desc *desc, dtrain_device *device);
     void (*destroy)(dtrain_device *device);
     dtrain_result (*query)(dtrain_device *device, dtrain_device_info *info);
-    /* Waits for all streams of this device; device->while_waiting is called meanwhile. */
+    /* Wait for all streams of this device; device->while_waiting is called meanwhile. */
     dtrain_result (*synchronize)(dtrain_device *device);
 
     /* 64-byte aligned (256 on a GPU), contents undefined. copy from host memory has read it when it
@@ -334,7 +338,7 @@ struct dtrain_device_ops {
     dtrain_result (*stream_create)(dtrain_device *device, bool high_priority, dtrain_stream **out);
     void (*stream_destroy)(dtrain_device *device, dtrain_stream *stream);
     void *(*stream_native)(dtrain_device *device, dtrain_stream *stream); /* cudaStream_t */
-    dtrain_result (*event_create)(dtrain_device *device, bool timing, dtrain_event **out);
+    dtrain_result (*event_create)(dtrain_device *device, dtrain_event **out);
     void (*event_destroy)(dtrain_device *device, dtrain_event *event);
     dtrain_result (*event_record)(dtrain_device *device, dtrain_event *event,
                                   dtrain_stream *stream);
@@ -343,7 +347,7 @@ struct dtrain_device_ops {
     bool (*is_device_memory)(dtrain_device *device, const void *memory);
 
     /* Between begin and end work on the compute stream, and on streams that wait for its events, is
-     * recorded instead of run; launch runs it, any number of times. CPU: UNSUPPORTED. */
+     * recorded instead of run; launch runs it, any number of times. */
     dtrain_result (*graph_begin)(dtrain_device *device);
     dtrain_result (*graph_end)(dtrain_device *device, dtrain_graph **out);
     dtrain_result (*graph_launch)(dtrain_device *device, dtrain_graph *graph);

@@ -44,17 +44,27 @@ DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
     return DTRAIN_OK;
 }
 
-/* Whether the host can read it. Parameters of a host program may lie on either side. */
+/* Return whether the host can read `memory`: parameters of a program may lie on either side. */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
 {
-    return device->ops->host_memory || !device->ops->is_device_memory(device, memory);
+    return device->ops->host_memory || !device->ops->is_device_memory ||
+           !device->ops->is_device_memory(device, memory);
+}
+
+DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info)
+{
+    memset(info, 0, sizeof *info);
+    snprintf(info->name, sizeof info->name, "%s", device->ops->name);
+    snprintf(info->id, sizeof info->id, "%s", device->ops->name);
+    return device->ops->query ? device->ops->query(device, info) : DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
                                             size_t bytes)
 {
-    const bool from_host = !device->ops->host_memory && dtrain__on_host(device, from);
-    const bool to_host = !device->ops->host_memory && dtrain__on_host(device, to);
+    const bool apart = !device->ops->host_memory; /* else all is the device's */
+    const bool from_host = apart && dtrain__on_host(device, from);
+    const bool to_host = apart && dtrain__on_host(device, to);
     if (from_host && to_host) {
         if (bytes) memmove(to, from, bytes);
         return DTRAIN_OK;
@@ -72,6 +82,27 @@ DTRAIN_API void dtrain_device_destroy(dtrain_device *device)
     const dtrain_allocator allocator = owned->allocator;
     device->ops->destroy(device);
     dtrain__free(&allocator, owned, 1, sizeof *owned);
+}
+
+DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
+{
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    if (!device->limit_bytes ||
+        (used <= device->limit_bytes && bytes <= device->limit_bytes - used))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY,
+                       "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
+                       "this rank is %llu; a strategy that shards more, activation checkpointing, "
+                       "a smaller batch or a higher memory_limit would help",
+                       (unsigned long long)bytes, (unsigned long long)used,
+                       (unsigned long long)device->limit_bytes);
+}
+
+DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
+{
+    *counter += bytes;
+    const size_t used = device->allocated_bytes + device->comm_bytes;
+    if (used > device->peak_bytes) device->peak_bytes = used;
 }
 
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out)

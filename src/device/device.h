@@ -56,34 +56,35 @@ typedef struct dtrain_device_info {
     uint32_t index, count; /* which, of how many in this machine */
     uint32_t major, minor; /* compute capability */
     uint64_t memory_bytes, free_bytes;
+    /* CPU: "avx512", "avx2", "generic", "scalar" or "cblas"; and for products of bf16 with bf16
+     * "amx_bf16" where the compiler, the processor and the system have it, else the same. */
+    char kernels[16], bf16_kernels[16];
 } dtrain_device_info;
 
-/* The table of dtrain_cuda.cu: link that file to use it. */
+/* Return the table of dtrain_cuda.cu: link that file to use it. */
 extern const dtrain_device_ops *dtrain_cuda_device_ops(void);
 
-/* The table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA and
- * links dtrain_cuda.cu. Any other is an error that says what to do. */
+/* Return the table for a name: "cpu", or "cuda" in a program that is compiled with DTRAIN_USE_CUDA
+ * and links dtrain_cuda.cu. Any other is an error that says what to do. */
 DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrain_device_ops **out);
 
-/* The built-in tables. The plan device runs no kernel, copies nothing and hands out addresses
- * without memory: a model that is run on it reports through peak_bytes what it would need. The CPU
- * device's kernel scratch (GEMM packing, attention blocks) is allocated in the first step, less
- * than 2 MiB a thread for usual shapes, and not counted in allocated_bytes. */
+/* Return the table of the CPU device. Its kernels' scratch (GEMM packing, attention blocks) is
+ * allocated in the first step, less than 2 MiB a thread for usual shapes, and not counted in
+ * allocated_bytes. */
 DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void);
+/* Return the table of the plan device, which runs no kernel, copies nothing and hands out addresses
+ * without memory: a model that is run on it reports through peak_bytes what it would need. */
 DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void);
 
-/* A device of one's own, without a world (tests, tools). ops NULL = CPU. */
+/* Create a device of one's own, without a world (tests, tools). ops NULL = CPU. */
 DTRAIN_API dtrain_result dtrain_device_create(const dtrain_device_ops *ops,
                                               const dtrain_device_desc *desc, dtrain_device **out);
+/* Free a device and what it has allocated for itself; memory from alloc is the caller's to free. */
 DTRAIN_API void dtrain_device_destroy(dtrain_device *device);
+/* Describe a device: name, memory, kernels. A device that says nothing has the table's name. */
+DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info);
 
-/* Copies bytes between two arrays that do not overlap, each in the host's memory or the device's,
+/* Copy bytes between two arrays that do not overlap, each in the host's memory or the device's,
  * in the order of the device's work; a host array can be used again when it returns. */
 DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, const void *from,
                                             size_t bytes);
-
-/* What the CPU device runs on: "avx512", "avx2", "generic", "scalar" or "cblas". The second is for
- * products of bf16 with bf16: "amx_bf16" or "avx512_bf16" where the compiler, the processor and the
- * system have them, else the first. */
-DTRAIN_API const char *dtrain_cpu_kernel_name(void);
-DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void);

@@ -8,6 +8,24 @@
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
+/* The kernels in the order of dtrain_device_ops. */
+/* clang-format off */
+#define DTRAIN__KERNEL_LIST(X)                                                               \
+    X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
+    X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
+    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)
+/* clang-format on */
+
+/* The entries from stream_create to graph_destroy of a device that has finished its work when a
+ * call returns. */
+#define DTRAIN__NO_ORDER \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+
+/* Call an entry of the table that may be NULL: then there is nothing to do. */
+#define DTRAIN__ORDER(device, entry, ...) \
+    ((device)->ops->entry ? (device)->ops->entry((device), __VA_ARGS__) : DTRAIN_OK)
+
 /* Inputs of several ranks, which are combined in this order into equal outputs. */
 typedef struct dtrain__mix_job {
     const char *const *in; /* (in_count), 2 or more */
@@ -18,5 +36,5 @@ typedef struct dtrain__mix_job {
     uint32_t op; /* dtrain_reduce_op */
 } dtrain__mix_job;
 
-/* device/cpu/mix.c */
+/* Combine them. */
 DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job);

@@ -305,7 +305,7 @@ static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                             DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
         piece->part.grad = stage;
     }
-    return device->ops->event_record(device, offload->arrived[slot], offload->down);
+    return DTRAIN__ORDER(device, event_record, offload->arrived[slot], offload->down);
 }
 
 /* Update a piece when its gradient has come, and queue its new values' way up. Values that the

@@ -31,7 +31,7 @@ static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, ui
     } else if (device->ops->host_memory) {
         *left = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
     } else {
-        DTRAIN__TRY(device->ops->query(device, &info));
+        DTRAIN__TRY(dtrain_device_query(device, &info));
         *left = info.free_bytes / 16 * 15;
     }
     return DTRAIN_OK;

@@ -19,6 +19,7 @@
 #include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 #include "device/backend.h"
+#include "device/device_internal.h"
 
 /* Orders two streams: work queued on `later` from now on comes after all that is queued on
  * `earlier` so far. */
@@ -26,8 +27,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, d
                                                     dtrain_stream *earlier)
 {
     dtrain_device *device = strategy->device;
-    DTRAIN__TRY(device->ops->event_record(device, strategy->offload.order, earlier));
-    return device->ops->event_wait(device, strategy->offload.order, later);
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, strategy->offload.order, earlier));
+    return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
 /* Holds the host up until the event has happened. A dead rank is the communicator's to report. */
@@ -37,8 +38,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
     dtrain_device *device = strategy->device;
     dtrain__wait wait = dtrain__wait_begin();
     for (;;) {
-        bool done;
-        DTRAIN__TRY(device->ops->event_query(device, event, &done));
+        bool done = true;
+        DTRAIN__TRY(DTRAIN__ORDER(device, event_query, event, &done));
         if (done) return DTRAIN_OK;
         if (device->while_waiting) DTRAIN__TRY(device->while_waiting(device->waiting_user));
         if (dtrain__wait_turn(strategy->world, &wait) == DTRAIN_ERROR_TIMEOUT)
@@ -81,7 +82,7 @@ static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket 
     if (!add) return DTRAIN_OK;
     offload->landed[i] = bucket;
     offload->turn = 1 - i;
-    return device->ops->event_record(device, offload->arrived[i], offload->down);
+    return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
 /* For the other replicas: what the micro-batches have summed up comes back to the device. */
@@ -107,7 +108,7 @@ static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
     for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
     DTRAIN__TRY(dtrain__host_vacate(strategy));
     if (strategy->more) return DTRAIN_OK;
-    DTRAIN__TRY(device->ops->event_record(device, offload->arrived[0], offload->down));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
     return dtrain__event_await(strategy, offload->arrived[0]);
 }
 
@@ -142,11 +143,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     cpu.oversubscribed = strategy->world->oversubscribed;
     cpu.allocator = strategy->allocator;
     DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
-    DTRAIN__TRY(device->ops->stream_create(device, false, &offload->down));
-    DTRAIN__TRY(device->ops->stream_create(device, false, &offload->up));
-    DTRAIN__TRY(device->ops->event_create(device, false, &offload->order));
+    DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->down));
+    DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->up));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->order));
     for (int i = 0; i < 2; i++)
-        DTRAIN__TRY(device->ops->event_create(device, false, &offload->arrived[i]));
+        DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->arrived[i]));
     return DTRAIN_OK;
 }
 

@@ -133,7 +133,7 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     if (trainer->scaling)
         missing = "no loss scaling: whether to step is decided on the host; use DTRAIN_TAPE_BF16, "
                   "which needs no scale, or graph = false";
-    else if (dtrain_world_device(trainer->world)->ops->host_memory)
+    else if (!dtrain_world_device(trainer->world)->ops->graph_begin)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";

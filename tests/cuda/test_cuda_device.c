@@ -324,8 +324,8 @@ static void check_async(float *pinned, bool high_priority)
     bool done = false, good = true;
     float *memory = zeros(LONG);
     CHECK(gpu->ops->stream_create(gpu, high_priority, &side) == DTRAIN_OK);
-    CHECK(gpu->ops->event_create(gpu, false, &ready) == DTRAIN_OK);
-    CHECK(gpu->ops->event_create(gpu, false, &copied) == DTRAIN_OK);
+    CHECK(gpu->ops->event_create(gpu, &ready) == DTRAIN_OK);
+    CHECK(gpu->ops->event_create(gpu, &copied) == DTRAIN_OK);
     CHECK(gpu->ops->stream_native(gpu, side) != gpu->ops->stream_native(gpu, NULL));
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_OK); /* zero is on another stream */
     for (int i = 0; i < LONG; i++) pinned[i] = 5;
@@ -405,9 +405,9 @@ static void test_events(void)
     dtrain_event *begin, *end, *plain;
     gpu_open();
     float *memory = zeros(LONG);
-    CHECK(gpu->ops->event_create(gpu, true, &begin) == DTRAIN_OK);
-    CHECK(gpu->ops->event_create(gpu, true, &end) == DTRAIN_OK);
-    CHECK(gpu->ops->event_create(gpu, false, &plain) == DTRAIN_OK);
+    CHECK(gpu->ops->event_create(gpu, &begin) == DTRAIN_OK);
+    CHECK(gpu->ops->event_create(gpu, &end) == DTRAIN_OK);
+    CHECK(gpu->ops->event_create(gpu, &plain) == DTRAIN_OK);
     CHECK(gpu->ops->event_record(gpu, begin, NULL) == DTRAIN_OK);
     CHECK(add_one(memory, LONG) == DTRAIN_OK);
     CHECK(gpu->ops->event_record(gpu, end, NULL) == DTRAIN_OK);
@@ -533,8 +533,8 @@ static void test_graph_of_two_streams(void)
     a = zeros(1000);
     b = zeros(1000);
     CHECK(gpu->ops->stream_create(gpu, true, &side) == DTRAIN_OK);
-    CHECK(gpu->ops->event_create(gpu, false, &fork) == DTRAIN_OK);
-    CHECK(gpu->ops->event_create(gpu, false, &join) == DTRAIN_OK);
+    CHECK(gpu->ops->event_create(gpu, &fork) == DTRAIN_OK);
+    CHECK(gpu->ops->event_create(gpu, &join) == DTRAIN_OK);
     CHECK(gpu->ops->graph_begin(gpu) == DTRAIN_OK);
     CHECK(add_one(a, 1000) == DTRAIN_OK);
     CHECK(gpu->ops->event_record(gpu, fork, NULL) == DTRAIN_OK);
@@ -603,7 +603,7 @@ static void test_unjoined_graph(void)
     a = zeros(1000);
     b = zeros(1000);
     CHECK(gpu->ops->stream_create(gpu, false, &side) == DTRAIN_OK);
-    CHECK(gpu->ops->event_create(gpu, false, &fork) == DTRAIN_OK);
+    CHECK(gpu->ops->event_create(gpu, &fork) == DTRAIN_OK);
     CHECK(gpu->ops->graph_begin(gpu) == DTRAIN_OK);
     CHECK(gpu->ops->event_record(gpu, fork, NULL) == DTRAIN_OK);
     CHECK(gpu->ops->event_wait(gpu, fork, side) == DTRAIN_OK);

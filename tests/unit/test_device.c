@@ -1002,7 +1002,7 @@ static void test_plan_device(void)
     old.abi = 0;
     CHECK(dtrain_device_create(&old, NULL, &d) == DTRAIN_ERROR_UNSUPPORTED && !d);
     const dtrain_device_ops *ops[2] = {dtrain_plan_device_ops(), dtrain_cpu_device_ops()};
-    for (int i = 0; i < 2; i++) /* no hole in the tables */
+    for (int i = 0; i < 2; i++) /* no hole among the kernels */
         CHECK(ops[i]->create && ops[i]->sgd && ops[i]->gemm && ops[i]->adamw && ops[i]->convert &&
               ops[i]->sum);
 }
@@ -1017,7 +1017,7 @@ static void test_variant(const dtrain__kernels *kernels)
         desc.oversubscribed = true;
         CHECK(!dtrain_device_create(NULL, &desc, &devices[t]));
         ((dtrain__cpu *)devices[t]->state)->kernels = kernels;
-        ((dtrain__cpu *)devices[t]->state)->gemm.isa = kernels->gemm;
+        ((dtrain__cpu *)devices[t]->state)->isa = kernels->gemm;
     }
     test_add_axpby();
     test_convert();

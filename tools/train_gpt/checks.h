@@ -125,9 +125,11 @@ static int check_sizes(const settings *s)
                    "--memory-limit");
     if (s->deterministic && s->tune)
         return BAD("--deterministic and --tune: timings choose the bits; use one of them");
-    if (s->deterministic && cpu && strcmp(dtrain_cpu_kernel_name(), "cblas") == 0)
+#ifdef DTRAIN_USE_CBLAS
+    if (s->deterministic && cpu)
         return BAD("--deterministic: this build calls an external BLAS, whose bits may change from "
                    "run to run");
+#endif
     return check_memory(s, cpu);
 }
 

@@ -18,15 +18,15 @@ static void show_device(const settings *s, dtrain_world *world)
     dtrain_world_query(world, &info);
     uint32_t threads = info.threads;
     printf("dtrain %s    %d rank%s ", dtrain_version(), ranks, ranks == 1 ? "" : "s");
+    if (dtrain_device_query(device, &gpu) != DTRAIN_OK) return;
     if (device->ops->host_memory) {
         printf("x %u thread%s on the cpu (%s kernels)\n", threads, threads == 1 ? "" : "s",
-               dtrain_cpu_kernel_name());
+               gpu.kernels);
         return;
     }
     dtrain_comm_query(dtrain_world_comm(world), &comm);
-    if (device->ops->query(device, &gpu) == DTRAIN_OK)
-        printf("on %u %s, %s%s, collectives: %s\n", gpu.count, gpu.name, precisions[s->precision],
-               s->graph ? ", graph" : "", comm.backend);
+    printf("on %u %s, %s%s, collectives: %s\n", gpu.count, gpu.name, precisions[s->precision],
+           s->graph ? ", graph" : "", comm.backend);
 }
 
 /* Print the gradient memory of a rank for each mode of accumulation that the strategy has. */

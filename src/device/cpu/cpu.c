@@ -1,4 +1,4 @@
-/* The CPU device: state and memory. */
+/* The CPU device: state, memory, table. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -12,16 +12,12 @@
 #include "device/cpu/pool_internal.h"
 #include "device/device.h"
 
-/* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
- * kept in the bytes before the memory that is handed out. */
-#define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
-
 DTRAIN__PRIVATE int64_t dtrain__multiple(int64_t value, int64_t unit)
 {
     return (value + unit - 1) / unit * unit;
 }
 
-/* Asks for 2 MiB pages where the kernel gives them on request: matrices walk many pages at once,
+/* Ask for 2 MiB pages where the kernel gives them on request: matrices walk many pages at once,
  * and first touch is some ten times faster. A refusal changes nothing. */
 static void dtrain__advise_huge(char *memory, size_t bytes)
 {
@@ -36,7 +32,11 @@ static void dtrain__advise_huge(char *memory, size_t bytes)
 #endif
 }
 
-DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes)
+/* 64-byte aligned memory from an allocator that aligns for any type: the block's own address is
+ * kept in the bytes before the memory that is handed out. */
+#define DTRAIN__ALIGN_EXTRA (63 + sizeof(void *))
+
+static void *dtrain__aligned_alloc(const dtrain_allocator *allocator, size_t bytes)
 {
     if (bytes > SIZE_MAX - DTRAIN__ALIGN_EXTRA) return NULL;
     char *block = (char *)allocator->alloc(allocator->user, bytes + DTRAIN__ALIGN_EXTRA);
@@ -48,8 +48,7 @@ DTRAIN__PRIVATE void *dtrain__aligned_alloc(const dtrain_allocator *allocator, s
     return memory;
 }
 
-DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory,
-                                          size_t bytes)
+static void dtrain__aligned_free(const dtrain_allocator *allocator, void *memory, size_t bytes)
 {
     void *block;
     if (!memory) return;
@@ -57,9 +56,8 @@ DTRAIN__PRIVATE void dtrain__aligned_free(const dtrain_allocator *allocator, voi
     allocator->free(allocator->user, block, bytes + DTRAIN__ALIGN_EXTRA);
 }
 
-/* At least `floats` of scratch in job->scratch. Contents do not survive. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job *job,
-                                                  int64_t floats)
+/* Get at least `floats` of scratch, 64-byte aligned. Contents do not survive. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, int64_t floats, float **out)
 {
     const size_t bytes = (size_t)floats * sizeof(float);
     if ((uint64_t)floats > SIZE_MAX / (4 * sizeof(float)))
@@ -74,28 +72,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_scratch(dtrain__cpu *cpu, dtrain__job 
                                (long long)bytes);
         cpu->scratch_bytes = bytes;
     }
-    job->scratch = cpu->scratch;
+    *out = cpu->scratch;
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__cpu_destroy(dtrain_device *device)
+static void dtrain__cpu_destroy(dtrain_device *device)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    if (!cpu) return;
     const dtrain_allocator allocator = cpu->allocator;
     dtrain__pool_destroy(cpu->pool);
-    dtrain__gemm_workspace_free(&cpu->gemm);
     dtrain__aligned_free(&allocator, cpu->scratch, cpu->scratch_bytes);
     dtrain__free(&allocator, cpu, 1, sizeof *cpu);
-    device->state = NULL;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
-                                                 dtrain_device *device)
+static dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc, dtrain_device *device)
 {
     const int threads = desc->thread_count ? (int)desc->thread_count : 1;
     const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
-    device->state = NULL;
     if (threads < 1 || threads > 1024)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "thread_count is %u, expected 1 to 1024",
                            (unsigned)desc->thread_count);
@@ -106,9 +99,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_create(const dtrain_device_desc *desc,
     dtrain__cpu *cpu = (dtrain__cpu *)dtrain__alloc(&allocator, 1, sizeof *cpu, "a CPU device");
     if (!cpu) return DTRAIN_ERROR_MEMORY;
     cpu->allocator = allocator;
-    cpu->gemm.allocator = &cpu->allocator;
     cpu->thread_count = threads;
     cpu->kernels = dtrain__kernels_select();
+    cpu->isa = cpu->kernels->gemm;
+    cpu->pairs = dtrain__pairs_select();
     if (threads > 1) {
         const int error =
             dtrain__pool_create(&cpu->pool, &allocator, threads, desc->oversubscribed);
@@ -128,28 +122,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_synchronize(dtrain_device *device)
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_device_check_limit(dtrain_device *device, size_t bytes)
-{
-    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
-    if (!device->limit_bytes ||
-        (used <= device->limit_bytes && bytes <= device->limit_bytes - used))
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                       "memory limit: %llu bytes asked for beside %llu in use, and the limit of "
-                       "this rank is %llu; a strategy that shards more, activation checkpointing, "
-                       "a smaller batch or a higher memory_limit would help",
-                       (unsigned long long)bytes, (unsigned long long)used,
-                       (unsigned long long)device->limit_bytes);
-}
-
-DTRAIN_API void dtrain_device_account(dtrain_device *device, size_t *counter, size_t bytes)
-{
-    *counter += bytes;
-    const size_t used = device->allocated_bytes + device->comm_bytes;
-    if (used > device->peak_bytes) device->peak_bytes = used;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory)
+static dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t bytes, void **memory)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     *memory = NULL;
@@ -163,7 +136,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_alloc(dtrain_device *device, size_t by
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes)
+static void dtrain__cpu_free(dtrain_device *device, void *memory, size_t bytes)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     if (!memory) return;
@@ -171,8 +144,8 @@ DTRAIN__PRIVATE void dtrain__cpu_free(dtrain_device *device, void *memory, size_
     device->allocated_bytes -= bytes;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
-                                               size_t bytes, dtrain_copy_kind kind)
+static dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, const void *from,
+                                      size_t bytes, dtrain_copy_kind kind)
 {
     (void)device;
     (void)kind;
@@ -180,11 +153,77 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy(dtrain_device *device, void *to, 
     return DTRAIN_OK;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes)
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_copy_async(dtrain_device *device, void *to,
+                                                     const void *from, size_t bytes,
+                                                     dtrain_copy_kind kind, dtrain_stream *stream)
+{
+    (void)stream;
+    return device->ops->copy(device, to, from, bytes, kind);
+}
+
+static dtrain_result dtrain__cpu_zero(dtrain_device *device, void *memory, size_t bytes)
 {
     (void)device;
     if (bytes) memset(memory, 0, bytes);
     return DTRAIN_OK;
+}
+
+/* Like alloc, but it is not the model's: not counted. */
+static dtrain_result dtrain__cpu_host_alloc(dtrain_device *device, size_t bytes, void **memory)
+{
+    *memory = dtrain__aligned_alloc(&((dtrain__cpu *)device->state)->allocator, bytes);
+    return *memory ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for %zu bytes", bytes);
+}
+
+static void dtrain__cpu_host_free(dtrain_device *device, void *memory, size_t bytes)
+{
+    dtrain__aligned_free(&((dtrain__cpu *)device->state)->allocator, memory, bytes);
+}
+
+static dtrain_result dtrain__cpu_query(dtrain_device *device, dtrain_device_info *info)
+{
+    const dtrain__cpu *cpu = (const dtrain__cpu *)device->state;
+    const long page = sysconf(_SC_PAGESIZE);
+    const long pages = sysconf(_SC_PHYS_PAGES), free_pages = sysconf(_SC_AVPHYS_PAGES);
+#ifdef DTRAIN_USE_CBLAS
+    const char *name = "cblas";
+#else
+    const char *name = cpu->isa->name;
+#endif
+    snprintf(info->name, sizeof info->name, "CPU (%s)", name);
+    snprintf(info->kernels, sizeof info->kernels, "%s", name);
+    snprintf(info->bf16_kernels, sizeof info->bf16_kernels, "%s",
+             cpu->pairs ? cpu->pairs->name : name);
+    info->count = 1;
+    info->memory_bytes = pages > 0 ? (uint64_t)pages * (uint64_t)page : 0;
+    info->free_bytes = free_pages > 0 ? (uint64_t)free_pages * (uint64_t)page : 0;
+    return DTRAIN_OK;
+}
+
+/* Streams, events and pinned memory: all work is done when a call returns. */
+DTRAIN_API const dtrain_device_ops *dtrain_cpu_device_ops(void)
+{
+#define DTRAIN__CPU_ENTRY(op) dtrain__cpu_##op,
+    static const dtrain_device_ops ops = {DTRAIN_DEVICE_ABI,
+                                          "cpu",
+                                          true,
+                                          dtrain__cpu_create,
+                                          dtrain__cpu_destroy,
+                                          dtrain__cpu_query,
+                                          dtrain__cpu_synchronize,
+                                          dtrain__cpu_alloc,
+                                          dtrain__cpu_free,
+                                          dtrain__cpu_copy,
+                                          dtrain__cpu_zero,
+                                          dtrain__cpu_host_alloc,
+                                          dtrain__cpu_host_free,
+                                          NULL,
+                                          NULL,
+                                          dtrain__cpu_copy_async,
+                                          DTRAIN__NO_ORDER,
+                                          DTRAIN__KERNEL_LIST(DTRAIN__CPU_ENTRY)};
+#undef DTRAIN__CPU_ENTRY
+    return &ops;
 }
 
 /* ---- Launching --------------------------------------------------------------------------------*/
@@ -205,39 +244,27 @@ static void dtrain__job_task(void *ctx, int index, int count)
     if (begin < job->total) job->range(job, begin, end < job->total ? end : job->total, index);
 }
 
-DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit)
+DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, int64_t unit,
+                                             dtrain_dtype dtype)
 {
     dtrain__job job;
     memset(&job, 0, sizeof job);
     job.args = args;
+    job.dtype = dtype;
     job.total = total;
     job.unit = unit;
     return job;
 }
 
-/* `elements` is the work's size: a small job stays on the calling thread. */
+/* Run a kernel; `elements` is the work's size: a small job stays on the calling thread. */
 DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
                                               dtrain__range_fn range, int64_t elements)
 {
+    if (job->dtype > DTRAIN_DTYPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "activations of type %s: expected f32, bf16 or f16",
+                           dtrain_dtype_name(job->dtype));
     job->range = range;
     dtrain__parallel(elements > DTRAIN__SMALL ? cpu->pool : NULL, dtrain__job_task, job);
     return DTRAIN_OK;
-}
-
-/* Each element by itself, cut at cache lines. */
-DTRAIN__PRIVATE dtrain_result dtrain__cpu_elementwise(dtrain_device *device, const void *args,
-                                                      int64_t count, dtrain__range_fn range)
-{
-    dtrain__job job = dtrain__job_make(args, count, DTRAIN__LINE);
-    return dtrain__job_run((dtrain__cpu *)device->state, &job, range, count);
-}
-
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__cpu_kernels(dtrain_device *device)
-{
-    return ((dtrain__cpu *)device->state)->kernels;
-}
-
-DTRAIN__PRIVATE dtrain_allocator dtrain__cpu_allocator(const dtrain_device *device)
-{
-    return ((const dtrain__cpu *)device->state)->allocator;
 }

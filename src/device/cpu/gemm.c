@@ -29,6 +29,7 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "device/backend.h"
+#include "device/cpu/cpu_internal.h"
 #include "device/cpu/gemm_internal.h"
 #include "device/cpu/kernels_internal.h"
 #include "device/cpu/pool_internal.h"
@@ -42,8 +43,8 @@ typedef struct dtrain__gemm_job {
     int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
     int64_t rows, cols;     /* rectangles */
     int64_t next;           /* atomic: rectangles handed out */
-    char *memory;
-    size_t slot_bytes; /* one thread's part of memory */
+    float *memory;
+    int64_t slot;      /* floats of memory for each thread */
     int needs_partial; /* C cannot hold sums between blocks of k */
 } dtrain__gemm_job;
 
@@ -85,14 +86,14 @@ static void dtrain__gemm_finish_copied(const dtrain__isa *isa, const dtrain_gemm
     float other[DTRAIN__MR_MAX * DTRAIN__NR_MAX], bias[DTRAIN__NR_MAX] = {0};
     if (x->flags & DTRAIN_GEMM_ACT_BACKWARD) {
         memset(other, 0, (size_t)(isa->mr * isa->nr) * sizeof *other);
-        isa->load(other, aux);
-        isa->slope(tile, other, isa->mr * isa->nr, x->activation);
+        isa->tile->load(other, aux);
+        isa->tile->slope(tile, other, isa->mr * isa->nr, x->activation);
         return;
     }
     if (x->bias) memcpy(bias, x->bias + j, (size_t)aux->cols * sizeof *bias);
-    isa->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
-                x->activation);
-    if (x->aux) isa->store(aux, other);
+    isa->tile->finish(tile, isa->nr, aux->rows, x->bias ? bias : NULL, x->aux ? other : NULL,
+                      x->activation);
+    if (x->aux) isa->tile->store(aux, other);
 }
 
 /* A tile that is cut off by the edge, or that C stores in half precision, is computed in `tile`.
@@ -116,7 +117,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
-        isa->load(tile, job->needs_partial && !pass->first ? &partial : &c);
+        isa->tile->load(tile, job->needs_partial && !pass->first ? &partial : &c);
     }
     isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
     if (pass->last) {
@@ -125,7 +126,7 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
         const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
         dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
-    isa->store(job->needs_partial && !pass->last ? &partial : &c, tile);
+    isa->tile->store(job->needs_partial && !pass->last ? &partial : &c, tile);
 }
 
 static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
@@ -142,8 +143,8 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     float *c = (float *)x->c + at;
     isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
     if (pass->last && (x->bias || x->aux || x->activation))
-        isa->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
-                    x->aux ? (float *)x->aux + at : NULL, x->activation);
+        isa->tile->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
+                          x->aux ? (float *)x->aux + at : NULL, x->activation);
 }
 
 /* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
@@ -195,7 +196,7 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
     (void)count;
     memset(&pass, 0, sizeof pass);
     pass.job = job;
-    pass.a_block = (float *)(void *)(job->memory + (size_t)index * job->slot_bytes);
+    pass.a_block = job->memory + index * job->slot;
     pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__KC;
     pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
     if (isa->begin) isa->begin();
@@ -258,50 +259,16 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
     }
 }
 
-DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws)
-{
-    dtrain_allocator allocator = dtrain__resolve_allocator(ws->allocator);
-    dtrain__free(&allocator, ws->memory, ws->bytes, 1);
-    ws->memory = NULL;
-    ws->bytes = 0;
-}
-
-static int dtrain__gemm_reserve(dtrain__gemm_workspace *ws, dtrain__gemm_job *job, int threads)
-{
-    dtrain_allocator allocator = dtrain__resolve_allocator(ws->allocator);
-    size_t floats = (DTRAIN__MC + DTRAIN__NR_MAX) * DTRAIN__KC;
-    if (job->needs_partial) floats += DTRAIN__MC * DTRAIN__NC;
-    job->slot_bytes = floats * sizeof(float);
-    size_t bytes = job->slot_bytes * (size_t)threads + 64;
-    if (bytes > ws->bytes) {
-        dtrain__gemm_workspace_free(ws);
-        ws->memory = dtrain__alloc(&allocator, bytes, 1, "the GEMM workspace");
-        if (!ws->memory) return ENOMEM;
-        ws->bytes = bytes;
-    }
-    job->memory = (char *)(((uintptr_t)ws->memory + 63) & ~(uintptr_t)63);
-    return 0;
-}
-
-DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws)
-{
-    if (ws->isa) return;
-    ws->isa = dtrain__kernels_select()->gemm;
-    ws->pairs = dtrain__pairs_select();
-}
-
-/* Returns 0 or ENOMEM. Called by one thread at a time for one workspace. */
-DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
-                                                const dtrain_gemm_args *args)
+DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
     dtrain__gemm_job job;
-    if (args->m <= 0 || args->n <= 0) return 0;
-    dtrain__gemm_select(ws);
+    dtrain__pool *pool = cpu->pool;
+    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
     memset(&job, 0, sizeof job);
     job.args = args;
-    job.isa = ws->isa;
-    if (ws->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
-        job.isa = ws->pairs;
+    job.isa = cpu->isa;
+    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
+        job.isa = cpu->pairs;
     job.a.data = args->a;
     job.a.dtype = args->a_dtype;
     job.a.ld = args->lda;
@@ -317,10 +284,11 @@ DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm
     /* Waking the others costs more than a quarter of a million multiply-adds. */
     int64_t tiny = 1 << 18;
     if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
-    int threads = pool ? pool->thread_count : 1;
+    const int threads = pool ? pool->thread_count : 1;
     dtrain__gemm_cut(&job, threads);
-    int error = dtrain__gemm_reserve(ws, &job, threads);
-    if (error) return error;
+    job.slot = (DTRAIN__MC + DTRAIN__NR_MAX) * DTRAIN__KC;
+    if (job.needs_partial) job.slot += DTRAIN__MC * DTRAIN__NC;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * threads, &job.memory));
     dtrain__parallel(pool, dtrain__gemm_task, &job);
-    return 0;
+    return DTRAIN_OK;
 }

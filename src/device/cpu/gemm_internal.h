@@ -6,9 +6,7 @@
 
 #include "core/platform_internal.h"
 #include "core/dtype.h"
-#include "core/log.h"
 #include "device/backend.h"
-#include "device/cpu/pool_internal.h"
 
 /* Whether the compiler has instructions for pairs of bf16; see device/cpu/kernels/pairs.h. */
 #if defined(__x86_64__) && defined(__linux__) && !defined(DTRAIN_NO_SIMD) && \
@@ -46,12 +44,23 @@ typedef struct dtrain__rectangle {
     int rows, cols;
 } dtrain__rectangle;
 
+/* What follows the last step of k, on a tile with nr floats a row. finish: bias and activation on
+ * `rows` rows. slope: c *= activation'(z), both (mr, nr). load, store: between a rectangle and the
+ * tile. */
+typedef struct dtrain__tile_ops {
+    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
+                   uint32_t activation);
+    void (*slope)(float *c, const float *z, int count, uint32_t activation);
+    void (*load)(float *tile, const dtrain__rectangle *from);
+    void (*store)(const dtrain__rectangle *to, const float *tile);
+} dtrain__tile_ops;
+
 /* What an instruction set offers. A panel holds cells of 32 bits: an fp32 number, or two bf16 that
  * are neighbours in k. kernel: c (mr, nr) = alpha * a * b + beta * c over `cells`, a packed, b with
  * ldb cells from one k to the next. pack: `count` <= width indices from `index`, k steps from p.
  * finish: bias and activation on `rows` rows of nr elements. slope: c *= activation'(z), both
  * (mr, nr). load, store: between a rectangle and a tile with nr floats a row. begin, end: around
- * the work of a thread; may be NULL. thin_rows, thin_columns: above; NULL where cells are pairs. */
+ * the work of a thread; may be NULL. */
 typedef struct dtrain__isa {
     const char *name;
     int mr, nr;
@@ -61,28 +70,7 @@ typedef struct dtrain__isa {
     void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
                    float beta, float *c, int64_t ldc);
     dtrain__pack_fn pack_a, pack_b;
-    void (*finish)(float *c, int64_t ldc, int rows, const float *bias, float *aux,
-                   uint32_t activation);
-    void (*slope)(float *c, const float *z, int count, uint32_t activation);
-    void (*load)(float *tile, const dtrain__rectangle *from);
-    void (*store)(const dtrain__rectangle *to, const float *tile);
+    const dtrain__tile_ops *tile;
     void (*begin)(void);
     void (*end)(void);
 } dtrain__isa;
-
-/* One rank's buffers: allocated by the first call, enlarged when more threads or a half-precision C
- * ask for it, freed by dtrain__gemm_workspace_free. Zero-initialise; allocator, and isa with or
- * without pairs, may be preset. */
-typedef struct dtrain__gemm_workspace {
-    const dtrain_allocator *allocator; /* NULL = malloc */
-    const dtrain__isa *isa;
-    const dtrain__isa *pairs; /* for A and B in bf16; NULL beside an isa: they are widened */
-    void *memory;
-    size_t bytes;
-} dtrain__gemm_workspace;
-
-/* device/cpu/gemm.c */
-DTRAIN__PRIVATE void dtrain__gemm_workspace_free(dtrain__gemm_workspace *ws);
-DTRAIN__PRIVATE void dtrain__gemm_select(dtrain__gemm_workspace *ws);
-DTRAIN__UNUSED DTRAIN__PRIVATE int dtrain__gemm(dtrain__pool *pool, dtrain__gemm_workspace *ws,
-                                                const dtrain_gemm_args *args);

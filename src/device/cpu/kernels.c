@@ -17,6 +17,7 @@
 #include "device/cpu/gemm_internal.h"
 #include "device/cpu/kernels_internal.h"
 #include "device/device.h"
+#include "device/device_internal.h"
 
 /* The text of the kernels is compiled once per instruction set: the file with it is included with
  * DTRAIN__ISA set. (dtrain.h includes itself, and what such an inclusion sees is its last part.) */
@@ -50,7 +51,7 @@
 #undef DTRAIN__ISA
 #endif
 
-/* The best instance that this machine runs. */
+/* Return the best instance that this machine runs. */
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
 {
 #if defined(DTRAIN_NO_SIMD)
@@ -67,29 +68,40 @@ DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
 #endif
 }
 
-/* NULL: products of bf16 are computed in fp32. AMD starts a VDPBF16PS as often as a multiply-add;
- * Intel every other cycle or less, a quarter as often (62 against 130 GFLOP/s of the widened
- * product on Emerald Rapids), and has AMX. */
+/* Return NULL where products of bf16 are computed in fp32. (VDPBF16PS is not used: Intel starts one
+ * every other cycle or less, 62 against 130 GFLOP/s of the widened product on Emerald Rapids.) */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 {
 #if DTRAIN__PAIRS
-    if (dtrain__has_amx()) return &dtrain__isa_amx;
-    if (dtrain__has_vdpbf16() && __builtin_cpu_is("amd")) return &dtrain__isa_vdpbf16;
+    if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
+        return &dtrain__isa_amx_avx512;
 #endif
     return NULL;
 }
 
-DTRAIN_API const char *dtrain_cpu_kernel_name(void)
-{
-#ifdef DTRAIN_USE_CBLAS
-    return "cblas";
-#else
-    return dtrain__kernels_select()->name;
-#endif
-}
+/* Unsigned arithmetic: integers wrap, and overflow is defined. */
+#define DTRAIN__MIX_INTEGERS(name, U, S)                                                        \
+    static void name(const dtrain__mix_job *job)                                                \
+    {                                                                                           \
+        for (size_t at = 0; at < job->count; at++) {                                            \
+            U sum, x;                                                                           \
+            memcpy(&sum, job->in[0] + at * sizeof sum, sizeof sum);                             \
+            for (int i = 1; i < job->in_count; i++) {                                           \
+                memcpy(&x, job->in[i] + at * sizeof x, sizeof x);                               \
+                if (job->op == DTRAIN_REDUCE_SUM) sum += x;                                     \
+                else if (job->op == DTRAIN_REDUCE_PROD) sum *= x;                               \
+                else if (job->op == DTRAIN_REDUCE_MIN ? (S)x < (S)sum : (S)x > (S)sum) sum = x; \
+            }                                                                                   \
+            for (int i = 0; i < job->out_count; i++)                                            \
+                memcpy(job->out[i] + at * sizeof sum, &sum, sizeof sum);                        \
+        }                                                                                       \
+    }
+DTRAIN__MIX_INTEGERS(dtrain__mix_i32, uint32_t, int32_t)
+DTRAIN__MIX_INTEGERS(dtrain__mix_i64, uint64_t, int64_t)
 
-DTRAIN_API const char *dtrain_cpu_bf16_kernel_name(void)
+DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
 {
-    const dtrain__isa *pairs = dtrain__pairs_select();
-    return pairs ? pairs->name : dtrain_cpu_kernel_name();
+    if (job->dtype == DTRAIN_DTYPE_I32) dtrain__mix_i32(job);
+    else if (job->dtype == DTRAIN_DTYPE_I64) dtrain__mix_i64(job);
+    else dtrain__kernels_select()->mix(job);
 }

@@ -8,12 +8,14 @@
 #include "core/platform_internal.h"
 #include "device/backend.h"
 #include "device/cpu/gemm_internal.h"
+#include "device/device_internal.h"
 
 struct dtrain__job;
 typedef void (*dtrain__range_fn)(struct dtrain__job *job, int64_t begin, int64_t end, int index);
 
 typedef struct dtrain__job {
-    const void *args; /* of the kernel */
+    const void *args;   /* of the kernel */
+    dtrain_dtype dtype; /* of its activations; the largest, where they differ */
     dtrain__range_fn range;
     int64_t total, unit;        /* [0, total) is cut at multiples of unit */
     bool dynamic;               /* items of unequal cost: handed out one by one */
@@ -24,16 +26,21 @@ typedef struct dtrain__job {
     double *sums; /* (chunk_count) */
 } dtrain__job;
 
+/* Every kernel that works on ranges. */
+/* clang-format off */
+#define DTRAIN__RANGES(X)                                                            \
+    X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
+    X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
+    X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
+    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)
+/* clang-format on */
+
 typedef struct dtrain__kernels {
     const char *name;
     const dtrain__isa *gemm;
-    dtrain__range_fn activate, activation_backward;
-    dtrain__range_fn layernorm, layernorm_backward, layernorm_params;
-    dtrain__range_fn embedding, embedding_backward;
-    dtrain__range_fn attention, attention_backward;
-    dtrain__range_fn cross_entropy, cross_entropy_backward;
-    dtrain__range_fn add, axpby, dropout, sum, convert, adamw, sgd;
-    dtrain__range_fn topk;
+    void (*mix)(const dtrain__mix_job *job);
+#define DTRAIN__RANGE(name) dtrain__range_fn name;
+    DTRAIN__RANGES(DTRAIN__RANGE)
 } dtrain__kernels;
 
 /* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
@@ -64,6 +71,12 @@ typedef struct dtrain__topk_pass {
 #ifndef DTRAIN__SMALL
 #define DTRAIN__SMALL 16384
 #endif
+
+/* A call of attention; backward is NULL in the forward pass. */
+typedef struct dtrain__attention_pass {
+    dtrain_attention_args forward;
+    const dtrain_attention_backward_args *backward;
+} dtrain__attention_pass;
 
 /* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
  * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */

@@ -8,26 +8,41 @@
 #include "device/cpu/cpu_internal.h"
 #include "device/cpu/kernels_internal.h"
 
-DTRAIN__PRIVATE dtrain_result dtrain__check_dtype(dtrain_dtype dtype)
+/* Run a kernel that needs no scratch on [0, total), cut at multiples of `unit`. */
+static dtrain_result dtrain__run_kernel(dtrain_device *device, dtrain__range_fn range,
+                                        const void *args, int64_t total, int64_t unit,
+                                        int64_t elements, dtrain_dtype dtype)
 {
-    if (dtype >= DTRAIN_DTYPE_NONE && dtype <= DTRAIN_DTYPE_F16) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "activations of type %s: expected f32, bf16 or f16",
-                       dtrain_dtype_name(dtype));
+    dtrain__job job = dtrain__job_make(args, total, unit, dtype);
+    return dtrain__job_run((dtrain__cpu *)device->state, &job, range, elements);
 }
+
+/* Run a kernel on each element by itself: cut where neither a cache line nor a vector of random
+ * numbers is split. */
+static dtrain_result dtrain__elementwise(dtrain_device *device, dtrain__range_fn range,
+                                         const void *args, int64_t count, dtrain_dtype dtype)
+{
+    return dtrain__run_kernel(device, range, args, count, 2 * DTRAIN__LINE, count, dtype);
+}
+
+static const dtrain__kernels *dtrain__cpu_kernels(const dtrain_device *device)
+{
+    return ((const dtrain__cpu *)device->state)->kernels;
+}
+
+static dtrain_dtype dtrain__larger(dtrain_dtype a, dtrain_dtype b) { return a > b ? a : b; }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_layernorm(dtrain_device *device,
                                                     const dtrain_layernorm_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
+    dtrain__job job =
+        dtrain__job_make(args, args->rows, 1, dtrain__larger(args->x_dtype, args->y_dtype));
     if (!args->residual != !args->sum)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "layernorm: residual and sum are given together or not at all");
-    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
-    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
     job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm, args->rows * args->n);
 }
 
@@ -38,15 +53,14 @@ dtrain__cpu_layernorm_backward(dtrain_device *device, const dtrain_layernorm_bac
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t chunk = args->rows > 2048 ? (args->rows + 63) / 64 : 32;
     const int64_t chunk_count = (args->rows + chunk - 1) / chunk;
-    dtrain__job job = dtrain__job_make(args, chunk_count, 1);
+    dtrain__job job =
+        dtrain__job_make(args, chunk_count, 1, dtrain__larger(args->x_dtype, args->y_dtype));
     if (args->d_residual && !args->d_x)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "layernorm backward: d_residual needs d_x");
-    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
-    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
     job.chunk = chunk;
     job.chunk_count = chunk_count;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, chunk_count * 2 * args->n));
-    dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * args->n, &job.scratch));
+    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->layernorm_backward, args->rows * args->n));
     job.total = args->n;
     job.unit = DTRAIN__LINE;
     return dtrain__job_run(cpu, &job, cpu->kernels->layernorm_params, chunk_count * 2 * args->n);
@@ -74,21 +88,17 @@ static dtrain_result dtrain__check_targets(const int32_t *targets, int64_t rows,
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_embedding(dtrain_device *device,
                                                     const dtrain_embedding_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__job_run(cpu, &job, cpu->kernels->embedding, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding, args, args->rows, 1,
+                              args->rows * args->n, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->n, DTRAIN__LINE);
     DTRAIN__TRY(dtrain__check_tokens(args->tokens, args->rows, args->vocab));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__job_run(cpu, &job, cpu->kernels->embedding_backward, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->embedding_backward, args,
+                              args->n, DTRAIN__LINE, args->rows * args->n, args->dtype);
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
@@ -103,61 +113,58 @@ static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence
     return dtrain__multiple(floats, DTRAIN__LINE);
 }
 
-static dtrain_result dtrain__check_heads(int64_t n, int64_t heads)
+/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head. Items are
+ * of unequal cost; each thread has the buffers of one. */
+static dtrain_result dtrain__launch_attention(dtrain_device *device,
+                                              const dtrain_attention_args *args,
+                                              const dtrain_attention_backward_args *back)
 {
-    if (heads > 0 && n > 0 && n % heads == 0) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "attention: %lld columns cannot be cut into %lld heads", (long long)n,
-                       (long long)heads);
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const dtrain__attention_pass pass = {*args, back};
+    const int64_t heads = args->heads, count = args->batch * args->sequence * args->n;
+    const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
+    if (heads <= 0 || args->n <= 0 || args->n % heads != 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld columns cannot be cut into %lld heads",
+                           (long long)args->n, (long long)heads);
+    dtrain__job job =
+        dtrain__job_make(&pass, args->batch * heads * (back ? 1 : blocks), 1, args->dtype);
+    job.dynamic = true;
+    job.slot = dtrain__attention_slot(args->n, heads, args->sequence, back != NULL);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return back ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
+                : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
                                                     const dtrain_attention_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
-    const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(args, args->batch * args->heads * blocks, 1);
-    DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    job.dynamic = true;
-    job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, false);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
-    return dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
+    return dtrain__launch_attention(device, args, NULL);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__job job = dtrain__job_make(args, args->batch * args->heads, 1);
-    DTRAIN__TRY(dtrain__check_heads(args->n, args->heads));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    job.dynamic = true;
-    job.slot = dtrain__attention_slot(args->n, args->heads, args->sequence, true);
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, job.slot * cpu->thread_count));
-    return dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count);
+    const dtrain_attention_args forward = {args->batch, args->sequence, args->heads,
+                                           args->n,     args->causal,   args->qkv,
+                                           NULL,        NULL,           args->dtype};
+    return dtrain__launch_attention(device, &forward, args);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy_backward, args->rows * args->n);
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
+                              args->rows, 1, args->rows * args->n, args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->rows, 1);
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    dtrain__job_run(cpu, &job, cpu->kernels->cross_entropy, args->rows * args->n);
+    DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
+                                   args->rows, 1, args->rows * args->n, args->dtype));
     if (!args->d_logits) return DTRAIN_OK;
     const dtrain_cross_entropy_backward_args backward = {
         args->rows, args->n,        args->scale, args->logits, args->targets,
@@ -165,27 +172,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args)
+{
+    dtrain_activation_backward_args all = *args;
+    if (!args->d_bias) { /* no column sums: one long row */
+        all.n = args->rows * args->n;
+        all.rows = 1;
+    }
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
+                              DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
 {
-    DTRAIN__TRY(dtrain__check_dtype(args->x_dtype));
-    DTRAIN__TRY(dtrain__check_dtype(args->y_dtype));
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->add);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->add, args, args->count,
+                               dtrain__larger(args->x_dtype, args->y_dtype));
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->axpby);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->axpby, args, args->count,
+                               args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_dropout(dtrain_device *device,
                                                   const dtrain_dropout_args *args)
 {
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain__job job = dtrain__job_make(args, args->count, 2 * DTRAIN__LINE); /* a Philox vector */
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    return dtrain__job_run(cpu, &job, cpu->kernels->dropout, args->count);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->dropout, args, args->count,
+                               args->dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrain_sum_args *args)
@@ -193,12 +209,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const int64_t share = (args->count + DTRAIN__SUM_CHUNKS - 1) / DTRAIN__SUM_CHUNKS;
     const int64_t chunk = share > 4096 ? dtrain__multiple(share, 4096) : 4096;
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1);
+    dtrain__job job = dtrain__job_make(args, (args->count + chunk - 1) / chunk, 1, args->dtype);
     double sum = 0;
     job.chunk = chunk;
     job.sums = cpu->sums;
-    dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count);
+    DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count));
     for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
     if (args->accumulate) sum += args->total[0];
@@ -221,12 +236,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
                                                   const dtrain_convert_args *args)
 {
-    const dtrain_dtype low = args->x_dtype < args->y_dtype ? args->x_dtype : args->y_dtype;
-    const dtrain_dtype high = args->x_dtype < args->y_dtype ? args->y_dtype : args->x_dtype;
-    if (low < DTRAIN_DTYPE_F32 || high > DTRAIN_DTYPE_F16)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cannot convert %s to %s",
-                           dtrain_dtype_name(args->x_dtype), dtrain_dtype_name(args->y_dtype));
-    return dtrain__cpu_elementwise(device, args, args->count, dtrain__cpu_kernels(device)->convert);
+    if (!args->x_dtype || !args->y_dtype)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "convert: both types have to be given");
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->convert, args, args->count,
+                               dtrain__larger(args->x_dtype, args->y_dtype));
 }
 
 /* ---- Optimizers -------------------------------------------------------------------------------*/
@@ -238,7 +251,7 @@ static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *u
     if (scalars) update->now = *scalars;
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
-        DTRAIN__TRY(dtrain__cpu_elementwise(device, update, tensors[i].count, range));
+        DTRAIN__TRY(dtrain__elementwise(device, range, update, tensors[i].count, DTRAIN_DTYPE_F32));
     }
     return DTRAIN_OK;
 }

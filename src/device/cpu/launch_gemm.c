@@ -10,63 +10,31 @@
 #include "device/cpu/kernels_internal.h"
 #include "device/device.h"
 
-static dtrain_result dtrain__built_in_product(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+/* Multiply. A BLAS library, where the program is linked with one, takes products of fp32; bias, aux
+ * and activation follow in a second pass over C. */
+static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
 {
-    if (dtrain__gemm(cpu->pool, &cpu->gemm, args) != 0)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the packing buffers of a GEMM");
-    return DTRAIN_OK;
-}
-
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
 #ifdef DTRAIN_USE_CBLAS
-
-/* The library multiplies fp32; bias, aux and activation follow in a second pass over C. Products
- * with half precision are the built-in GEMM's, which reads and writes it. */
-static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
-    if (args->a_dtype != DTRAIN_DTYPE_F32 || args->b_dtype != DTRAIN_DTYPE_F32 ||
-        args->c_dtype != DTRAIN_DTYPE_F32)
-        return dtrain__built_in_product(cpu, args);
-    if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
-        args->ldb > INT_MAX || args->ldc > INT_MAX)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d", INT_MAX);
-    cblas_sgemm(CblasRowMajor, args->flags & DTRAIN_GEMM_TRANS_A ? CblasTrans : CblasNoTrans,
-                args->flags & DTRAIN_GEMM_TRANS_B ? CblasTrans : CblasNoTrans, (int)args->m,
-                (int)args->n, (int)args->k, args->alpha, (const float *)args->a, (int)args->lda,
-                (const float *)args->b, (int)args->ldb, args->beta, (float *)args->c,
-                (int)args->ldc);
-    if (!args->bias && !args->aux && args->activation == DTRAIN_ACTIVATION_NONE) return DTRAIN_OK;
-    dtrain__job job = dtrain__job_make(args, args->m, 1);
-    return dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
-}
-
-#else
-
-static dtrain_result dtrain__cpu_product(dtrain_device *device, const dtrain_gemm_args *args)
-{
-    return dtrain__built_in_product((dtrain__cpu *)device->state, args);
-}
-
-#endif
-
-/* ---- Activation, backward ---------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_backward_args *args)
-{
-    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    dtrain_activation_backward_args all = *args;
-    DTRAIN__TRY(dtrain__check_dtype(args->dtype));
-    if (!args->d_bias) { /* no column sums: one long row */
-        all.n = args->rows * args->n;
-        all.rows = 1;
+    if (args->a_dtype == DTRAIN_DTYPE_F32 && args->b_dtype == DTRAIN_DTYPE_F32 &&
+        args->c_dtype == DTRAIN_DTYPE_F32 && args->m > 0 && args->n > 0) {
+        if (args->m > INT_MAX || args->n > INT_MAX || args->k > INT_MAX || args->lda > INT_MAX ||
+            args->ldb > INT_MAX || args->ldc > INT_MAX)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "cblas takes dimensions up to %d",
+                               INT_MAX);
+        cblas_sgemm(CblasRowMajor, args->flags & DTRAIN_GEMM_TRANS_A ? CblasTrans : CblasNoTrans,
+                    args->flags & DTRAIN_GEMM_TRANS_B ? CblasTrans : CblasNoTrans, (int)args->m,
+                    (int)args->n, (int)args->k, args->alpha, (const float *)args->a, (int)args->lda,
+                    (const float *)args->b, (int)args->ldb, args->beta, (float *)args->c,
+                    (int)args->ldc);
+        if (!args->bias && !args->aux && args->activation == DTRAIN_ACTIVATION_NONE)
+            return DTRAIN_OK;
+        dtrain__job job = dtrain__job_make(args, args->m, 1, DTRAIN_DTYPE_F32);
+        return dtrain__job_run(cpu, &job, cpu->kernels->activate, args->m * args->n);
     }
-    dtrain__job job = dtrain__job_make(&all, all.n, DTRAIN__LINE);
-    return dtrain__job_run(cpu, &job, cpu->kernels->activation_backward, args->rows * args->n);
+#endif
+    return dtrain__gemm(cpu, args);
 }
-
-/* ---- Matrix multiplication: bias gradients and backward epilogues -----------------------------*/
 
 static void dtrain__row_sums(const dtrain_gemm_args *args)
 {

@@ -141,19 +141,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_topk(dtrain_device *device, const dtra
     const int64_t head = DTRAIN__TOPK_BINS + DTRAIN__TOPK_SAMPLE;
     dtrain__topk_pass pass;
     DTRAIN__TRY(dtrain__topk_check(args));
-    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE);
+    dtrain__job job = dtrain__job_make(&pass, args->count, DTRAIN__LINE, DTRAIN_DTYPE_F32);
     memset(&pass, 0, sizeof pass);
     pass.args = args;
     pass.below = -1;
     pass.room = args->count + DTRAIN__TOPK_BLOCK;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head));
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, head, &job.scratch));
     if (!few) {
         pass.below = dtrain__topk_threshold(args, job.scratch + DTRAIN__TOPK_BINS,
                                             (uint32_t *)(void *)job.scratch, &pass.room);
         if (pass.below < 0) pass.room = 0;
         else if (lists > 4) pass.room = 4 * pass.room / lists + DTRAIN__TOPK_BLOCK;
     }
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, &job, head + 2 * lists * pass.room));
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, head + 2 * lists * pass.room, &job.scratch));
     uint32_t *bins = (uint32_t *)(void *)job.scratch;
     pass.found = (int64_t *)(void *)(job.scratch + DTRAIN__TOPK_BINS);
     pass.values = job.scratch + head;
@@ -232,9 +232,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "orthogonalize: %lld rows, %lld columns; expected 1 to %d columns",
                            (long long)rows, (long long)columns, DTRAIN_ORTHOGONALIZE_COLUMNS);
-    dtrain__job job = dtrain__job_make(args, rows, 1);
-    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, &job, 2 * rows * columns));
-    double *q = (double *)(void *)job.scratch;
+    float *scratch;
+    DTRAIN__TRY(dtrain__cpu_scratch((dtrain__cpu *)device->state, 2 * rows * columns, &scratch));
+    double *q = (double *)(void *)scratch;
     bool finite = true;
     for (int64_t i = 0; i < rows * columns; i++)
         q[i % columns * rows + i / columns] = (double)args->x[i];

@@ -235,15 +235,13 @@ static void *dtrain_cuda_stream_native(dtrain_device *device, dtrain_stream *str
     return (void *)dtrain_cuda_native(device, stream);
 }
 
-static dtrain_result dtrain_cuda_event_create(dtrain_device *device, bool timing,
-                                              dtrain_event **out)
+static dtrain_result dtrain_cuda_event_create(dtrain_device *device, dtrain_event **out)
 {
     cudaEvent_t event = NULL;
     (void)device;
     *out = NULL;
-    DTRAIN_CUDA_TRY(dtrain_cuda_check(
-        cudaEventCreateWithFlags(&event, timing ? cudaEventDefault : cudaEventDisableTiming),
-        "creating an event"));
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
+                                      "creating an event"));
     *out = (dtrain_event *)event;
     return DTRAIN_OK;
 }

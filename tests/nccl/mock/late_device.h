@@ -224,11 +224,10 @@ static bool late_step_wait(void *state)
     return mark->event->happened >= mark->time;
 }
 
-static dtrain_result late_event_create(dtrain_device *device, bool timing, dtrain_event **out)
+static dtrain_result late_event_create(dtrain_device *device, dtrain_event **out)
 {
     late_state *late = late_get(device);
     late_event *event = (late_event *)calloc(1, sizeof *event);
-    (void)timing;
     if (!event) return DTRAIN_ERROR_MEMORY;
     event->alive = true;
     event->next = late->events;

@@ -182,7 +182,7 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
 /* Item: one block of queries of one head; the long ones come first. */
 DTRAIN__KERNEL(attention)
 {
-    const dtrain_attention_args *a = (const dtrain_attention_args *)job->args;
+    const dtrain_attention_args *a = &((const dtrain__attention_pass *)job->args)->forward;
     const int64_t head_count = a->batch * a->heads;
     const int64_t blocks = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
     for (int64_t item = begin; item < end; item++) {
@@ -310,18 +310,12 @@ DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t a
 /* Item: one head of one sequence, so that no two threads write one element. */
 DTRAIN__KERNEL(attention_backward)
 {
-    const dtrain_attention_backward_args *a = (const dtrain_attention_backward_args *)job->args;
-    dtrain_attention_args forward;
-    memset(&forward, 0, sizeof forward);
-    forward.sequence = a->sequence;
-    forward.heads = a->heads;
-    forward.n = a->n;
-    forward.causal = a->causal;
-    forward.qkv = a->qkv;
-    forward.dtype = a->dtype;
+    const dtrain__attention_pass *pass = (const dtrain__attention_pass *)job->args;
+    const dtrain_attention_backward_args *a = pass->backward;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        float *scratch = DTRAIN__K(head_open)(&h, &forward, item, job->scratch + index * job->slot);
+        float *scratch =
+            DTRAIN__K(head_open)(&h, &pass->forward, item, job->scratch + index * job->slot);
         const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
                                 DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
         h.y = a->y;

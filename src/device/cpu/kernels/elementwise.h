@@ -2,9 +2,11 @@
  *
  * Bandwidth is the limit: 8 to 28 bytes an element. */
 
-DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, int64_t end,
-                                      dtrain_dtype x_dtype, dtrain_dtype y_dtype)
+DTRAIN__KERNEL_AS(add)
 {
+    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
         const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
@@ -12,23 +14,13 @@ DTRAIN__HELPER void DTRAIN__K(add_as)(const dtrain_add_args *a, int64_t begin, i
     }
 }
 
-DTRAIN__KERNEL(add)
+DTRAIN__KERNEL_AS(axpby)
 {
-    const dtrain_add_args *a = (const dtrain_add_args *)job->args;
-    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(add_as)(a, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(add_as)(a, begin, end, a->x_dtype, a->y_dtype);
-}
-
-DTRAIN__HELPER void DTRAIN__K(axpby_as)(const dtrain_axpby_args *args, int64_t begin, int64_t end,
-                                        dtrain_dtype dtype)
-{
+    const dtrain_axpby_args *args = (const dtrain_axpby_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : args->dtype;
     const bool constant = args->broadcast || !args->x;
-    float value = args->a, lanes[DTRAIN__W];
-    if (constant && args->x) {
-        dtrain__vstore(lanes, dtrain__vload_as(args->x, dtype, 0, 1));
-        value *= lanes[0];
-    }
+    float value = args->a;
+    if (constant && args->x) value *= dtrain__vload_as(args->x, dtype, 0, 1)[0];
     const dtrain__v a = dtrain__vset(value), b = dtrain__vset(args->b);
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
@@ -40,13 +32,6 @@ DTRAIN__HELPER void DTRAIN__K(axpby_as)(const dtrain_axpby_args *args, int64_t b
         } else if (!constant) y = a * dtrain__vload_as(args->x, dtype, i, n);
         dtrain__vstore_as(args->y, dtype, i, y, n);
     }
-}
-
-DTRAIN__KERNEL(axpby)
-{
-    const dtrain_axpby_args *a = (const dtrain_axpby_args *)job->args;
-    if (a->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(axpby_as)(a, begin, end, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(axpby_as)(a, begin, end, a->dtype);
 }
 
 /* The corrections are folded: lr / correction1 is one factor, and v is scaled under the root. */
@@ -101,27 +86,20 @@ DTRAIN__KERNEL(sgd)
  *
  * Accumulated in double, half a vector of floats at a time; two accumulators hide the latency. */
 #define DTRAIN__H (DTRAIN__W > 1 ? DTRAIN__W / 2 : 1)
-#if DTRAIN__W > 1
-typedef float DTRAIN__K(vhalf) __attribute__((vector_size(2 * DTRAIN__W), aligned(4), may_alias));
-typedef double DTRAIN__K(vd) __attribute__((vector_size(4 * DTRAIN__W)));
+typedef float DTRAIN__K(vhalf) __attribute__((vector_size(4 * DTRAIN__H), aligned(4), may_alias));
+typedef double DTRAIN__K(vd) __attribute__((vector_size(8 * DTRAIN__H)));
 DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p)
 {
     return __builtin_convertvector(*(const DTRAIN__K(vhalf) *)p, DTRAIN__K(vd));
 }
-#else
-typedef double DTRAIN__K(vd);
-DTRAIN__HELPER DTRAIN__K(vd) DTRAIN__K(vwiden)(const float *p) { return (double)*p; }
-#endif
 
 DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t begin, int64_t end,
                                            dtrain_dtype dtype, bool squares)
 {
-    DTRAIN__K(vd) even, odd;
-    double lanes[DTRAIN__H], total = 0;
+    DTRAIN__K(vd) even = {0}, odd = {0};
+    double total = 0;
     float buffer[2 * DTRAIN__H];
     int64_t i = begin;
-    memset(&even, 0, sizeof even);
-    odd = even;
     for (; i + 2 * DTRAIN__H <= end; i += 2 * DTRAIN__H) {
         const float *x = DTRAIN__K(widened)(a->x, dtype, i, 2 * DTRAIN__H, buffer);
         const DTRAIN__K(vd) low = DTRAIN__K(vwiden)(x), high = DTRAIN__K(vwiden)(x + DTRAIN__H);
@@ -129,8 +107,7 @@ DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t beg
         odd += squares ? high * high : high;
     }
     even += odd;
-    memcpy(lanes, &even, sizeof lanes);
-    for (int lane = 0; lane < DTRAIN__H; lane++) total += lanes[lane];
+    for (int lane = 0; lane < DTRAIN__H; lane++) total += even[lane];
     for (; i < end; i++) {
         const double x = (double)DTRAIN__K(widened)(a->x, dtype, i, 1, buffer)[0];
         total += squares ? x * x : x;
@@ -138,16 +115,15 @@ DTRAIN__HELPER double DTRAIN__K(sum_chunk)(const dtrain_sum_args *a, int64_t beg
     return total;
 }
 
-DTRAIN__KERNEL(sum)
+DTRAIN__KERNEL_AS(sum)
 {
     const dtrain_sum_args *a = (const dtrain_sum_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->count ? past : a->count;
-        job->sums[chunk] =
-            a->dtype > DTRAIN_DTYPE_F32 ? DTRAIN__K(sum_chunk)(a, first, last, a->dtype, a->squares)
-            : a->squares ? DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, true)
-                         : DTRAIN__K(sum_chunk)(a, first, last, DTRAIN_DTYPE_F32, false);
+        job->sums[chunk] = a->squares ? DTRAIN__K(sum_chunk)(a, first, last, dtype, true)
+                                      : DTRAIN__K(sum_chunk)(a, first, last, dtype, false);
     }
 }
 
@@ -169,8 +145,6 @@ DTRAIN__KERNEL(convert)
         memmove((char *)a->y + at, (const char *)a->x + at, (size_t)(end - begin) * bytes);
     } else if (from == f32 && to == bf16) DTRAIN__K(convert_as)(a, begin, end, f32, bf16);
     else if (from == bf16 && to == f32) DTRAIN__K(convert_as)(a, begin, end, bf16, f32);
-    else if (from == f32) DTRAIN__K(convert_as)(a, begin, end, f32, DTRAIN_DTYPE_F16);
-    else if (to == f32) DTRAIN__K(convert_as)(a, begin, end, DTRAIN_DTYPE_F16, f32);
     else DTRAIN__K(convert_as)(a, begin, end, from, to);
 }
 
@@ -179,8 +153,7 @@ DTRAIN__KERNEL(convert)
  * H counters at a time, each 32-bit word in a 64-bit lane, because x86 multiplies 32 x 32 -> 64
  * there. High halves carry rubbish between rounds: the multiplier ignores them. */
 
-#if DTRAIN__W > 1
-typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(4 * DTRAIN__W)));
+typedef uint64_t DTRAIN__K(vq) __attribute__((vector_size(8 * DTRAIN__H)));
 
 DTRAIN__HELPER DTRAIN__K(vq) DTRAIN__K(vwide)(DTRAIN__K(vq) a, uint32_t b)
 {
@@ -240,14 +213,6 @@ DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t 
     }
     DTRAIN__K(vmerge)((c0 & half) | (c1 << 32), (c2 & half) | (c3 << 32), words);
 }
-#else
-DTRAIN__HELPER void DTRAIN__K(vphilox)(uint64_t seed, uint64_t stream, uint64_t counter,
-                                       uint32_t *words)
-{
-    dtrain__philox(seed, stream, counter, words);
-}
-#endif
-
 DTRAIN__KERNEL(dropout)
 {
     const dtrain_dropout_args *a = (const dtrain_dropout_args *)job->args;

@@ -47,13 +47,13 @@
         dtrain__vstore(to, left##r);                                                              \
         dtrain__vstore(to + DTRAIN__W, right##r);                                                 \
     }
-#define DTRAIN__TILE(ROWS, STEP)                                                              \
-    ROWS(DTRAIN__ROW_BEGIN)                                                                   \
-    DTRAIN__UNROLL for (int64_t at = 0, end = k * a_step; at < end; at += a_step, b += b_row) \
-    {                                                                                         \
-        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W);    \
-        ROWS(STEP)                                                                            \
-    }                                                                                         \
+#define DTRAIN__TILE(ROWS, STEP)                                                           \
+    ROWS(DTRAIN__ROW_BEGIN)                                                                \
+    DTRAIN__UNROLL for (int64_t p = 0, at = 0; p < k; p++, at += a_step, b += b_row)       \
+    {                                                                                      \
+        const dtrain__v b_left = dtrain__vload(b), b_right = dtrain__vload(b + DTRAIN__W); \
+        ROWS(STEP)                                                                         \
+    }                                                                                      \
     ROWS(DTRAIN__ROW_END)
 
 /* Element (i,p) of A is a[i a_row + p a_step]: attention's form. */
@@ -80,7 +80,6 @@ DTRAIN__HELPER void DTRAIN__K(interleave4)(float *out, int64_t width, const floa
                                            int k)
 {
     int p = 0;
-#if DTRAIN__ISA > 0
 #if defined(__clang__)
 #define DTRAIN__SHUFFLE __builtin_shufflevector
 #else
@@ -102,7 +101,6 @@ DTRAIN__HELPER void DTRAIN__K(interleave4)(float *out, int64_t width, const floa
         *(four *)(to + 3 * width) = DTRAIN__SHUFFLE(ab_high, cd_high, 2, 3, 6, 7);
     }
 #undef DTRAIN__SHUFFLE
-#endif
     for (; p < k; p++)
         for (int r = 0; r < 4; r++) out[p * width + r] = in[r][p];
 }
@@ -225,6 +223,8 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
     }
 }
 
+static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
+                                                     DTRAIN__K(load_tile), DTRAIN__K(store_tile)};
 static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
                                            DTRAIN__MR,
                                            DTRAIN__N,
@@ -234,9 +234,6 @@ static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
                                            DTRAIN__K(gemm_tile),
                                            DTRAIN__K(pack_a),
                                            DTRAIN__K(pack_b),
-                                           DTRAIN__K(finish_tile),
-                                           DTRAIN__K(slope_tile),
-                                           DTRAIN__K(load_tile),
-                                           DTRAIN__K(store_tile),
+                                           &DTRAIN__K(tile_ops),
                                            NULL,
                                            NULL};

@@ -56,11 +56,10 @@ DTRAIN__ROUTINE const float *DTRAIN__K(row_open)(const dtrain_layernorm_args *a,
     return buffer;
 }
 
-DTRAIN__HELPER void DTRAIN__K(layernorm_as)(dtrain__job *job, int64_t begin, int64_t end, int index,
-                                            dtrain_dtype y_dtype)
+DTRAIN__KERNEL_AS(layernorm)
 {
     const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    void *y = a->y;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     for (int64_t row = begin; row < end; row++) {
         const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
         const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
@@ -72,20 +71,12 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_as)(dtrain__job *job, int64_t begin, int
             const dtrain__v normal = (dtrain__vload_n(x + i, n) - m) * r;
             __builtin_prefetch(x + a->n + i); /* the next row, while this one keeps the core busy */
             const dtrain__v bias = a->bias ? dtrain__vload_n(a->bias + i, n) : dtrain__vset(0);
-            dtrain__vstore_as(y, y_dtype, row * a->n + i,
+            dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
                               dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
         }
         a->mean[row] = mean;
         a->rstd[row] = rstd;
     }
-}
-
-DTRAIN__KERNEL(layernorm)
-{
-    const dtrain_layernorm_args *a = (const dtrain_layernorm_args *)job->args;
-    if (a->y_dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(layernorm_as)(job, begin, end, index, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(layernorm_as)(job, begin, end, index, a->y_dtype);
 }
 
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
@@ -137,10 +128,11 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_a
 }
 
 /* Range: chunks of job->chunk rows; chunk c leaves its sums in scratch[2 n c ...]. */
-DTRAIN__HELPER void DTRAIN__K(layernorm_backward_as)(dtrain__job *job, int64_t begin, int64_t end,
-                                                     dtrain_dtype x_dtype, dtrain_dtype y_dtype)
+DTRAIN__KERNEL_AS(layernorm_backward)
 {
     const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     float means[2];
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk;
@@ -152,14 +144,6 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_backward_as)(dtrain__job *job, int64_t b
             if (a->d_x) DTRAIN__K(layernorm_slope)(a, row, x_dtype, y_dtype, means);
         }
     }
-}
-
-DTRAIN__KERNEL(layernorm_backward)
-{
-    const dtrain_layernorm_backward_args *a = (const dtrain_layernorm_backward_args *)job->args;
-    if (a->x_dtype <= DTRAIN_DTYPE_F32 && a->y_dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(layernorm_backward_as)(job, begin, end, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(layernorm_backward_as)(job, begin, end, a->x_dtype, a->y_dtype);
 }
 
 /* Range: columns. Adds the chunks' sums up in order; job->total chunks. */

@@ -7,7 +7,7 @@
  * same bits. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsettle)(dtrain__v v)
 {
-#if DTRAIN__ISA == 3 || (defined(__x86_64__) && DTRAIN__W <= 8)
+#if DTRAIN__ISA == 3 || (defined(__x86_64__) && DTRAIN__W > 1 && DTRAIN__W <= 8)
     __asm__("" : "+x"(v));
 #else
     __asm__("" : "+m"(v));

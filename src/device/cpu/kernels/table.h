@@ -1,25 +1,5 @@
 /* The table of one instruction set. */
 
-static const dtrain__kernels DTRAIN__K(kernels) = {
-    DTRAIN__STRING(DTRAIN__SUFFIX),
-    &DTRAIN__K(isa),
-    DTRAIN__K(activate),
-    DTRAIN__K(activation_backward),
-    DTRAIN__K(layernorm),
-    DTRAIN__K(layernorm_backward),
-    DTRAIN__K(layernorm_params),
-    DTRAIN__K(embedding),
-    DTRAIN__K(embedding_backward),
-    DTRAIN__K(attention),
-    DTRAIN__K(attention_backward),
-    DTRAIN__K(cross_entropy),
-    DTRAIN__K(cross_entropy_backward),
-    DTRAIN__K(add),
-    DTRAIN__K(axpby),
-    DTRAIN__K(dropout),
-    DTRAIN__K(sum),
-    DTRAIN__K(convert),
-    DTRAIN__K(adamw),
-    DTRAIN__K(sgd),
-    DTRAIN__K(topk),
-};
+#define DTRAIN__ENTRY(name) DTRAIN__K(name),
+static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa),
+                                                   DTRAIN__K(mix), DTRAIN__RANGES(DTRAIN__ENTRY)};

@@ -18,10 +18,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
-DTRAIN__HELPER void DTRAIN__K(activation_backward_as)(const dtrain_activation_backward_args *a,
-                                                      int64_t begin, int64_t end,
-                                                      dtrain_dtype dtype)
+DTRAIN__KERNEL_AS(activation_backward)
 {
+    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const bool store = a->activation != DTRAIN_ACTIVATION_NONE || a->d_in != a->d_out;
     if (a->d_bias && !a->accumulate)
         memset(a->d_bias + begin, 0, (size_t)(end - begin) * sizeof *a->d_bias);
@@ -35,14 +35,6 @@ DTRAIN__HELPER void DTRAIN__K(activation_backward_as)(const dtrain_activation_ba
             if (a->d_bias)
                 dtrain__vstore_n(a->d_bias + j, dtrain__vload_n(a->d_bias + j, n) + d, n);
         }
-}
-
-DTRAIN__KERNEL(activation_backward)
-{
-    const dtrain_activation_backward_args *a = (const dtrain_activation_backward_args *)job->args;
-    if (a->dtype == DTRAIN_DTYPE_BF16 || a->dtype == DTRAIN_DTYPE_F16)
-        DTRAIN__K(activation_backward_as)(a, begin, end, a->dtype);
-    else DTRAIN__K(activation_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
 }
 
 /* Range: rows of C. What a foreign GEMM leaves to do: bias, aux, activation. */
@@ -159,10 +151,11 @@ DTRAIN__KERNEL(cross_entropy)
     }
 }
 
-DTRAIN__HELPER void
-DTRAIN__K(cross_entropy_backward_as)(const dtrain_cross_entropy_backward_args *a, int64_t begin,
-                                     int64_t end, dtrain_dtype dtype)
+DTRAIN__KERNEL_AS(cross_entropy_backward)
 {
+    const dtrain_cross_entropy_backward_args *a =
+        (const dtrain_cross_entropy_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const dtrain__v scale = dtrain__vset(factor);
     for (int64_t row = begin; row < end; row++) {
@@ -183,13 +176,4 @@ DTRAIN__K(cross_entropy_backward_as)(const dtrain_cross_entropy_backward_args *a
         dtrain__vstore_as(a->d_logits, dtype, target, dtrain__vexp(wanted - lse) * scale - scale,
                           1);
     }
-}
-
-DTRAIN__KERNEL(cross_entropy_backward)
-{
-    const dtrain_cross_entropy_backward_args *a =
-        (const dtrain_cross_entropy_backward_args *)job->args;
-    if (a->dtype <= DTRAIN_DTYPE_F32)
-        DTRAIN__K(cross_entropy_backward_as)(a, begin, end, DTRAIN_DTYPE_F32);
-    else DTRAIN__K(cross_entropy_backward_as)(a, begin, end, a->dtype);
 }

@@ -1,15 +1,16 @@
 /* Vectors
  *
  * This text is compiled once for each instruction set, with DTRAIN__ISA = 3 (AVX-512), 2 (AVX2, FMA
- * and F16C), 1 (four-lane vector extensions: SSE2, NEON, ...) or 0 (plain C, DTRAIN_NO_SIMD). Names
- * of an instance end with its suffix:
+ * and F16C), 1 (four lanes: SSE2, NEON, ...) or 0 (one lane, DTRAIN_NO_SIMD and tests): explicit
+ * vectors everywhere, intrinsics where compilers need them. Names of an instance end with its
+ * suffix:
  *
  *     DTRAIN__KERNEL(add) { ... }      defines dtrain__add_avx2, a range function
  *     DTRAIN__HELPER float DTRAIN__K(row_sum)(...)     inlined into its callers
  *     DTRAIN__ROUTINE void DTRAIN__K(product)(...)     called by them
  *
- * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K; text.h
- * takes all macros back at its end.
+ * The vocabulary of vectors below, which every kernel uses, is spelled without DTRAIN__K: each name
+ * is a macro that ends in the suffix of the instance that is being compiled.
  *
  * A kernel works on the range [begin, end) of its job (elements, rows, columns or items, see the
  * launchers): the pool's threads take disjoint ranges. No sum crosses a range boundary, so the bits
@@ -51,6 +52,18 @@
 #define DTRAIN__KERNEL(name)                                                            \
     DTRAIN__ROUTINE void DTRAIN__K(name)(dtrain__job * job, int64_t begin, int64_t end, \
                                          DTRAIN__UNUSED int index)
+/* Open a kernel that is compiled twice: with f32 true, where all activations of the job are fp32,
+ * the test of their type costs nothing; where memory is fast it costs as much as the arithmetic. */
+#define DTRAIN__KERNEL_AS(name)                                                                 \
+    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
+                                             int index, bool f32);                              \
+    DTRAIN__KERNEL(name)                                                                        \
+    {                                                                                           \
+        if (job->dtype <= DTRAIN_DTYPE_F32) DTRAIN__K(name##_as)(job, begin, end, index, true); \
+        else DTRAIN__K(name##_as)(job, begin, end, index, false);                               \
+    }                                                                                           \
+    DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
+                                             DTRAIN__UNUSED int index, bool f32)
 
 #define dtrain__v DTRAIN__K(v)
 #define dtrain__vi DTRAIN__K(vi)
@@ -78,19 +91,9 @@
 
 /* ---- Vectors ----------------------------------------------------------------------------------*/
 
-#if DTRAIN__ISA == 3
-typedef __m512 dtrain__v;
-#elif DTRAIN__ISA == 2
-typedef __m256 dtrain__v;
-#elif DTRAIN__ISA == 1
 typedef float dtrain__v __attribute__((vector_size(4 * DTRAIN__W)));
-#else
-typedef float dtrain__v;
-#endif
-
-#if DTRAIN__ISA > 0
 typedef int32_t dtrain__vi __attribute__((vector_size(4 * DTRAIN__W)));
-typedef float DTRAIN__K(vu) __attribute__((vector_size(4 * DTRAIN__W), aligned(4), may_alias));
+typedef float DTRAIN__K(vu) __attribute__((vector_size(4 * DTRAIN__W), aligned(1), may_alias));
 
 DTRAIN__HELPER dtrain__v dtrain__vload(const float *p)
 {
@@ -108,20 +111,18 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v)
 {
     return __builtin_convertvector(v, dtrain__v);
 }
-#else
-typedef int32_t dtrain__vi;
 
-DTRAIN__HELPER dtrain__v dtrain__vload(const float *p) { return *p; }
-DTRAIN__HELPER void dtrain__vstore(float *p, dtrain__v v) { *p = v; }
-DTRAIN__HELPER dtrain__vi dtrain__vbits(dtrain__v v) { return (int32_t)dtrain__f32_bits(v); }
-DTRAIN__HELPER dtrain__v dtrain__vfrombits(dtrain__vi v)
+/* The scalar goes into every lane; x - 0 is x, of both zeros too. */
+DTRAIN__HELPER dtrain__v dtrain__vset(float x)
 {
-    return dtrain__f32_from_bits((uint32_t)v);
+    const dtrain__v zero = {0};
+    return x - zero;
 }
-DTRAIN__HELPER dtrain__vi DTRAIN__K(vless)(dtrain__v a, dtrain__v b) { return -(a < b); }
-DTRAIN__HELPER dtrain__vi dtrain__viless(dtrain__vi a, dtrain__vi b) { return -(a < b); }
-DTRAIN__HELPER dtrain__v DTRAIN__K(vtofloat)(dtrain__vi v) { return (float)v; }
-#endif
+DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x)
+{
+    const dtrain__vi zero = {0};
+    return x + zero;
+}
 
 /* Masks are all ones or all zeros per lane. */
 DTRAIN__HELPER dtrain__v dtrain__vkeep(dtrain__v v, dtrain__vi mask)
@@ -143,12 +144,10 @@ DTRAIN__HELPER dtrain__vi dtrain__viota(void)
 }
 
 /* The operations that compilers do not make out of operators: fused multiply-add (-std=c99 forbids
- * contracting), broadcast, max and min with a known NaN rule (the second operand wins), rounding to
- * an integer, loads and stores of n < lanes elements. AVX-512 has full zero-masks where the plain
+ * contracting), max and min with a known NaN rule (the second operand wins), rounding to an
+ * integer, loads and stores of n < lanes elements. AVX-512 has full zero-masks where the plain
  * intrinsic starts from an undefined value, because g++ warns about those. */
 #if DTRAIN__ISA == 3
-DTRAIN__HELPER dtrain__v dtrain__vset(float x) { return _mm512_set1_ps(x); }
-DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm512_set1_epi32(x); }
 DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
     return _mm512_fmadd_ps(a, b, c);
@@ -175,8 +174,6 @@ DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v);
 }
 #elif DTRAIN__ISA == 2
-DTRAIN__HELPER dtrain__v dtrain__vset(float x) { return _mm256_set1_ps(x); }
-DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x) { return (dtrain__vi)_mm256_set1_epi32(x); }
 DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
     return _mm256_fmadd_ps(a, b, c);
@@ -199,16 +196,6 @@ DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
     _mm256_maskstore_ps(p, (__m256i)mask, v);
 }
 #else
-DTRAIN__HELPER dtrain__v dtrain__vset(float x)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = x;
-    return dtrain__vload(lanes);
-}
-DTRAIN__HELPER dtrain__vi dtrain__viset(int32_t x)
-{
-    return dtrain__vbits(dtrain__vset(dtrain__f32_from_bits((uint32_t)x)));
-}
 DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
 #if defined(__aarch64__) && DTRAIN__W == 4
@@ -227,21 +214,15 @@ DTRAIN__HELPER dtrain__v dtrain__vmin(dtrain__v a, dtrain__v b)
 }
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
 {
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, a);
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = sqrtf(lanes[i]);
-    return dtrain__vload(lanes);
+    for (int i = 0; i < DTRAIN__W; i++) a[i] = sqrtf(a[i]);
+    return a;
 }
 /* Halves go away from zero here: any of the two neighbours is good enough for exp. */
 DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
     const dtrain__v half = dtrain__vfrombits(dtrain__vbits(dtrain__vset(0.5f)) | sign);
-#if DTRAIN__W > 1
     return __builtin_convertvector(a + half, dtrain__vi);
-#else
-    return a < 1e9f ? (int32_t)(a + half) : 0; /* NaN: any integer, but no undefined conversion */
-#endif
 }
 DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
@@ -251,9 +232,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 }
 DTRAIN__HELPER void DTRAIN__K(vpart_store)(float *p, dtrain__v v, int64_t n)
 {
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int64_t i = 0; i < n && i < DTRAIN__W; i++) p[i] = lanes[i];
+    for (int64_t i = 0; i < n && i < DTRAIN__W; i++) p[i] = v[i];
 }
 #endif
 
@@ -294,15 +273,10 @@ DTRAIN__HELPER float DTRAIN__K(vtop)(dtrain__v v)
     return top;
 }
 
-/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything: a scalar shift has to
- * be unsigned, or it would be undefined. */
+/* 2^n for -127 <= n <= 127, from its exponent bits. Of a NaN, n is anything. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(power_of_two)(dtrain__vi n)
 {
-#if DTRAIN__W > 1
     return dtrain__vfrombits((n + dtrain__viset(127)) << 23);
-#else
-    return dtrain__vfrombits((int32_t)(((uint32_t)n + 127u) << 23));
-#endif
 }
 
 /* ---- exp, GELU ----------------------------------------------------------------------------------
@@ -398,9 +372,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vgelu_slope)(dtrain__v x)
  * bf16 is integer arithmetic on vectors, fp16 the F16C instructions or, without them, the scalar
  * functions of core/dtype.c: the bits are the same. */
 
-#if DTRAIN__ISA >= 2
 typedef uint16_t DTRAIN__K(vhalves)
-    __attribute__((vector_size(2 * DTRAIN__W), aligned(2), may_alias));
+    __attribute__((vector_size(2 * DTRAIN__W), aligned(1), may_alias));
 typedef uint32_t DTRAIN__K(vwords) __attribute__((vector_size(4 * DTRAIN__W)));
 
 DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
@@ -420,11 +393,14 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 
 DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
 {
-    enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 #if DTRAIN__ISA == 3
-    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtps_ph(0xffff, v, NEAREST));
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtps_ph(0xffff, v, nearest));
+#elif DTRAIN__ISA == 2
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+    _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, nearest));
 #else
-    _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, NEAREST));
+    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(v[i]);
 #endif
 }
 
@@ -433,45 +409,18 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 #if DTRAIN__ISA == 3
     const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)from);
     return _mm512_maskz_cvtph_ps(0xffff, half);
-#else
+#elif DTRAIN__ISA == 2
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
-#endif
-}
 #else
-DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
-{
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_bf16(lanes[i]);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_bf16_to_f32(from[i]);
-    return dtrain__vload(lanes);
-}
-
-DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
-{
-    float lanes[DTRAIN__W];
-    dtrain__vstore(lanes, v);
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(lanes[i]);
-}
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
-{
-    float lanes[DTRAIN__W];
-    for (int i = 0; i < DTRAIN__W; i++) lanes[i] = dtrain_f16_to_f32(from[i]);
-    return dtrain__vload(lanes);
-}
+    dtrain__v v = {0};
+    for (int i = 0; i < DTRAIN__W; i++) v[i] = dtrain_f16_to_f32(from[i]);
+    return v;
 #endif
+}
 
 /* vload_n and vstore_n of elements from `at` on, of fp32 (also dtype 0), bf16 or fp16: the way in
  * which every kernel reads and writes activations. Arithmetic is fp32, and a result is rounded
- * once. A tail of halves goes through a buffer of full width. Where memory is fast the test of
- * dtype costs as much as the arithmetic: such kernels are helpers with dtype as an argument, called
- * with the constant F32 where it is that. */
+ * once. A tail of halves goes through a buffer of full width. */
 DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int64_t at, int64_t n)
 {
     if (dtype <= DTRAIN_DTYPE_F32) return dtrain__vload_n((const float *)p + at, n);
