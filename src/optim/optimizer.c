@@ -323,7 +323,7 @@ static dtrain_result dtrain__offload_state(dtrain_optimizer *optimizer, size_t s
     const size_t states = dtrain__state_tensors(&optimizer->desc);
     void *memory;
     const size_t bytes =
-        (size_t)dtrain__offloaded_state(&optimizer->strategy->layout, states, &optimizer->stage);
+        (size_t)dtrain__optimizer_bytes(&optimizer->strategy->layout, states, &optimizer->stage);
     if (bytes == 0) return DTRAIN_OK;
     DTRAIN__TRY(device->ops->host_alloc(device, bytes, &memory));
     memset(memory, 0, bytes);

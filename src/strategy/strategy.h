@@ -189,6 +189,7 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 typedef struct dtrain_strategy_info {
     dtrain_strategy_desc desc; /* as resolved: kind is never AUTO; compression is the strategy's */
     const char *name;          /* "full_shard" */
+    dtrain_comm *comm;         /* all its ranks: those over which gradients are averaged */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
@@ -203,8 +204,6 @@ typedef struct dtrain_strategy_info {
     char reason[400];      /* AUTO: why this kind; empty otherwise */
 } dtrain_strategy_info;
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
-
-DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
 
 /* Copies the whole value of params[index] to host (its count elements), on every rank.
  * Collective. */
