@@ -9920,6 +9920,7 @@ typedef struct dtrain__layout {
     dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
+    uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
@@ -9975,8 +9976,6 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads);
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
@@ -10005,13 +10004,13 @@ DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
-typedef dtrain_result (*dtrain__step_fn)(dtrain_strategy *strategy, dtrain__bucket *bucket);
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
  * what has to be done before and starts them, end what has to be done when they are over. NULL:
  * nothing. */
 typedef struct dtrain__step {
-    dtrain__step_fn begin, end;
+    dtrain__step_fn *begin, *end;
     bool last_only; /* in a step's last micro-batch only, on the shard that sums all of them up */
 } dtrain__step;
 
@@ -10082,25 +10081,11 @@ struct dtrain_strategy {
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
 
 /* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
-#define DTRAIN__STEP(name) \
-    DTRAIN__PRIVATE dtrain_result dtrain__##name(dtrain_strategy *strategy, dtrain__bucket *bucket)
-DTRAIN__STEP(all_reduce_begin);
-DTRAIN__STEP(all_reduce_end);
-DTRAIN__STEP(reduce_scatter_begin);
-DTRAIN__STEP(reduce_scatter_end);
-DTRAIN__STEP(replicas_begin);
-DTRAIN__STEP(replicas_end);
-DTRAIN__STEP(node_scatter_begin);
-DTRAIN__STEP(node_gather_begin);
-DTRAIN__STEP(topk_begin);
-DTRAIN__STEP(topk_end);
-DTRAIN__STEP(topk_publish_begin);
-DTRAIN__STEP(topk_publish_end);
-DTRAIN__STEP(p_begin);
-DTRAIN__STEP(p_end);
-DTRAIN__STEP(q_begin);
-DTRAIN__STEP(q_end);
-#undef DTRAIN__STEP
+DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
+    dtrain__replicas_end, dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__topk_begin,
+    dtrain__topk_end, dtrain__topk_publish_begin, dtrain__topk_publish_end, dtrain__p_begin,
+    dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
 DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage);
@@ -11004,40 +10989,17 @@ enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Start to bring every rank's slice of a bucket to all. With nodes it takes two turns: this one
- * gathers the parts of this rank's hop from the other nodes. shard may be its place in values. */
-static dtrain_result dtrain__gather_slices(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           const void *shard, void *values, dtrain_dtype dtype)
-{
-    const bool nodes = strategy->layout.node_ranks > 1;
-    char *to = (char *)values;
-    if (nodes) to += (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS] : strategy->shard_comm,
-                             shard, to, (size_t)bucket->shard_count, dtype, bucket->gathers);
-}
-
-/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
-static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           void *values, dtrain_dtype dtype)
-{
-    const size_t first = (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
-    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH], (char *)values + first, values,
-                             (size_t)bucket->hop_count, dtype, bucket->gathers);
-}
-
 /* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
- * and each owner broadcasts its own. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+ * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
+ * this rank's hop from the other nodes. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          dtrain_dtype dtype)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool low = dtype != DTRAIN_DTYPE_F32;
+    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->layout.node_ranks > 1;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
     const void *shard = bucket->value_shard;
-    bucket->presence = DTRAIN__COMING;
     if (bucket->value_home->bring) {
         DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
         shard = bucket->values + bucket->shard_first;
@@ -11047,7 +11009,11 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
         shard = own;
     }
-    if (!bucket->cuts) return dtrain__gather_slices(strategy, bucket, shard, whole, dtype);
+    if (!bucket->cuts)
+        return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
+                                       : strategy->shard_comm,
+                                 shard, nodes ? whole + (size_t)bucket->hop_first * unit : whole,
+                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
@@ -11057,12 +11023,24 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     return DTRAIN_OK;
 }
 
-/* Wait until a bucket's values have come together, as dtype. */
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
+static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           dtrain_dtype dtype)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
-    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, whole, dtype));
+    const bool low = dtype != DTRAIN_DTYPE_F32;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
+                             whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->hop_count, dtype, bucket->gathers);
+}
+
+/* Wait until a bucket's values have come together, as dtype. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype)
+{
+    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
     return dtrain__wait_works(strategy, bucket->gathers);
 }
 
@@ -11073,7 +11051,7 @@ static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, uint32_t b)
     if (b == DTRAIN__NONE) return DTRAIN_OK;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_wait(strategy, b, dtype));
+    DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
     bucket->presence = DTRAIN__HERE;
     if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
     return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
@@ -11117,10 +11095,11 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain_
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
-    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__claim_slot(strategy, bucket));
-    return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
+    bucket->presence = DTRAIN__COMING;
+    return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
 /* Forget what was gathered, because the shards have been updated since. */
@@ -11283,12 +11262,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
     dtrain__bucket *const first = strategy->layout.buckets;
     dtrain__bucket *const end = first + strategy->layout.bucket_count;
     for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded)
-            DTRAIN__TRY(
-                dtrain__gather_slices(strategy, b, b->value_shard, b->values, DTRAIN_DTYPE_F32));
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded)
-            DTRAIN__TRY(dtrain__gather_inside(strategy, b, b->values, DTRAIN_DTYPE_F32));
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
     return dtrain__copy_host_values(strategy, true);
@@ -11313,9 +11289,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
     }
     DTRAIN__TRY(dtrain__evict(strategy, b));
     DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
-    DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
-    layout->buckets[b].presence = DTRAIN__ABSENT;
-    return dtrain__gather_wait(strategy, b, DTRAIN_DTYPE_F32);
+    DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
 }
 
 /* ================================================================================================
@@ -11832,16 +11807,15 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     const int64_t at = portion->first - bucket->hop_first + offset, k = portion->quota;
     const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
     float *residual = dtrain__after(sparse->residual, at);
-    dtrain_topk_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.k = k;
-    args.x = bucket->grads + portion->first + offset;
-    args.residual = residual;
-    args.values = picks->values;
-    args.indices = picks->indices;
-    args.velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    args.momentum = strategy->layout.compression->topk_momentum;
+    float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
+    dtrain_topk_args args = {count,
+                             k,
+                             bucket->grads + portion->first + offset,
+                             residual,
+                             picks->values,
+                             picks->indices,
+                             velocity,
+                             strategy->layout.compression->topk_momentum};
     DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
     if (!picks->low) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, f32, picks->low, dtype));
@@ -12007,20 +11981,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy
 static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
                                      int64_t n, int64_t k, const float *a, const float *b, float *c)
 {
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.alpha = 1;
-    args.a = a;
-    args.b = b;
-    args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    args.ldc = n;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32;
+    const int64_t lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    dtrain_gemm_args args = {flags, 0,   m, n,   k,   1,   0,    a,    b,    c,
+                             lda,   ldb, n, f32, f32, f32, NULL, NULL, NULL, false};
     return strategy->device->ops->gemm(strategy->device, &args);
 }
 
@@ -12648,12 +12613,13 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 
 /* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
  * the library owns in registration order, and two landings in host memory for the longest shard
- * that is put there. */
+ * that is put there. Count what this rank holds on the device, whoever allocated it. */
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
     int64_t values = 0, grads = 0, longest = 0;
     dtrain__turns *turns = &layout->turns;
     memset(layout->bytes, 0, sizeof layout->bytes);
+    layout->value_bytes = layout->grad_bytes = 0;
     for (size_t u = 0; u < layout->unit_count; u++) {
         const dtrain__unit *unit = &layout->units[u];
         const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
@@ -12672,13 +12638,21 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__lay_values(layout, bucket);
         dtrain__lay_grads(layout, bucket);
         if (bucket->grad_home->host) longest = dtrain__max(longest, bucket->shard_count);
+        else if (bucket->trainable)
+            layout->grad_bytes +=
+                4 * (uint64_t)(bucket->work ? bucket->shard_count : bucket->count);
+        if (bucket->sharded && !bucket->value_home->host)
+            layout->value_bytes +=
+                4 * (uint64_t)(layout->shards.params ? bucket->shard_count : bucket->count);
     }
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p || !dtrain__value_is_whole(layout, entry)) continue;
-        if (!p->value || entry->lends_value)
-            entry->place = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (p->state.storage != p) continue;
+        const bool whole = dtrain__value_is_whole(layout, entry);
+        if (whole && !p->value) entry->place = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
+        if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
     for (int i = 0; i < 2; i++) layout->landing[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
     if (layout->compression) dtrain__lay_compression(layout);
@@ -12710,29 +12684,6 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
     *offset -= entry->offset;
     return *count > 0;
-}
-
-/* Count what this rank holds on the device, whoever allocated it. */
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads)
-{
-    *values = *grads = 0;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        const uint64_t whole = (uint64_t)bucket->count * 4,
-                       shard = (uint64_t)bucket->shard_count * 4;
-        if (bucket->sharded && !bucket->value_home->host)
-            *values += layout->shards.params ? shard : whole;
-        if (bucket->trainable && !bucket->grad_home->host) *grads += bucket->work ? shard : whole;
-    }
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p) continue;
-        const bool hosts = p->value && !entry->lends_value;
-        if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
-        if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;
-    }
 }
 
 /* ================================================================================================
@@ -13027,37 +12978,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Fill in elements [first, first + count) of parameter p, each a function of (seed, parameter,
- * element) only: the same on every rank, for any slicing. */
-static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t first, int64_t count,
-                               float *out)
-{
-    const float scale = p->init_scale;
-    switch (p->init) {
-    case DTRAIN_INIT_NORMAL:
-        dtrain__random_normal_fill(seed, p->state.index, (uint64_t)first, count, scale, out);
-        break;
-    case DTRAIN_INIT_UNIFORM:
-        dtrain__random_uniform_fill(seed, p->state.index, (uint64_t)first, count, -scale, 2 * scale,
-                                    out);
-        break;
-    default:
-        for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
-        break;
-    }
-}
-
 #define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
 
-/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. */
+/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. Each is a
+ * function of (seed, parameter, element) only: the same on every rank, for any slicing. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value)
 {
+    const float scale = p->init_scale;
     float staging[DTRAIN__STAGING_COUNT];
     for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
-        dtrain__init_block(p, seed, first + at, some, staging);
+        const uint64_t from = (uint64_t)(first + at);
+        if (p->init == DTRAIN_INIT_NORMAL)
+            dtrain__random_normal_fill(seed, p->state.index, from, some, scale, staging);
+        else if (p->init == DTRAIN_INIT_UNIFORM)
+            dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
+                                        staging);
+        else
+            for (int64_t i = 0; i < some; i++)
+                staging[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;
@@ -13229,16 +13170,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
          "would send the same again and again; use DTRAIN_ACCUMULATION_LAST"},
         {how && how->topk_momentum > 0 && how->no_error_feedback,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
-        {powersgd && desc->hierarchical,
-         "hierarchical cuts buckets in slices, and PowerSGD needs whole matrices; use "
-         "DTRAIN_COMPRESSION_TOPK or reduce_dtype with it"},
-        {powersgd && desc->reduce_dtype != DTRAIN_DTYPE_F32,
-         "reduce_dtype: PowerSGD's factors travel as fp32"},
-        {desc->hierarchical && kind->owners,
-         "hierarchical: %s sends whole tensors to their owners, wherever they are; use "
-         "DTRAIN_STRATEGY_FULL_SHARD"},
-        {desc->hierarchical && kind->replicas,
-         "hierarchical: %s goes node by node by itself; leave it out"},
+        {powersgd && (desc->hierarchical || desc->reduce_dtype != DTRAIN_DTYPE_F32),
+         "PowerSGD needs whole matrices, and its factors travel as fp32: use "
+         "DTRAIN_COMPRESSION_TOPK with hierarchical or reduce_dtype"},
+        {desc->hierarchical && (kind->owners || kind->replicas),
+         "hierarchical: %s sends whole tensors to their owners (zero3), or goes node by node by "
+         "itself (hybrid_shard); leave it out"},
         {desc->node_size && !kind->replicas && !desc->hierarchical,
          "node_size means something to DTRAIN_STRATEGY_HYBRID_SHARD and to hierarchical only, not "
          "to %s"},
@@ -13251,11 +13188,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         {host_params && !shards->params,
          "DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
          "DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3 or DTRAIN_STRATEGY_HYBRID_SHARD"},
-        {host_grads && !shards->grads,
-         "DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
-         "DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it"},
-        {host_grads && last,
-         "DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATION_LAST keeps whole gradients on the device; use "
+        {host_grads && (!shards->grads || last),
+         "DTRAIN_OFFLOAD_GRADS: %s, or DTRAIN_ACCUMULATION_LAST, keeps whole gradients on the "
+         "device; use DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it, and "
          "DTRAIN_ACCUMULATION_EVERY"},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
@@ -13405,9 +13340,10 @@ static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Point params at memory of the library; aliases follow their storage. Values of gathered units
- * have no address until gather. */
-static void dtrain__lend(dtrain_strategy *strategy)
+/* Point params at memory of the library, where aliases follow their storage and values of gathered
+ * units have no address until gather; initialise what this rank keeps of every storage, and list
+ * what it updates. */
+static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
@@ -13415,30 +13351,20 @@ static void dtrain__lend(dtrain_strategy *strategy)
         dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket =
             entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        const bool whole = dtrain__value_is_whole(layout, entry);
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
-            else if (dtrain__value_is_whole(layout, entry)) p->value = entry->place;
+            else if (whole) p->value = entry->place;
             else if (!layout->shards.params) p->value = bucket->values + entry->offset;
         }
         if (!p->grad && entry->trainable) {
             entry->lends_grad = true;
             p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
         }
-    }
-}
-
-/* Initialise what this rank keeps of every storage, and list what it updates. */
-static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
         dtrain_shard shard = {p, 0, 0, p->value, p->grad};
         if (!dtrain__piece(layout, i, &shard.offset, &shard.count)) continue;
-        if (!dtrain__value_is_whole(layout, entry)) {
-            const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        if (!whole) {
             const int64_t at = entry->offset + shard.offset - bucket->shard_first;
             shard.value = bucket->value_shard + at;
             shard.grad = dtrain__after(bucket->grad_shard, at);
@@ -13488,7 +13414,6 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
     strategy->sum_squares = (double *)memory;
     dtrain__lay_memory(layout);
-    dtrain__lend(strategy);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__compression_open(strategy));
     dtrain__rewind(strategy, true);
@@ -13689,7 +13614,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->host_bytes = layout->bytes[DTRAIN__HOST];
     info->step_bytes = dtrain__step_bytes(layout);
     info->state_bytes = layout->state_bytes;
-    dtrain__layout_bytes(layout, &info->value_bytes, &info->grad_bytes);
+    info->value_bytes = layout->value_bytes;
+    info->grad_bytes = layout->grad_bytes;
     for (size_t b = 0; b < layout->bucket_count; b++)
         if (layout->buckets[b].trainable)
             info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
@@ -13802,7 +13728,8 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
             dtrain__lay_memory(&layout);
-            dtrain__layout_bytes(&layout, &one.params, &one.grads);
+            one.params = layout.value_bytes;
+            one.grads = layout.grad_bytes;
             one.buffers = layout.bytes[DTRAIN__BUFFERS];
             one.host = layout.bytes[DTRAIN__HOST];
             const uint64_t state = dtrain__optimizer_bytes(&layout, states, &stage);

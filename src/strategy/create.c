@@ -100,9 +100,10 @@ static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Point params at memory of the library; aliases follow their storage. Values of gathered units
- * have no address until gather. */
-static void dtrain__lend(dtrain_strategy *strategy)
+/* Point params at memory of the library, where aliases follow their storage and values of gathered
+ * units have no address until gather; initialise what this rank keeps of every storage, and list
+ * what it updates. */
+static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
     dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
@@ -110,30 +111,20 @@ static void dtrain__lend(dtrain_strategy *strategy)
         dtrain__entry *entry = &layout->entries[i];
         const dtrain__bucket *bucket =
             entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        const bool whole = dtrain__value_is_whole(layout, entry);
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
-            else if (dtrain__value_is_whole(layout, entry)) p->value = entry->place;
+            else if (whole) p->value = entry->place;
             else if (!layout->shards.params) p->value = bucket->values + entry->offset;
         }
         if (!p->grad && entry->trainable) {
             entry->lends_grad = true;
             p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
         }
-    }
-}
-
-/* Initialise what this rank keeps of every storage, and list what it updates. */
-static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
         dtrain_shard shard = {p, 0, 0, p->value, p->grad};
         if (!dtrain__piece(layout, i, &shard.offset, &shard.count)) continue;
-        if (!dtrain__value_is_whole(layout, entry)) {
-            const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+        if (!whole) {
             const int64_t at = entry->offset + shard.offset - bucket->shard_first;
             shard.value = bucket->value_shard + at;
             shard.grad = dtrain__after(bucket->grad_shard, at);
@@ -183,7 +174,6 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
     strategy->sum_squares = (double *)memory;
     dtrain__lay_memory(layout);
-    dtrain__lend(strategy);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__compression_open(strategy));
     dtrain__rewind(strategy, true);

@@ -28,40 +28,17 @@ enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Start to bring every rank's slice of a bucket to all. With nodes it takes two turns: this one
- * gathers the parts of this rank's hop from the other nodes. shard may be its place in values. */
-static dtrain_result dtrain__gather_slices(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           const void *shard, void *values, dtrain_dtype dtype)
-{
-    const bool nodes = strategy->layout.node_ranks > 1;
-    char *to = (char *)values;
-    if (nodes) to += (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS] : strategy->shard_comm,
-                             shard, to, (size_t)bucket->shard_count, dtype, bucket->gathers);
-}
-
-/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
-static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           void *values, dtrain_dtype dtype)
-{
-    const size_t first = (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
-    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH], (char *)values + first, values,
-                             (size_t)bucket->hop_count, dtype, bucket->gathers);
-}
-
 /* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
- * and each owner broadcasts its own. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+ * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
+ * this rank's hop from the other nodes. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          dtrain_dtype dtype)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool low = dtype != DTRAIN_DTYPE_F32;
+    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->layout.node_ranks > 1;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
     const void *shard = bucket->value_shard;
-    bucket->presence = DTRAIN__COMING;
     if (bucket->value_home->bring) {
         DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
         shard = bucket->values + bucket->shard_first;
@@ -71,7 +48,11 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
         shard = own;
     }
-    if (!bucket->cuts) return dtrain__gather_slices(strategy, bucket, shard, whole, dtype);
+    if (!bucket->cuts)
+        return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
+                                       : strategy->shard_comm,
+                                 shard, nodes ? whole + (size_t)bucket->hop_first * unit : whole,
+                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
@@ -81,12 +62,24 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, d
     return DTRAIN_OK;
 }
 
-/* Wait until a bucket's values have come together, as dtype. */
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
+static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           dtrain_dtype dtype)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
-    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, whole, dtype));
+    const bool low = dtype != DTRAIN_DTYPE_F32;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
+                             whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->hop_count, dtype, bucket->gathers);
+}
+
+/* Wait until a bucket's values have come together, as dtype. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype)
+{
+    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
     return dtrain__wait_works(strategy, bucket->gathers);
 }
 
@@ -97,7 +90,7 @@ static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, uint32_t b)
     if (b == DTRAIN__NONE) return DTRAIN_OK;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_wait(strategy, b, dtype));
+    DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
     bucket->presence = DTRAIN__HERE;
     if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
     return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
@@ -141,10 +134,11 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain_
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
-    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__claim_slot(strategy, bucket));
-    return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
+    bucket->presence = DTRAIN__COMING;
+    return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
 /* Forget what was gathered, because the shards have been updated since. */
@@ -307,12 +301,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
     dtrain__bucket *const first = strategy->layout.buckets;
     dtrain__bucket *const end = first + strategy->layout.bucket_count;
     for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded)
-            DTRAIN__TRY(
-                dtrain__gather_slices(strategy, b, b->value_shard, b->values, DTRAIN_DTYPE_F32));
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded)
-            DTRAIN__TRY(dtrain__gather_inside(strategy, b, b->values, DTRAIN_DTYPE_F32));
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
     return dtrain__copy_host_values(strategy, true);
@@ -337,7 +328,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
     }
     DTRAIN__TRY(dtrain__evict(strategy, b));
     DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
-    DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
-    layout->buckets[b].presence = DTRAIN__ABSENT;
-    return dtrain__gather_wait(strategy, b, DTRAIN_DTYPE_F32);
+    DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
 }

@@ -368,12 +368,13 @@ static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 
 /* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
  * the library owns in registration order, and two landings in host memory for the longest shard
- * that is put there. */
+ * that is put there. Count what this rank holds on the device, whoever allocated it. */
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
     int64_t values = 0, grads = 0, longest = 0;
     dtrain__turns *turns = &layout->turns;
     memset(layout->bytes, 0, sizeof layout->bytes);
+    layout->value_bytes = layout->grad_bytes = 0;
     for (size_t u = 0; u < layout->unit_count; u++) {
         const dtrain__unit *unit = &layout->units[u];
         const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
@@ -392,13 +393,21 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         dtrain__lay_values(layout, bucket);
         dtrain__lay_grads(layout, bucket);
         if (bucket->grad_home->host) longest = dtrain__max(longest, bucket->shard_count);
+        else if (bucket->trainable)
+            layout->grad_bytes +=
+                4 * (uint64_t)(bucket->work ? bucket->shard_count : bucket->count);
+        if (bucket->sharded && !bucket->value_home->host)
+            layout->value_bytes +=
+                4 * (uint64_t)(layout->shards.params ? bucket->shard_count : bucket->count);
     }
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p || !dtrain__value_is_whole(layout, entry)) continue;
-        if (!p->value || entry->lends_value)
-            entry->place = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (p->state.storage != p) continue;
+        const bool whole = dtrain__value_is_whole(layout, entry);
+        if (whole && !p->value) entry->place = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
+        if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
     for (int i = 0; i < 2; i++) layout->landing[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
     if (layout->compression) dtrain__lay_compression(layout);
@@ -430,27 +439,4 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
     *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
     *offset -= entry->offset;
     return *count > 0;
-}
-
-/* Count what this rank holds on the device, whoever allocated it. */
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads)
-{
-    *values = *grads = 0;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        const uint64_t whole = (uint64_t)bucket->count * 4,
-                       shard = (uint64_t)bucket->shard_count * 4;
-        if (bucket->sharded && !bucket->value_home->host)
-            *values += layout->shards.params ? shard : whole;
-        if (bucket->trainable && !bucket->grad_home->host) *grads += bucket->work ? shard : whole;
-    }
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p) continue;
-        const bool hosts = p->value && !entry->lends_value;
-        if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
-        if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;
-    }
 }

@@ -159,6 +159,7 @@ typedef struct dtrain__layout {
     dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
+    uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
@@ -214,8 +215,6 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
                                         size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads);
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);

@@ -293,37 +293,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Fill in elements [first, first + count) of parameter p, each a function of (seed, parameter,
- * element) only: the same on every rank, for any slicing. */
-static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t first, int64_t count,
-                               float *out)
-{
-    const float scale = p->init_scale;
-    switch (p->init) {
-    case DTRAIN_INIT_NORMAL:
-        dtrain__random_normal_fill(seed, p->state.index, (uint64_t)first, count, scale, out);
-        break;
-    case DTRAIN_INIT_UNIFORM:
-        dtrain__random_uniform_fill(seed, p->state.index, (uint64_t)first, count, -scale, 2 * scale,
-                                    out);
-        break;
-    default:
-        for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
-        break;
-    }
-}
-
 #define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
 
-/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. */
+/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. Each is a
+ * function of (seed, parameter, element) only: the same on every rank, for any slicing. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value)
 {
+    const float scale = p->init_scale;
     float staging[DTRAIN__STAGING_COUNT];
     for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
-        dtrain__init_block(p, seed, first + at, some, staging);
+        const uint64_t from = (uint64_t)(first + at);
+        if (p->init == DTRAIN_INIT_NORMAL)
+            dtrain__random_normal_fill(seed, p->state.index, from, some, scale, staging);
+        else if (p->init == DTRAIN_INIT_UNIFORM)
+            dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
+                                        staging);
+        else
+            for (int64_t i = 0; i < some; i++)
+                staging[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;

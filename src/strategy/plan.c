@@ -37,7 +37,8 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
             dtrain__lay_memory(&layout);
-            dtrain__layout_bytes(&layout, &one.params, &one.grads);
+            one.params = layout.value_bytes;
+            one.grads = layout.grad_bytes;
             one.buffers = layout.bytes[DTRAIN__BUFFERS];
             one.host = layout.bytes[DTRAIN__HOST];
             const uint64_t state = dtrain__optimizer_bytes(&layout, states, &stage);

@@ -20,20 +20,11 @@
 static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
                                      int64_t n, int64_t k, const float *a, const float *b, float *c)
 {
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.alpha = 1;
-    args.a = a;
-    args.b = b;
-    args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    args.ldc = n;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32;
+    const int64_t lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    dtrain_gemm_args args = {flags, 0,   m, n,   k,   1,   0,    a,    b,    c,
+                             lda,   ldb, n, f32, f32, f32, NULL, NULL, NULL, false};
     return strategy->device->ops->gemm(strategy->device, &args);
 }
 

@@ -96,7 +96,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->host_bytes = layout->bytes[DTRAIN__HOST];
     info->step_bytes = dtrain__step_bytes(layout);
     info->state_bytes = layout->state_bytes;
-    dtrain__layout_bytes(layout, &info->value_bytes, &info->grad_bytes);
+    info->value_bytes = layout->value_bytes;
+    info->grad_bytes = layout->grad_bytes;
     for (size_t b = 0; b < layout->bucket_count; b++)
         if (layout->buckets[b].trainable)
             info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);

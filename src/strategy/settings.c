@@ -143,16 +143,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
          "would send the same again and again; use DTRAIN_ACCUMULATION_LAST"},
         {how && how->topk_momentum > 0 && how->no_error_feedback,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
-        {powersgd && desc->hierarchical,
-         "hierarchical cuts buckets in slices, and PowerSGD needs whole matrices; use "
-         "DTRAIN_COMPRESSION_TOPK or reduce_dtype with it"},
-        {powersgd && desc->reduce_dtype != DTRAIN_DTYPE_F32,
-         "reduce_dtype: PowerSGD's factors travel as fp32"},
-        {desc->hierarchical && kind->owners,
-         "hierarchical: %s sends whole tensors to their owners, wherever they are; use "
-         "DTRAIN_STRATEGY_FULL_SHARD"},
-        {desc->hierarchical && kind->replicas,
-         "hierarchical: %s goes node by node by itself; leave it out"},
+        {powersgd && (desc->hierarchical || desc->reduce_dtype != DTRAIN_DTYPE_F32),
+         "PowerSGD needs whole matrices, and its factors travel as fp32: use "
+         "DTRAIN_COMPRESSION_TOPK with hierarchical or reduce_dtype"},
+        {desc->hierarchical && (kind->owners || kind->replicas),
+         "hierarchical: %s sends whole tensors to their owners (zero3), or goes node by node by "
+         "itself (hybrid_shard); leave it out"},
         {desc->node_size && !kind->replicas && !desc->hierarchical,
          "node_size means something to DTRAIN_STRATEGY_HYBRID_SHARD and to hierarchical only, not "
          "to %s"},
@@ -165,11 +161,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         {host_params && !shards->params,
          "DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
          "DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3 or DTRAIN_STRATEGY_HYBRID_SHARD"},
-        {host_grads && !shards->grads,
-         "DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
-         "DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it"},
-        {host_grads && last,
-         "DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATION_LAST keeps whole gradients on the device; use "
+        {host_grads && (!shards->grads || last),
+         "DTRAIN_OFFLOAD_GRADS: %s, or DTRAIN_ACCUMULATION_LAST, keeps whole gradients on the "
+         "device; use DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it, and "
          "DTRAIN_ACCUMULATION_EVERY"},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {

@@ -26,13 +26,13 @@
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
-typedef dtrain_result (*dtrain__step_fn)(dtrain_strategy *strategy, dtrain__bucket *bucket);
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
  * what has to be done before and starts them, end what has to be done when they are over. NULL:
  * nothing. */
 typedef struct dtrain__step {
-    dtrain__step_fn begin, end;
+    dtrain__step_fn *begin, *end;
     bool last_only; /* in a step's last micro-batch only, on the shard that sums all of them up */
 } dtrain__step;
 
@@ -103,25 +103,11 @@ struct dtrain_strategy {
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
 
 /* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
-#define DTRAIN__STEP(name) \
-    DTRAIN__PRIVATE dtrain_result dtrain__##name(dtrain_strategy *strategy, dtrain__bucket *bucket)
-DTRAIN__STEP(all_reduce_begin);
-DTRAIN__STEP(all_reduce_end);
-DTRAIN__STEP(reduce_scatter_begin);
-DTRAIN__STEP(reduce_scatter_end);
-DTRAIN__STEP(replicas_begin);
-DTRAIN__STEP(replicas_end);
-DTRAIN__STEP(node_scatter_begin);
-DTRAIN__STEP(node_gather_begin);
-DTRAIN__STEP(topk_begin);
-DTRAIN__STEP(topk_end);
-DTRAIN__STEP(topk_publish_begin);
-DTRAIN__STEP(topk_publish_end);
-DTRAIN__STEP(p_begin);
-DTRAIN__STEP(p_end);
-DTRAIN__STEP(q_begin);
-DTRAIN__STEP(q_end);
-#undef DTRAIN__STEP
+DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
+    dtrain__replicas_end, dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__topk_begin,
+    dtrain__topk_end, dtrain__topk_publish_begin, dtrain__topk_publish_end, dtrain__p_begin,
+    dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
 DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage);
