@@ -80,8 +80,8 @@
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
        src/strategy/strategy.c              The road of a gradient: ready, launch, reduce, finish, publish
-       src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
+       src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/shards.c                Sharded gradients
        src/strategy/gather.c                Sharded parameters: gather, release
        src/strategy/hierarchy.c             Two levels of ranks
@@ -1054,7 +1054,7 @@ typedef struct dtrain_strategy_desc {
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-/* Makes a strategy. Collective. Compares the registration of all ranks (names, shapes, units,
+/* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, units,
  * flags, initialisation and the desc, except no_overlap where parameters are whole; a difference is
  * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
  * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
@@ -1068,30 +1068,31 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
-/* Frees a strategy and the memory that the library owns; the params' pointers to it become NULL.
+/* Free a strategy and the memory that the library owns; the params' pointers to it become NULL.
  * Local. With buckets still in flight the communicator fails, so that the other ranks do not
  * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Called before and after a unit's forward or backward: its parameters are whole in between.
+/* Gather a unit's parameters before its forward or backward: they are whole until release.
  * Collective where parameters are sharded. A unit that is not due (a pass begins with the first,
  * forward goes to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
+/* Release a unit's parameters after its forward or backward. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
-/* params[index]'s gradient is final for this backward; communication of its bucket may start.
+/* Mark params[index]'s gradient final for this backward; communication of its bucket may start.
  * Every trainable entry is marked once per backward, an alias and its target each. Marking one
  * twice between two finishes is an error that names it. Never blocks for other ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
-/* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
- * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
+/* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
+ * backward the gradients, or this rank's shards of them, hold the mean over the ranks.
  * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
  * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
-/* Gradient accumulation: true before every micro-batch but the last, false before the last (and
- * where there is only one). While true, finish leaves the step open and gradients add up, here or
+/* Say whether further micro-batches of this step follow the next backward: true before every
+ * micro-batch but the last, false before the last (and where there is only one). While true, finish leaves the step open and gradients add up, here or
  * in shards as desc.accumulation says (a host's own backward must add where
  * param->state.grad_written, the tape does it by itself). Changing it in the middle of a backward
  * is an error. */
@@ -1107,10 +1108,13 @@ typedef struct dtrain_shard {
     float *value;
     const float *grad;
 } dtrain_shard;
+
+/* List what the optimizer updates on this rank, between finish and publish. Local. The list is
+ * valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
-/* Brings updated shards to where the next forward reads them. Collective. */
+/* Bring updated shards to where the next forward reads them. Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
@@ -1130,13 +1134,15 @@ typedef struct dtrain_strategy_info {
     uint64_t sync_count;   /* steps that were reduced */
     char reason[400];      /* AUTO: why this kind; empty otherwise */
 } dtrain_strategy_info;
+
+/* Fill in what a strategy is and what it holds on this rank; zeros for NULL. Local. */
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
-/* Copies the whole value of params[index] to host (its count elements), on every rank.
+/* Copy the whole value of params[index] to host (its count elements), on every rank.
  * Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
-/* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas
+/* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
  * the same model under every kind. *hash may be NULL. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
@@ -1165,7 +1171,7 @@ typedef struct dtrain_memory {
     uint64_t host; /* page-locked host memory of what is offloaded; not in any other field */
 } dtrain_memory;
 
-/* Counts params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most,
+/* Count params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most,
  * and their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: it needs no
  * world, and completes count and shape of params in place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -1262,7 +1268,7 @@ typedef struct dtrain_compression_state {
     int64_t q_rows;
 } dtrain_compression_state;
 
-/* Lists the states of all parameters that are compressed; count 0 without compression. Local. They
+/* List the states of all parameters that are compressed; count 0 without compression. Local. They
  * are valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
                                                      const dtrain_compression_state **states,
@@ -9766,6 +9772,20 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  * another: HYBRID_SHARD has its own bits.) */
 
 /* ================================================================================================
+ * src/strategy/strategy_internal.h
+ * ==============================================================================================*/
+
+/* The strategy, and what its files call of one another
+ *
+ * Every file of the room includes it, and with it the interfaces of core, world, communicator and
+ * device that they share.
+ *
+ * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
+ * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
+ * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c,
+ * settings.c, create.c (how it all comes to be), query.c, plan.c. */
+
+/* ================================================================================================
  * src/strategy/layout_internal.h
  * ==============================================================================================*/
 
@@ -9788,7 +9808,6 @@ typedef struct dtrain__classes {
 } dtrain__classes;
 
 typedef struct dtrain__kind_row {
-    uint32_t kind;
     const char *name;
     dtrain__classes shards;
     bool owners;   /* shards are whole tensors */
@@ -9951,9 +9970,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
                                                     void *user, size_t count, int64_t *gathered,
                                                     uint64_t *all, dtrain__difference *found);
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain_param *params, size_t count,
-                                                           const char *settings, int64_t *gathered);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value);
@@ -9989,17 +10005,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket);
-
-/* ================================================================================================
- * src/strategy/strategy_internal.h
- * ==============================================================================================*/
-
-/* The strategy, and what its files call of one another
- *
- * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
- * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
- * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c,
- * settings.c, create.c (how it all comes to be), query.c, plan.c. */
 
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
@@ -10088,12 +10093,10 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
     dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
-DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
@@ -10132,10 +10135,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy
                                                        dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
+/* strategy/params.c */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings);
+
 /* strategy/gather.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype);
@@ -10192,25 +10199,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 /* ---- The kinds --------------------------------------------------------------------------------*/
 
 /* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
- * need them; and whether every node has a replica, so that shards are summed across nodes. */
+ * need them; and whether every node has a replica, so that shards are summed across nodes. In the
+ * order of their numbers, from DTRAIN_STRATEGY_DDP on. */
 static const dtrain__kind_row dtrain__kind_rows[] = {
-    /* kind, name, {state, grads, params are sharded}, owners, replicas */
-    {DTRAIN_STRATEGY_DDP, "ddp", {false, false, false}, false, false},
-    {DTRAIN_STRATEGY_ZERO1, "zero1", {true, false, false}, false, false},
-    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "shard_grad_op", {true, true, false}, false, false},
-    {DTRAIN_STRATEGY_FULL_SHARD, "full_shard", {true, true, true}, false, false},
-    {DTRAIN_STRATEGY_ZERO3, "zero3", {true, true, true}, true, false},
-    {DTRAIN_STRATEGY_HYBRID_SHARD, "hybrid_shard", {true, true, true}, false, true},
+    /* name, {state, grads, params are sharded}, owners, replicas */
+    {"ddp", {false, false, false}, false, false},
+    {"zero1", {true, false, false}, false, false},
+    {"shard_grad_op", {true, true, false}, false, false},
+    {"full_shard", {true, true, true}, false, false},
+    {"zero3", {true, true, true}, true, false},
+    {"hybrid_shard", {true, true, true}, false, true},
 };
 
 /* Find the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 {
-    const size_t count = sizeof dtrain__kind_rows / sizeof dtrain__kind_rows[0];
-    if (kind == DTRAIN_STRATEGY_DEFAULT) kind = DTRAIN_STRATEGY_DDP;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__kind_rows[i].kind == kind) return &dtrain__kind_rows[i];
-    return NULL;
+    if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
+    return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
 }
 
 /* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
@@ -10273,14 +10278,6 @@ static bool dtrain__only_adds(const dtrain_strategy *strategy)
     return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
 }
 
-/* Does a storage's grad hold a part of this step's gradient? The tape says so at its first write,
- * ready for a host with its own backward; dtrain__rewind takes it back when the gradient has been
- * moved on. A gradient of which nobody holds a part in the whole step counts as zero. */
-DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage)
-{
-    return storage->state.grad_written;
-}
-
 /* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
  * there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
@@ -10311,7 +10308,10 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     return dtrain__progress(strategy);
 }
 
-/* While gradients only add up, nothing tells where one backward ends and the next begins: marks
+/* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
+ * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
+ * on. A gradient of which nobody holds a part in the whole step counts as zero.
+ * While gradients only add up, nothing tells where one backward ends and the next begins: marks
  * are not kept. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
@@ -10358,10 +10358,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
     for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
-        if (bucket->trainable && dtrain__steps_are_placed(strategy))
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, strategy->launched));
-        if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
-        else bucket->stage = DTRAIN__REDUCED;
+        bucket->stage = DTRAIN__REDUCED;
+        if (!bucket->trainable) continue;
+        if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
+            for (size_t b = strategy->oldest; b < strategy->launched; b++)
+                DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
     }
     return DTRAIN_OK;
 }
@@ -10407,13 +10409,6 @@ DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
     return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
 }
 
-/* Take all buckets under way one step further, in their order: called at such a place. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end)
-{
-    for (size_t b = strategy->oldest; b < end; b++) DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-    return DTRAIN_OK;
-}
-
 /* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
  * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
  * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
@@ -10442,17 +10437,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Finish buckets in their order; while one is waited for, those behind it go on. */
+/* Finish buckets in their order; while one is waited for, those behind it go on. Where steps are
+ * placed, this is such a place: all buckets under way go one step further. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     while (strategy->oldest < end) {
-        if (dtrain__steps_are_placed(strategy)) {
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, end));
-        } else {
-            DTRAIN__TRY(dtrain__progress(strategy));
-            if (strategy->oldest < end)
-                DTRAIN__TRY(dtrain__reduce_await(strategy, strategy->oldest));
-        }
+        DTRAIN__TRY(dtrain__progress(strategy));
+        const size_t stop = dtrain__steps_are_placed(strategy) ? end : strategy->oldest + 1;
+        for (size_t b = strategy->oldest; b < stop && b < end; b++)
+            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         while (strategy->oldest < end &&
                strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
             strategy->oldest++;
@@ -10569,7 +10562,7 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
-        if (dtrain__holds_part(p)) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
@@ -10705,9 +10698,7 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
     if (!strategy->layout.shards.state) return DTRAIN_OK;
     if (!strategy->layout.shards.params)
         return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
-    dtrain__forget_units(strategy);
-    return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
 }
 
 /* ---- Handles ----------------------------------------------------------------------------------*/
@@ -10816,7 +10807,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint
     return dtrain__vacate_work(strategy, bucket);
 }
 
-/* Does one of the alternating buffers hold gradients that have not been launched? */
+/* Tell whether one of the alternating buffers holds gradients that have not been launched. */
 static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -10824,11 +10815,11 @@ static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
     const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
     if (b == DTRAIN__NONE || b < strategy->launched) return false;
     for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && dtrain__holds_part(&strategy->params[i])) return true;
+        if (layout->entries[i].bucket == b && strategy->params[i].state.grad_written) return true;
     return false;
 }
 
-/* Does another unit make gradients where this bucket's would be made? */
+/* Tell whether another unit makes gradients where this bucket's would be made. */
 DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket)
 {
@@ -11103,15 +11094,12 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
 }
 
 /* Forget what was gathered, because the shards have been updated since. */
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (!bucket->sharded) continue;
-        dtrain__show_values(strategy, b, false);
-        bucket->presence = DTRAIN__ABSENT;
-    }
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
+        if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    return DTRAIN_OK;
 }
 
 /* Wait for all units that are on their way. */
@@ -12527,7 +12515,7 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
     dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Does every rank have all of a tensor's value? */
+/* Tell whether every rank has all of a tensor's value. */
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry)
 {
@@ -12739,11 +12727,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Makes count and shape agree; the host may have left either to the other. */
+/* Make count and shape agree; the host may have left either to the other. */
 static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
 {
     const int dims = dtrain__param_dims(p);
-    size_t product = 1, bytes;
+    size_t product = dims ? 1 : (size_t)p->count, bytes;
+    bool fits = true;
     if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
     for (int d = 0; d < 4; d++) {
         if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
@@ -12752,18 +12741,15 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
                                       "followed by zeros",
                                       (long long)p->shape[0], (long long)p->shape[1],
                                       (long long)p->shape[2], (long long)p->shape[3]);
-        if (d < dims && !dtrain__size_mul(product, (size_t)p->shape[d], &product))
-            return dtrain__param_fail(p, index, "the product of its shape overflows");
+        if (d < dims) fits = fits && dtrain__size_mul(product, (size_t)p->shape[d], &product);
     }
+    if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
+        return dtrain__param_fail(p, index, "it has more elements than memory can hold");
     if (dims == 0) p->shape[0] = p->count;
-    else if (p->count == 0 && product <= INT64_MAX) p->count = (int64_t)product;
-    if (dims && (size_t)p->count != product)
-        return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
-                                  (long long)p->count, product);
-    if (!dtrain__size_mul((size_t)p->count, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__param_fail(p, index, "%lld elements are more than memory can hold",
-                                  (long long)p->count);
-    return DTRAIN_OK;
+    if (p->count == 0) p->count = (int64_t)product;
+    if ((size_t)p->count == product) return DTRAIN_OK;
+    return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
+                              (long long)p->count, product);
 }
 
 /* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
@@ -12826,14 +12812,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
  * that do local work in between therefore bring its outcome here: all ranks leave with success, or
  * all with an error, and the communicator is as good as before. */
 
-typedef struct dtrain__verdict {
-    int32_t code;
-    char text[DTRAIN__ERROR_BYTES];
-} dtrain__verdict;
-
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
 {
-    dtrain__verdict verdict;
+    struct {
+        int32_t code;
+        char text[DTRAIN__ERROR_BYTES];
+    } verdict;
     int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
     if (dtrain_comm_size(comm) == 1) return mine;
     memset(&verdict, 0, sizeof verdict);
@@ -12942,25 +12926,24 @@ static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t
     const dtrain__registration *mine = (const dtrain__registration *)user;
     char text[DTRAIN__LINE_BYTES];
     dtrain__registration_line(mine, line, text);
+    const char *name = line && line <= mine->count ? mine->params[line - 1].name : "";
     *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line == 0 || line > mine->count) return DTRAIN_OK;
-    const char *name = mine->params[line - 1].name;
     *hash = dtrain__fnv1a(*hash, name, strlen(name));
     return DTRAIN_OK;
 }
 
 /* Fail on all ranks, with the line of the usual rank and that of the odd one, if ranks have
  * registered different things. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain_param *params, size_t count,
-                                                           const char *settings, int64_t *gathered)
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings)
 {
-    dtrain__registration mine = {params, count, settings};
+    dtrain__registration mine = {strategy->params, strategy->param_count, settings};
+    dtrain_comm *comm = strategy->comm;
     char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
     dtrain__difference found;
     uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, count + 1, gathered,
-                                      &all, &found));
+    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, mine.count + 1,
+                                      strategy->gathered, &all, &found));
     if (found.odd < 0) return DTRAIN_OK;
     for (int i = 0; i < 2; i++) {
         dtrain__registration_line(&mine, found.item, texts[i]);
@@ -13212,12 +13195,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
-    dtrain_compression_desc how;
+    const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     char text[720];
-    memset(&how, 0, sizeof how);
-    if (desc->compression) how = *desc->compression;
     snprintf(
         text, sizeof text,
         "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
@@ -13232,13 +13213,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[how.kind],
-        (unsigned)how.sparse_exchange, (unsigned)how.powersgd_rank, desc->hierarchical,
-        how.no_error_feedback, (double)how.topk_ratio, (double)how.topk_momentum,
-        (double)how.warmup_ratio, (long long)how.dense_below, (unsigned long long)how.dense_steps,
-        (unsigned long long)how.warmup_steps);
-    return dtrain__registration_compare(strategy->comm, strategy->params, strategy->param_count,
-                                        text, strategy->gathered);
+        (unsigned long long)desc->init_seed, ahead, methods[how->kind],
+        (unsigned)how->sparse_exchange, (unsigned)how->powersgd_rank, desc->hierarchical,
+        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
+        (double)how->warmup_ratio, (long long)how->dense_below,
+        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
+    return dtrain__registration_compare(strategy, text);
 }
 
 /* ================================================================================================
@@ -13286,32 +13266,6 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                                                   sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
     return dtrain__resolve_params(params, count);
-}
-
-/* Make the layout and the tables beside it. A bucket has one handle for each collective that is
- * under way at once: ZERO3 starts one an owner, compression a dense and a sparse one. */
-static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
-{
-    const dtrain_allocator *a = &strategy->allocator;
-    const size_t count = strategy->param_count;
-    dtrain__layout *layout = &strategy->layout;
-    dtrain_comm *shared = strategy->shard_comm;
-    DTRAIN__TRY(dtrain__layout_make(
-        layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
-        shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
-        dtrain_comm_rank(strategy->comm)));
-    const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
-    strategy->works_per_bucket = each;
-    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
-    strategy->works =
-        (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
-    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        layout->buckets[b].reduces = strategy->works + 2 * b * each;
-        layout->buckets[b].gathers = layout->buckets[b].reduces + each;
-    }
-    return DTRAIN_OK;
 }
 
 /* Refuse units that nothing belongs to, and a host's own whole array where parameters are sharded:
@@ -13377,7 +13331,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Blocks that other ranks read are memory of the communicator. */
+/* Tell whether a block is memory of the communicator: others read it. */
 static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 {
     return block != DTRAIN__VALUES || layout->shards.state;
@@ -13390,14 +13344,33 @@ static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
     return layout->bytes[block] + DTRAIN__CACHE_LINE;
 }
 
-/* 4. Do everything local that can fail, so that ranks agree on it once: allocate the blocks of the
- * layout, point everything at them, initialise. Padding is zero. */
+/* 4. Do everything local that can fail, so that ranks agree on it once: make the layout and the
+ * tables beside it, allocate its blocks, point everything at them, initialise. Padding is zero. A
+ * bucket has one handle for each collective that is under way at once: ZERO3 starts one an owner,
+ * compression a dense and a sparse one. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
-    dtrain__layout *layout = &strategy->layout;
+    const dtrain_allocator *a = &strategy->allocator;
     const dtrain_device_ops *ops = strategy->device->ops;
+    const size_t count = strategy->param_count;
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_comm *shared = strategy->shard_comm;
     void *memory;
-    DTRAIN__TRY(dtrain__strategy_tables(strategy));
+    DTRAIN__TRY(dtrain__layout_make(
+        layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
+        shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
+        dtrain_comm_rank(strategy->comm)));
+    const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
+    strategy->works_per_bucket = each;
+    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
+    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
+    strategy->works =
+        (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
+    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].reduces = strategy->works + 2 * b * each;
+        layout->buckets[b].gathers = layout->buckets[b].reduces + each;
+    }
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
     dtrain__lay_memory(layout);
@@ -13556,7 +13529,7 @@ static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__
     return bytes;
 }
 
-/* Is a unit still in its slot when backward comes to it? */
+/* Tell whether a unit is still in its slot when backward comes to it. */
 static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
 {
     if (unit == DTRAIN__NONE || layout->units[unit].kept) return true;
@@ -13653,9 +13626,9 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     dtrain_param whole;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
     if (index >= strategy->param_count || !host)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
-            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
+                           index, strategy->param_count);
     const size_t storage = strategy->params[index].state.storage->state.index;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
     return dtrain_device_copy(strategy->device, host, whole.value,
@@ -13779,36 +13752,30 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  * scalars. */
 #define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
 
-/* Find what this rank may still allocate. A sixteenth of memory that nobody has limited stays
- * free: for scratch of kernels and for others on the machine. */
-static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, uint64_t *left)
-{
-    dtrain_device *device = world->device;
-    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
-    dtrain_device_info info;
-    *left = limit;
-    if (limit) return DTRAIN_OK;
-    if (device->limit_bytes) {
-        *left = device->limit_bytes > used + DTRAIN__UNPLANNED_BYTES
-                    ? device->limit_bytes - used - DTRAIN__UNPLANNED_BYTES
-                    : 0;
-    } else if (device->ops->host_memory) {
-        *left = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
-    } else {
-        DTRAIN__TRY(device->ops->query(device, &info));
-        *left = info.free_bytes / 16 * 15;
-    }
-    return DTRAIN_OK;
-}
-
-/* Find the memory that a strategy may use: what this rank may allocate, less other_bytes, which may
- * be more than that. All ranks take the least of theirs, so that they make the same choice. */
+/* Find the memory that a strategy may use: what this rank may still allocate, less other_bytes,
+ * which may be more than that. All ranks take the least of theirs, so that they make the same
+ * choice. A sixteenth of memory that nobody has limited stays free: for scratch of kernels and for
+ * others on the machine. */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left)
 {
-    uint64_t have;
-    DTRAIN__TRY(dtrain__agree(comm, dtrain__memory_left(world, desc->memory_limit, &have)));
+    dtrain_device *device = world->device;
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    const uint64_t taken = used + DTRAIN__UNPLANNED_BYTES;
+    uint64_t have = desc->memory_limit;
+    dtrain_result result = DTRAIN_OK;
+    dtrain_device_info info;
+    if (have == 0 && device->limit_bytes)
+        have = device->limit_bytes > taken ? device->limit_bytes - taken : 0;
+    else if (have == 0 && device->ops->host_memory)
+        have = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
+    else if (have == 0) {
+        memset(&info, 0, sizeof info);
+        result = device->ops->query(device, &info);
+        have = info.free_bytes / 16 * 15;
+    }
+    DTRAIN__TRY(dtrain__agree(comm, result));
     *left = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
             (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
     return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
@@ -13823,18 +13790,18 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
                                    dtrain_strategy_desc *desc)
 {
     const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
+    desc->kind = dtrain__auto_order[i];
     const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
-    if (ranks == 1 ? kind->kind != alone : kind->kind == DTRAIN_STRATEGY_DDP) return false;
+    if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
     if (kind->replicas && (nodes == 1 || nodes * node_size != ranks)) return false;
     if (kind->replicas) desc->node_size = (uint32_t)node_size;
-    desc->kind = kind->kind;
     return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
 }
 
-/* What AUTO found: the first candidate that fits, and what the others would have needed. */
+/* The result of AUTO: the first candidate that fits, and what the others would have needed. */
 typedef struct dtrain__choice {
     bool fits;
     dtrain_strategy_desc desc; /* of the candidate planned last: the one that fits, if any does */

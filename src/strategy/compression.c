@@ -35,11 +35,7 @@
  * (With nodes and fp16 residuals are of means over a node, and count G times.) */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 /* ---- How much is selected ---------------------------------------------------------------------*/
 

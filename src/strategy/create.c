@@ -7,10 +7,6 @@
  * 5. broadcast rank 0's values of parameters the host owns; publish */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "world/world.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* 1. Check what the host gave, and complete the parameters' shapes. *out is set before anything but
@@ -46,32 +42,6 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
                                                   sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
     return dtrain__resolve_params(params, count);
-}
-
-/* Make the layout and the tables beside it. A bucket has one handle for each collective that is
- * under way at once: ZERO3 starts one an owner, compression a dense and a sparse one. */
-static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
-{
-    const dtrain_allocator *a = &strategy->allocator;
-    const size_t count = strategy->param_count;
-    dtrain__layout *layout = &strategy->layout;
-    dtrain_comm *shared = strategy->shard_comm;
-    DTRAIN__TRY(dtrain__layout_make(
-        layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
-        shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
-        dtrain_comm_rank(strategy->comm)));
-    const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
-    strategy->works_per_bucket = each;
-    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
-    strategy->works =
-        (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
-    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        layout->buckets[b].reduces = strategy->works + 2 * b * each;
-        layout->buckets[b].gathers = layout->buckets[b].reduces + each;
-    }
-    return DTRAIN_OK;
 }
 
 /* Refuse units that nothing belongs to, and a host's own whole array where parameters are sharded:
@@ -137,7 +107,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Blocks that other ranks read are memory of the communicator. */
+/* Tell whether a block is memory of the communicator: others read it. */
 static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 {
     return block != DTRAIN__VALUES || layout->shards.state;
@@ -150,14 +120,33 @@ static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
     return layout->bytes[block] + DTRAIN__CACHE_LINE;
 }
 
-/* 4. Do everything local that can fail, so that ranks agree on it once: allocate the blocks of the
- * layout, point everything at them, initialise. Padding is zero. */
+/* 4. Do everything local that can fail, so that ranks agree on it once: make the layout and the
+ * tables beside it, allocate its blocks, point everything at them, initialise. Padding is zero. A
+ * bucket has one handle for each collective that is under way at once: ZERO3 starts one an owner,
+ * compression a dense and a sparse one. */
 static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
 {
-    dtrain__layout *layout = &strategy->layout;
+    const dtrain_allocator *a = &strategy->allocator;
     const dtrain_device_ops *ops = strategy->device->ops;
+    const size_t count = strategy->param_count;
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_comm *shared = strategy->shard_comm;
     void *memory;
-    DTRAIN__TRY(dtrain__strategy_tables(strategy));
+    DTRAIN__TRY(dtrain__layout_make(
+        layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
+        shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
+        dtrain_comm_rank(strategy->comm)));
+    const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
+    strategy->works_per_bucket = each;
+    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
+    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
+    strategy->works =
+        (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
+    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].reduces = strategy->works + 2 * b * each;
+        layout->buckets[b].gathers = layout->buckets[b].reduces + each;
+    }
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
     dtrain__lay_memory(layout);

@@ -19,10 +19,7 @@
  * checked on each rank, and a violation is an error instead of wrong weights. */
 
 #include "core/platform_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
@@ -142,15 +139,12 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
 }
 
 /* Forget what was gathered, because the shards have been updated since. */
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 {
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (!bucket->sharded) continue;
-        dtrain__show_values(strategy, b, false);
-        bucket->presence = DTRAIN__ABSENT;
-    }
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
+        if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    return DTRAIN_OK;
 }
 
 /* Wait for all units that are on their way. */

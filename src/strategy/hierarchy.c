@@ -12,8 +12,6 @@
  * HYBRID_SHARD the levels are those of shards and of replicas: strategy/shards.c. */
 
 #include "core/platform_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* The ranks that exchange a bucket: between nodes those with the same slice. */

@@ -23,8 +23,6 @@
  * are gathered and never reduced. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
@@ -282,7 +280,7 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
     dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Does every rank have all of a tensor's value? */
+/* Tell whether every rank has all of a tensor's value. */
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry)
 {

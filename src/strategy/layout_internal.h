@@ -27,7 +27,6 @@ typedef struct dtrain__classes {
 } dtrain__classes;
 
 typedef struct dtrain__kind_row {
-    uint32_t kind;
     const char *name;
     dtrain__classes shards;
     bool owners;   /* shards are whole tensors */
@@ -190,9 +189,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
 DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
                                                     void *user, size_t count, int64_t *gathered,
                                                     uint64_t *all, dtrain__difference *found);
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain_param *params, size_t count,
-                                                           const char *settings, int64_t *gathered);
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value);

@@ -14,11 +14,7 @@
  * the backward (settle). */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "world/world.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 /* Order two streams: work queued on `later` from now on comes after all that is queued on
  * `earlier` so far. */

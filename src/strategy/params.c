@@ -17,10 +17,7 @@
  * zero under the mean, so it costs bytes but never bits. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "world/world_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
+#include "strategy/strategy_internal.h"
 #include "device/device_internal.h"
 
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
@@ -54,11 +51,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Makes count and shape agree; the host may have left either to the other. */
+/* Make count and shape agree; the host may have left either to the other. */
 static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
 {
     const int dims = dtrain__param_dims(p);
-    size_t product = 1, bytes;
+    size_t product = dims ? 1 : (size_t)p->count, bytes;
+    bool fits = true;
     if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
     for (int d = 0; d < 4; d++) {
         if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
@@ -67,18 +65,15 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
                                       "followed by zeros",
                                       (long long)p->shape[0], (long long)p->shape[1],
                                       (long long)p->shape[2], (long long)p->shape[3]);
-        if (d < dims && !dtrain__size_mul(product, (size_t)p->shape[d], &product))
-            return dtrain__param_fail(p, index, "the product of its shape overflows");
+        if (d < dims) fits = fits && dtrain__size_mul(product, (size_t)p->shape[d], &product);
     }
+    if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
+        return dtrain__param_fail(p, index, "it has more elements than memory can hold");
     if (dims == 0) p->shape[0] = p->count;
-    else if (p->count == 0 && product <= INT64_MAX) p->count = (int64_t)product;
-    if (dims && (size_t)p->count != product)
-        return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
-                                  (long long)p->count, product);
-    if (!dtrain__size_mul((size_t)p->count, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__param_fail(p, index, "%lld elements are more than memory can hold",
-                                  (long long)p->count);
-    return DTRAIN_OK;
+    if (p->count == 0) p->count = (int64_t)product;
+    if ((size_t)p->count == product) return DTRAIN_OK;
+    return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
+                              (long long)p->count, product);
 }
 
 /* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
@@ -141,14 +136,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
  * that do local work in between therefore bring its outcome here: all ranks leave with success, or
  * all with an error, and the communicator is as good as before. */
 
-typedef struct dtrain__verdict {
-    int32_t code;
-    char text[DTRAIN__ERROR_BYTES];
-} dtrain__verdict;
-
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
 {
-    dtrain__verdict verdict;
+    struct {
+        int32_t code;
+        char text[DTRAIN__ERROR_BYTES];
+    } verdict;
     int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
     if (dtrain_comm_size(comm) == 1) return mine;
     memset(&verdict, 0, sizeof verdict);
@@ -257,25 +250,24 @@ static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t
     const dtrain__registration *mine = (const dtrain__registration *)user;
     char text[DTRAIN__LINE_BYTES];
     dtrain__registration_line(mine, line, text);
+    const char *name = line && line <= mine->count ? mine->params[line - 1].name : "";
     *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line == 0 || line > mine->count) return DTRAIN_OK;
-    const char *name = mine->params[line - 1].name;
     *hash = dtrain__fnv1a(*hash, name, strlen(name));
     return DTRAIN_OK;
 }
 
 /* Fail on all ranks, with the line of the usual rank and that of the odd one, if ranks have
  * registered different things. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain_param *params, size_t count,
-                                                           const char *settings, int64_t *gathered)
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings)
 {
-    dtrain__registration mine = {params, count, settings};
+    dtrain__registration mine = {strategy->params, strategy->param_count, settings};
+    dtrain_comm *comm = strategy->comm;
     char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
     dtrain__difference found;
     uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, count + 1, gathered,
-                                      &all, &found));
+    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, mine.count + 1,
+                                      strategy->gathered, &all, &found));
     if (found.odd < 0) return DTRAIN_OK;
     for (int i = 0; i < 2; i++) {
         dtrain__registration_line(&mine, found.item, texts[i]);

@@ -5,12 +5,7 @@
  * communication and much memory to the opposite; the rank that has least memory decides for all. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "world/world.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "strategy/memory.h"
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
@@ -88,36 +83,30 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
  * scalars. */
 #define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
 
-/* Find what this rank may still allocate. A sixteenth of memory that nobody has limited stays
- * free: for scratch of kernels and for others on the machine. */
-static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, uint64_t *left)
-{
-    dtrain_device *device = world->device;
-    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
-    dtrain_device_info info;
-    *left = limit;
-    if (limit) return DTRAIN_OK;
-    if (device->limit_bytes) {
-        *left = device->limit_bytes > used + DTRAIN__UNPLANNED_BYTES
-                    ? device->limit_bytes - used - DTRAIN__UNPLANNED_BYTES
-                    : 0;
-    } else if (device->ops->host_memory) {
-        *left = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
-    } else {
-        DTRAIN__TRY(device->ops->query(device, &info));
-        *left = info.free_bytes / 16 * 15;
-    }
-    return DTRAIN_OK;
-}
-
-/* Find the memory that a strategy may use: what this rank may allocate, less other_bytes, which may
- * be more than that. All ranks take the least of theirs, so that they make the same choice. */
+/* Find the memory that a strategy may use: what this rank may still allocate, less other_bytes,
+ * which may be more than that. All ranks take the least of theirs, so that they make the same
+ * choice. A sixteenth of memory that nobody has limited stays free: for scratch of kernels and for
+ * others on the machine. */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left)
 {
-    uint64_t have;
-    DTRAIN__TRY(dtrain__agree(comm, dtrain__memory_left(world, desc->memory_limit, &have)));
+    dtrain_device *device = world->device;
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    const uint64_t taken = used + DTRAIN__UNPLANNED_BYTES;
+    uint64_t have = desc->memory_limit;
+    dtrain_result result = DTRAIN_OK;
+    dtrain_device_info info;
+    if (have == 0 && device->limit_bytes)
+        have = device->limit_bytes > taken ? device->limit_bytes - taken : 0;
+    else if (have == 0 && device->ops->host_memory)
+        have = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
+    else if (have == 0) {
+        memset(&info, 0, sizeof info);
+        result = device->ops->query(device, &info);
+        have = info.free_bytes / 16 * 15;
+    }
+    DTRAIN__TRY(dtrain__agree(comm, result));
     *left = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
             (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
     return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
@@ -132,18 +121,18 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
                                    dtrain_strategy_desc *desc)
 {
     const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
+    desc->kind = dtrain__auto_order[i];
     const int nodes = dtrain_world_node_count(world), node_size = dtrain_world_local_size(world);
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
-    if (ranks == 1 ? kind->kind != alone : kind->kind == DTRAIN_STRATEGY_DDP) return false;
+    if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
     if (kind->replicas && (nodes == 1 || nodes * node_size != ranks)) return false;
     if (kind->replicas) desc->node_size = (uint32_t)node_size;
-    desc->kind = kind->kind;
     return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
 }
 
-/* What AUTO found: the first candidate that fits, and what the others would have needed. */
+/* The result of AUTO: the first candidate that fits, and what the others would have needed. */
 typedef struct dtrain__choice {
     bool fits;
     dtrain_strategy_desc desc; /* of the candidate planned last: the one that fits, if any does */

@@ -9,10 +9,7 @@
  * zero, and is nothing beside anything else. */
 
 #include "core/platform_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 #define DTRAIN__TRACE 1e-20f
 

@@ -1,10 +1,7 @@
 /* Queries: what a strategy is, what a step of it sends, and the values of its parameters */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "comm/comm.h"
 #include "comm/comm_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* ---- What a step sends ------------------------------------------------------------------------*/
@@ -38,7 +35,7 @@ static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__
     return bytes;
 }
 
-/* Is a unit still in its slot when backward comes to it? */
+/* Tell whether a unit is still in its slot when backward comes to it. */
 static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
 {
     if (unit == DTRAIN__NONE || layout->units[unit].kept) return true;
@@ -135,9 +132,9 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     dtrain_param whole;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
     if (index >= strategy->param_count || !host)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
-            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
+                           index, strategy->param_count);
     const size_t storage = strategy->params[index].state.storage->state.index;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
     return dtrain_device_copy(strategy->device, host, whole.value,

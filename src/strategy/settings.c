@@ -4,8 +4,6 @@
  * are checked alone before ranks compare them, and together when AUTO has chosen a kind. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* ---- Fields alone -----------------------------------------------------------------------------*/
@@ -185,12 +183,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
-    dtrain_compression_desc how;
+    const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     char text[720];
-    memset(&how, 0, sizeof how);
-    if (desc->compression) how = *desc->compression;
     snprintf(
         text, sizeof text,
         "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
@@ -205,11 +201,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[how.kind],
-        (unsigned)how.sparse_exchange, (unsigned)how.powersgd_rank, desc->hierarchical,
-        how.no_error_feedback, (double)how.topk_ratio, (double)how.topk_momentum,
-        (double)how.warmup_ratio, (long long)how.dense_below, (unsigned long long)how.dense_steps,
-        (unsigned long long)how.warmup_steps);
-    return dtrain__registration_compare(strategy->comm, strategy->params, strategy->param_count,
-                                        text, strategy->gathered);
+        (unsigned long long)desc->init_seed, ahead, methods[how->kind],
+        (unsigned)how->sparse_exchange, (unsigned)how->powersgd_rank, desc->hierarchical,
+        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
+        (double)how->warmup_ratio, (long long)how->dense_below,
+        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
+    return dtrain__registration_compare(strategy, text);
 }

@@ -18,10 +18,7 @@
  * is added or put from there. */
 
 #include "core/platform_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 /* ---- The alternating buffers ------------------------------------------------------------------*/
 
@@ -56,7 +53,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint
     return dtrain__vacate_work(strategy, bucket);
 }
 
-/* Does one of the alternating buffers hold gradients that have not been launched? */
+/* Tell whether one of the alternating buffers holds gradients that have not been launched. */
 static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -64,11 +61,11 @@ static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
     const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
     if (b == DTRAIN__NONE || b < strategy->launched) return false;
     for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && dtrain__holds_part(&strategy->params[i])) return true;
+        if (layout->entries[i].bucket == b && strategy->params[i].state.grad_written) return true;
     return false;
 }
 
-/* Does another unit make gradients where this bucket's would be made? */
+/* Tell whether another unit makes gradients where this bucket's would be made. */
 DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket)
 {

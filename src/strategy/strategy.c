@@ -30,34 +30,28 @@
  * another: HYBRID_SHARD has its own bits.) */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 /* ---- The kinds --------------------------------------------------------------------------------*/
 
 /* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
- * need them; and whether every node has a replica, so that shards are summed across nodes. */
+ * need them; and whether every node has a replica, so that shards are summed across nodes. In the
+ * order of their numbers, from DTRAIN_STRATEGY_DDP on. */
 static const dtrain__kind_row dtrain__kind_rows[] = {
-    /* kind, name, {state, grads, params are sharded}, owners, replicas */
-    {DTRAIN_STRATEGY_DDP, "ddp", {false, false, false}, false, false},
-    {DTRAIN_STRATEGY_ZERO1, "zero1", {true, false, false}, false, false},
-    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "shard_grad_op", {true, true, false}, false, false},
-    {DTRAIN_STRATEGY_FULL_SHARD, "full_shard", {true, true, true}, false, false},
-    {DTRAIN_STRATEGY_ZERO3, "zero3", {true, true, true}, true, false},
-    {DTRAIN_STRATEGY_HYBRID_SHARD, "hybrid_shard", {true, true, true}, false, true},
+    /* name, {state, grads, params are sharded}, owners, replicas */
+    {"ddp", {false, false, false}, false, false},
+    {"zero1", {true, false, false}, false, false},
+    {"shard_grad_op", {true, true, false}, false, false},
+    {"full_shard", {true, true, true}, false, false},
+    {"zero3", {true, true, true}, true, false},
+    {"hybrid_shard", {true, true, true}, false, true},
 };
 
 /* Find the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 {
-    const size_t count = sizeof dtrain__kind_rows / sizeof dtrain__kind_rows[0];
-    if (kind == DTRAIN_STRATEGY_DEFAULT) kind = DTRAIN_STRATEGY_DDP;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__kind_rows[i].kind == kind) return &dtrain__kind_rows[i];
-    return NULL;
+    if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
+    return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
 }
 
 /* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
@@ -120,14 +114,6 @@ static bool dtrain__only_adds(const dtrain_strategy *strategy)
     return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
 }
 
-/* Does a storage's grad hold a part of this step's gradient? The tape says so at its first write,
- * ready for a host with its own backward; dtrain__rewind takes it back when the gradient has been
- * moved on. A gradient of which nobody holds a part in the whole step counts as zero. */
-DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage)
-{
-    return storage->state.grad_written;
-}
-
 /* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
  * there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
@@ -158,7 +144,10 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     return dtrain__progress(strategy);
 }
 
-/* While gradients only add up, nothing tells where one backward ends and the next begins: marks
+/* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
+ * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
+ * on. A gradient of which nobody holds a part in the whole step counts as zero.
+ * While gradients only add up, nothing tells where one backward ends and the next begins: marks
  * are not kept. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
@@ -205,10 +194,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
     for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
-        if (bucket->trainable && dtrain__steps_are_placed(strategy))
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, strategy->launched));
-        if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
-        else bucket->stage = DTRAIN__REDUCED;
+        bucket->stage = DTRAIN__REDUCED;
+        if (!bucket->trainable) continue;
+        if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
+            for (size_t b = strategy->oldest; b < strategy->launched; b++)
+                DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
     }
     return DTRAIN_OK;
 }
@@ -254,13 +245,6 @@ DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
     return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
 }
 
-/* Take all buckets under way one step further, in their order: called at such a place. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end)
-{
-    for (size_t b = strategy->oldest; b < end; b++) DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-    return DTRAIN_OK;
-}
-
 /* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
  * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
  * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
@@ -289,17 +273,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Finish buckets in their order; while one is waited for, those behind it go on. */
+/* Finish buckets in their order; while one is waited for, those behind it go on. Where steps are
+ * placed, this is such a place: all buckets under way go one step further. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     while (strategy->oldest < end) {
-        if (dtrain__steps_are_placed(strategy)) {
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, end));
-        } else {
-            DTRAIN__TRY(dtrain__progress(strategy));
-            if (strategy->oldest < end)
-                DTRAIN__TRY(dtrain__reduce_await(strategy, strategy->oldest));
-        }
+        DTRAIN__TRY(dtrain__progress(strategy));
+        const size_t stop = dtrain__steps_are_placed(strategy) ? end : strategy->oldest + 1;
+        for (size_t b = strategy->oldest; b < stop && b < end; b++)
+            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         while (strategy->oldest < end &&
                strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
             strategy->oldest++;
@@ -416,7 +398,7 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
-        if (dtrain__holds_part(p)) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
@@ -552,9 +534,7 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
     if (!strategy->layout.shards.state) return DTRAIN_OK;
     if (!strategy->layout.shards.params)
         return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
-    dtrain__forget_units(strategy);
-    return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
 }
 
 /* ---- Handles ----------------------------------------------------------------------------------*/

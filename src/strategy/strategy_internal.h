@@ -1,5 +1,8 @@
 /* The strategy, and what its files call of one another
  *
+ * Every file of the room includes it, and with it the interfaces of core, world, communicator and
+ * device that they share.
+ *
  * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
  * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
  * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c,
@@ -11,17 +14,11 @@
 #include "core/core_internal.h"
 #include "core/dtype.h"
 #include "core/log.h"
-#include "core/result.h"
 #include "world/world_internal.h"
-#include "comm/backend.h"
 #include "comm/comm.h"
-#include "strategy/compression.h"
 #include "strategy/layout_internal.h"
 #include "strategy/memory.h"
-#include "strategy/params.h"
-#include "strategy/strategy.h"
 #include "device/backend.h"
-#include "device/device.h"
 
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
@@ -110,12 +107,10 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
     dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
-DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
@@ -154,10 +149,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy
                                                        dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
+/* strategy/params.c */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings);
+
 /* strategy/gather.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype);

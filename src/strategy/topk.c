@@ -8,11 +8,7 @@
  *                  select of the sum        all-gather         add all regions' blocks */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 /* Decide how much of each portion is selected in this step, and where it stands in a block. The
  * share falls geometrically from warmup_ratio to topk_ratio once the steps without compression are
