@@ -1092,10 +1092,10 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
 /* Say whether further micro-batches of this step follow the next backward: true before every
- * micro-batch but the last, false before the last (and where there is only one). While true, finish leaves the step open and gradients add up, here or
- * in shards as desc.accumulation says (a host's own backward must add where
- * param->state.grad_written, the tape does it by itself). Changing it in the middle of a backward
- * is an error. */
+ * micro-batch but the last, false before the last (and where there is only one). While true, finish
+ * leaves the step open and gradients add up, here or in shards as desc.accumulation says (a host's
+ * own backward must add where param->state.grad_written, the tape does it by itself). Changing it
+ * in the middle of a backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
@@ -10291,7 +10291,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? place : storage->grad, bytes);
 }
 
-/* Count a final gradient, in constant time: three counters tell what became final, no list is searched. */
+/* Count a final gradient, in constant time: three counters tell what became final, no list is
+ * searched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -10583,8 +10584,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* Report parameters that ready has not seen in this step, at most eight by name; a warning names one
- * once, and an empty tensor misses nothing. All buckets have been launched: whatever this rank
+/* Report parameters that ready has not seen in this step, at most eight by name; a warning names
+ * one once, and an empty tensor misses nothing. All buckets have been launched: whatever this rank
  * lacks, the others are not left waiting. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
@@ -10703,7 +10704,8 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 
 /* ---- Handles ----------------------------------------------------------------------------------*/
 
-/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator returns at once. */
+/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
+ * returns at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works)
 {
@@ -11071,7 +11073,7 @@ static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
     return DTRAIN_OK;
 }
 
-/* Make the slot of a bucket's unit free for it, if it has one: the unit that is there is evicted. */
+/* Make the slot of a bucket's unit, if it has one, free: the unit that is there is evicted. */
 static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     if (!bucket->slotted) return DTRAIN_OK;
@@ -12778,8 +12780,8 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     return DTRAIN_OK;
 }
 
-/* Check the array and fill in its shapes, counts and states. Names are compared each with each, once:
- * a thousand parameters take some milliseconds. */
+/* Check the array and fill in its shapes, counts and states. Names are compared each with each,
+ * once: a thousand parameters take some milliseconds. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count)
 {
     size_t total = 0;

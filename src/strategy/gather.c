@@ -116,7 +116,7 @@ static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
     return DTRAIN_OK;
 }
 
-/* Make the slot of a bucket's unit free for it, if it has one: the unit that is there is evicted. */
+/* Make the slot of a bucket's unit, if it has one, free: the unit that is there is evicted. */
 static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     if (!bucket->slotted) return DTRAIN_OK;

@@ -102,8 +102,8 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     return DTRAIN_OK;
 }
 
-/* Check the array and fill in its shapes, counts and states. Names are compared each with each, once:
- * a thousand parameters take some milliseconds. */
+/* Check the array and fill in its shapes, counts and states. Names are compared each with each,
+ * once: a thousand parameters take some milliseconds. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count)
 {
     size_t total = 0;

@@ -127,7 +127,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? place : storage->grad, bytes);
 }
 
-/* Count a final gradient, in constant time: three counters tell what became final, no list is searched. */
+/* Count a final gradient, in constant time: three counters tell what became final, no list is
+ * searched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -419,8 +420,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* Report parameters that ready has not seen in this step, at most eight by name; a warning names one
- * once, and an empty tensor misses nothing. All buckets have been launched: whatever this rank
+/* Report parameters that ready has not seen in this step, at most eight by name; a warning names
+ * one once, and an empty tensor misses nothing. All buckets have been launched: whatever this rank
  * lacks, the others are not left waiting. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
@@ -539,7 +540,8 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 
 /* ---- Handles ----------------------------------------------------------------------------------*/
 
-/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator returns at once. */
+/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
+ * returns at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works)
 {

@@ -165,10 +165,10 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
 /* Say whether further micro-batches of this step follow the next backward: true before every
- * micro-batch but the last, false before the last (and where there is only one). While true, finish leaves the step open and gradients add up, here or
- * in shards as desc.accumulation says (a host's own backward must add where
- * param->state.grad_written, the tape does it by itself). Changing it in the middle of a backward
- * is an error. */
+ * micro-batch but the last, false before the last (and where there is only one). While true, finish
+ * leaves the step open and gradients add up, here or in shards as desc.accumulation says (a host's
+ * own backward must add where param->state.grad_written, the tape does it by itself). Changing it
+ * in the middle of a backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
