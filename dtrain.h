@@ -79,9 +79,8 @@
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
        src/strategy/strategy.c              The road of a gradient: ready, launch, reduce, finish, publish
-       src/strategy/compression_internal.h  The tables of compression
-       src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
+       src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/shards.c                Sharded gradients
        src/strategy/gather.c                Sharded parameters: gather, release
        src/strategy/hierarchy.c             Two levels of ranks
@@ -91,12 +90,10 @@
        src/strategy/offload.c               Offload
        src/strategy/layout.c                The layout
        src/strategy/params.c                Parameters, units, buckets
-       src/strategy/values.c                Values of parameters
        src/strategy/settings.c              Settings: zeros become defaults, and what does not go together is refused
        src/strategy/create.c                Creation and end of a strategy
-       src/strategy/query.c                 Queries
-       src/strategy/plan.c                  Planning: the memory of a rank, from the layout that it would have
-       src/strategy/auto.c                  AUTO: the kind that sends least of those that fit the memory
+       src/strategy/query.c                 Queries: what a strategy is, what a step of it sends, and the values of its parameters
+       src/strategy/plan.c                  Planning, and AUTO
        src/tape/tape.c                      Tape and tensors
        src/tape/tape_internal.h             The tape's structures
        src/tape/op.c                        Running an operation
@@ -1057,7 +1054,7 @@ typedef struct dtrain_strategy_desc {
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-/* Makes a strategy. Collective. Compares the registration of all ranks (names, shapes, units,
+/* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, units,
  * flags, initialisation and the desc, except no_overlap where parameters are whole; a difference is
  * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
  * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
@@ -1071,33 +1068,34 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
-/* Frees a strategy and the memory that the library owns; the params' pointers to it become NULL.
+/* Free a strategy and the memory that the library owns; the params' pointers to it become NULL.
  * Local. With buckets still in flight the communicator fails, so that the other ranks do not
  * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Called before and after a unit's forward or backward: its parameters are whole in between.
+/* Gather a unit's parameters before its forward or backward: they are whole until release.
  * Collective where parameters are sharded. A unit that is not due (a pass begins with the first,
  * forward goes to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
+/* Release a unit's parameters after its forward or backward. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
-/* params[index]'s gradient is final for this backward; communication of its bucket may start.
+/* Mark params[index]'s gradient final for this backward; communication of its bucket may start.
  * Every trainable entry is marked once per backward, an alias and its target each. Marking one
  * twice between two finishes is an error that names it. Never blocks for other ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
-/* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
- * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
+/* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
+ * backward the gradients, or this rank's shards of them, hold the mean over the ranks.
  * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
  * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
-/* Gradient accumulation: true before every micro-batch but the last, false before the last (and
- * where there is only one). While true, finish leaves the step open and gradients add up, here or
- * in shards as desc.accumulation says (a host's own backward must add where
- * param->state.grad_written, the tape does it by itself). Changing it in the middle of a backward
- * is an error. */
+/* Say whether further micro-batches of this step follow the next backward: true before every
+ * micro-batch but the last, false before the last (and where there is only one). While true, finish
+ * leaves the step open and gradients add up, here or in shards as desc.accumulation says (a host's
+ * own backward must add where param->state.grad_written, the tape does it by itself). Changing it
+ * in the middle of a backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
@@ -1110,15 +1108,19 @@ typedef struct dtrain_shard {
     float *value;
     const float *grad;
 } dtrain_shard;
+
+/* List what the optimizer updates on this rank, between finish and publish. Local. The list is
+ * valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
-/* Brings updated shards to where the next forward reads them. Collective. */
+/* Bring updated shards to where the next forward reads them. Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
     dtrain_strategy_desc desc; /* as resolved: kind is never AUTO; compression is the strategy's */
     const char *name;          /* "full_shard" */
+    dtrain_comm *comm;         /* all its ranks: those over which gradients are averaged */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
@@ -1132,15 +1134,15 @@ typedef struct dtrain_strategy_info {
     uint64_t sync_count;   /* steps that were reduced */
     char reason[400];      /* AUTO: why this kind; empty otherwise */
 } dtrain_strategy_info;
+
+/* Fill in what a strategy is and what it holds on this rank; zeros for NULL. Local. */
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
-DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
-
-/* Copies the whole value of params[index] to host (its count elements), on every rank.
+/* Copy the whole value of params[index] to host (its count elements), on every rank.
  * Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
-/* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas
+/* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
  * the same model under every kind. *hash may be NULL. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);
@@ -1169,7 +1171,7 @@ typedef struct dtrain_memory {
     uint64_t host; /* page-locked host memory of what is offloaded; not in any other field */
 } dtrain_memory;
 
-/* Counts params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most,
+/* Count params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most,
  * and their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: it needs no
  * world, and completes count and shape of params in place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
@@ -1266,7 +1268,7 @@ typedef struct dtrain_compression_state {
     int64_t q_rows;
 } dtrain_compression_state;
 
-/* Lists the states of all parameters that are compressed; count 0 without compression. Local. They
+/* List the states of all parameters that are compressed; count 0 without compression. Local. They
  * are valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
                                                      const dtrain_compression_state **states,
@@ -9140,13 +9142,18 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  * another: HYBRID_SHARD has its own bits.) */
 
 /* ================================================================================================
- * src/strategy/compression_internal.h
+ * src/strategy/strategy_internal.h
  * ==============================================================================================*/
 
-/* The tables of compression
+/* The strategy, and what its files call of one another
  *
- * Compression: what a step keeps of buckets (dtrain__sparse) and of the pieces of parameters in
- * them (dtrain__portion); see strategy/compression.c. */
+ * Every file of the room includes it, and with it the interfaces of core, world, communicator and
+ * device that they share.
+ *
+ * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
+ * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
+ * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c,
+ * settings.c, create.c (how it all comes to be), query.c, plan.c. */
 
 /* ================================================================================================
  * src/strategy/layout_internal.h
@@ -9154,9 +9161,11 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 
 /* The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
  *
- *     dtrain__kind_row      a row of the table of kinds: what is sharded
+ *     dtrain__kind_row  a row of the table of kinds: what is sharded
  *     dtrain__entry     what a strategy knows of one registered parameter
  *     dtrain__bucket    gradients that travel together, and where their values and shards are
+ *     dtrain__portion   the piece of a parameter that compression sees
+ *     dtrain__sparse    what compression keeps of a bucket
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__home      how a shard that is not in device memory comes and goes
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c */
@@ -9169,7 +9178,6 @@ typedef struct dtrain__classes {
 } dtrain__classes;
 
 typedef struct dtrain__kind_row {
-    uint32_t kind;
     const char *name;
     dtrain__classes shards;
     bool owners;   /* shards are whole tensors */
@@ -9190,9 +9198,34 @@ typedef struct dtrain__entry {
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;
 
+/* The piece of a parameter that compression sees: strategy/compression.c. */
+typedef struct dtrain__portion {
+    uint32_t param;
+    int64_t first, count;  /* within the bucket */
+    int64_t region;        /* top-k: elements of a region; all of them without regions */
+    int64_t quota;         /* of the step under way: selected of a region */
+    int64_t at;            /* of the step under way: place in a block; dense: among the dense */
+    int64_t rows, columns; /* PowerSGD: of the matrix */
+    int64_t p_at, q_at;    /* places of its factors among the bucket's */
+    float *p, *q;          /* (rows, rank), (columns, rank) */
+} dtrain__portion;
+
+typedef struct dtrain__sparse {
+    dtrain__portion *portions, *dense, *end; /* of the bucket: compressed ones, then dense ones */
+    int64_t dense_count, p_count, q_count;
+    int64_t room;               /* elements that a block has room for */
+    int64_t largest;            /* selection of one portion */
+    int64_t selected;           /* of the step under way: elements of a block */
+    bool masked;                /* likewise */
+    float *residual, *velocity; /* (hop_count), or NULL */
+    float *packed;              /* (dense_count + p_count); rounded gradients need half of it */
+    float *q, *q_seed;          /* (q_count) each */
+    uint32_t *out, *in;         /* (hop_ranks blocks) each */
+    float *values;              /* (largest) scratch: selected values, in fp32 */
+    int32_t *indices;           /* (largest) */
+} dtrain__sparse;
+
 struct dtrain__home;
-struct dtrain__portion; /* of a parameter, as compression sees it: strategy/compression.c */
-struct dtrain__sparse;  /* a bucket's memory for it */
 
 typedef struct dtrain__bucket {
     uint32_t unit; /* place of the unit that it is, or NONE */
@@ -9208,7 +9241,7 @@ typedef struct dtrain__bucket {
     dtrain_work **reduces, **gathers; /* (works_per_bucket) of what is under way */
     int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
                                          everything */
-    struct dtrain__sparse *sparse;    /* what compression keeps: strategy/compression.c; or NULL */
+    dtrain__sparse *sparse;           /* what compression keeps, or NULL */
     float *values, *grads;            /* (count) */
     float *value_shard, *grad_shard;  /* (shard_count), in these homes: */
     const struct dtrain__home *value_home, *grad_home;
@@ -9240,6 +9273,12 @@ typedef struct dtrain__unit {
     bool kept;                  /* has memory of its own: stays gathered until publish */
 } dtrain__unit;
 
+/* Two buffers of each sort, for the largest unit: unit u uses number u % 2. */
+typedef struct dtrain__turns {
+    float *values[2], *grads[2];
+    uint16_t *low_values[2], *low_grads[2]; /* NULL for fp32 */
+} dtrain__turns;
+
 enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };
 
 typedef struct dtrain__layout {
@@ -9256,24 +9295,33 @@ typedef struct dtrain__layout {
     dtrain__classes shards;
     const dtrain__home *value_home, *grad_home; /* of shards */
     const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
-    struct dtrain__portion *portions;           /* (count), portion_count in use */
-    struct dtrain__sparse *sparse;              /* (count), one a bucket */
-    size_t portion_count;
-    uint64_t state_bytes;    /* of residuals and the like */
+    dtrain__portion *portions;                  /* (count + 1) */
+    dtrain__sparse *sparse;                     /* (count), one a bucket */
+    uint64_t state_bytes;                       /* of residuals and the like */
     float *landing[2];       /* host memory for what is added to shards, of the longest shard */
     dtrain__entry *entries;  /* (count) */
-    dtrain__bucket *buckets; /* (count), bucket_count in use */
+    dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
     uint32_t *owners;        /* (count) ZERO3: of each storage */
-    int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
+    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's run begins */
     size_t bucket_count, unit_count;
-    dtrain__unit shared;           /* the buckets of what several units use */
-    float *work_grads[2];          /* where units' gradients are made, in turns */
+    dtrain__unit shared; /* the buckets of what several units use */
+    dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
+    uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+
+/* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
+typedef dtrain_result (*dtrain__hash_fn)(void *user, size_t item, uint64_t *hash);
+
+/* The first item that is not the same on all ranks; odd is -1 when there is none. */
+typedef struct dtrain__difference {
+    size_t item;
+    int usual, odd; /* ranks */
+} dtrain__difference;
 
 /* strategy/strategy.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
@@ -9282,21 +9330,21 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
 
 /* strategy/params.c */
-DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
-                                                     const dtrain_allocator *a);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
-DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common);
-DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
-                                               int *usual, int *odd);
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain_param *params, size_t count,
-                                                           const char *settings, int64_t *gathered);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
+                                                    void *user, size_t count, int64_t *gathered,
+                                                    uint64_t *all, dtrain__difference *found);
+DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t seed, int64_t first, int64_t count,
+                                                 float *value);
+DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t *hash);
 
 /* strategy/layout.c */
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
@@ -9307,43 +9355,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry);
-DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
-                                    size_t unit_bytes);
+DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
+DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                        size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads);
 
-/* strategy/values.c */
-DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t seed, int64_t first, int64_t count,
-                                                 float *value);
-DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t *hash);
-
-/* ================================================================================================
- * src/strategy/strategy_internal.h
- * ==============================================================================================*/
-
-/* The strategy, and what its files call of one another
- *
- * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
- * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
- * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c, values.c,
- * settings.c, create.c (how it all comes to be), query.c, plan.c, auto.c. */
+/* strategy/compression.c */
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
+DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
+DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
+DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
+                                                      const dtrain_allocator *a);
+DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
+DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
+                                                 const dtrain__bucket *bucket);
 
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
-typedef dtrain_result (*dtrain__step_fn)(dtrain_strategy *strategy, dtrain__bucket *bucket);
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
  * what has to be done before and starts them, end what has to be done when they are over. NULL:
  * nothing. */
 typedef struct dtrain__step {
-    dtrain__step_fn begin, end;
+    dtrain__step_fn *begin, *end;
     bool last_only; /* in a step's last micro-batch only, on the shard that sums all of them up */
 } dtrain__step;
 
@@ -9400,11 +9442,10 @@ struct dtrain_strategy {
 
     /* Memory. */
     dtrain_allocator allocator;
-    size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
-    dtrain_work **works;                 /* (param_count, 2 works_per_bucket): those of buckets */
-    dtrain_shard *shards;                /* (param_count), shard_count in use */
-    int64_t *gathered;                   /* (ranks): scratch */
-    double *sum_squares;                 /* (1) device memory: of the gradients, for clipping */
+    dtrain_work **works;  /* (param_count, 2 works_per_bucket): those of buckets */
+    dtrain_shard *shards; /* (param_count), shard_count in use */
+    int64_t *gathered;    /* (ranks): scratch */
+    double *sum_squares;  /* (1) device memory: of the gradients, for clipping */
     size_t works_per_bucket, shard_count;
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
@@ -9412,41 +9453,20 @@ struct dtrain_strategy {
     char reason[400];
 };
 
-#define DTRAIN__FIRST_BUCKET_BYTES ((size_t)1 << 20)
-#define DTRAIN__BUCKET_BYTES ((size_t)25 << 20)
-
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
 
 /* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
-#define DTRAIN__STEP(name) \
-    DTRAIN__PRIVATE dtrain_result dtrain__##name(dtrain_strategy *strategy, dtrain__bucket *bucket)
-DTRAIN__STEP(all_reduce_begin);
-DTRAIN__STEP(all_reduce_end);
-DTRAIN__STEP(reduce_scatter_begin);
-DTRAIN__STEP(reduce_scatter_end);
-DTRAIN__STEP(replicas_begin);
-DTRAIN__STEP(replicas_end);
-DTRAIN__STEP(node_scatter_begin);
-DTRAIN__STEP(node_gather_begin);
-DTRAIN__STEP(topk_gather_begin);
-DTRAIN__STEP(topk_gather_end);
-DTRAIN__STEP(topk_trade_begin);
-DTRAIN__STEP(topk_trade_end);
-DTRAIN__STEP(topk_publish_begin);
-DTRAIN__STEP(topk_publish_end);
-DTRAIN__STEP(p_begin);
-DTRAIN__STEP(p_end);
-DTRAIN__STEP(q_begin);
-DTRAIN__STEP(q_end);
-#undef DTRAIN__STEP
+DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
+    dtrain__replicas_end, dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__topk_begin,
+    dtrain__topk_end, dtrain__topk_publish_begin, dtrain__topk_publish_end, dtrain__p_begin,
+    dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
-DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
@@ -9456,7 +9476,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
 DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                               float *x, int64_t first, int64_t count, void **wire);
 DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                int64_t first, int64_t count, float *x);
+                                                float *x, int64_t first, int64_t count, bool last);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 dtrain_comm *comm, float *x, int64_t first,
+                                                 int64_t count);
 DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
                                         const dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
@@ -9467,8 +9490,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works);
-DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
-                                                 dtrain_work **works, bool *done);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
@@ -9484,10 +9505,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy
                                                        dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
+/* strategy/params.c */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings);
+
 /* strategy/gather.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype);
@@ -9497,12 +9522,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
 /* strategy/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, const void *shard,
-                                                    void *values, dtrain_dtype dtype);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, void *values,
-                                                    dtrain_dtype dtype);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
@@ -9513,17 +9532,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
                                                   dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
+DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
                                                  int64_t *stage);
+
+/* strategy/compression.c */
+DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work);
+DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/settings.c */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
-                                                   dtrain_compression_desc *compression);
-DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
-                                                  const dtrain__kind_row *kind);
-DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
-                                                        const dtrain__kind_row *kind);
+                                                   dtrain_compression_desc *how);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
+                                                   const dtrain__kind_row *kind);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/query.c */
@@ -9533,13 +9556,7 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info);
 
 /* strategy/plan.c */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
-                                                const dtrain_param *params, size_t count,
-                                                const dtrain_strategy_desc *given, int ranks,
-                                                dtrain_memory *memory, uint64_t *step_bytes);
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
-
-/* strategy/auto.c */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left);
@@ -9549,112 +9566,47 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain
                                                      uint64_t *bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);
 
-struct dtrain__portion {
-    uint32_t param;
-    bool dense;
-    int64_t first, count;  /* within the bucket */
-    int64_t dense_at;      /* dense: place among the bucket's dense elements */
-    int64_t region;        /* top-k: elements of a region; all of them without regions */
-    int64_t quota, at;     /* of the step under way: selected of a region, place in a block */
-    int64_t rows, columns; /* PowerSGD: of the matrix */
-    float *p, *q;          /* (rows, rank), (columns, rank) */
-};
-
-struct dtrain__sparse {
-    size_t first, end; /* its portions */
-    int64_t dense_count, p_count, q_count;
-    int64_t room;               /* elements that a block has room for */
-    int64_t largest;            /* selection of one portion */
-    int64_t selected;           /* of the step under way: elements of a block */
-    bool masked;                /* likewise */
-    float *residual, *velocity; /* (hop_count), or NULL */
-    float *dense;               /* (dense_count + p_count); rounded gradients need half of it */
-    float *q, *q_seed;          /* (q_count) each */
-    uint32_t *out, *in;         /* (hop_ranks blocks) each */
-    float *values;              /* (largest) scratch: selected values, in fp32 */
-    int32_t *indices;           /* (largest) */
-};
-
-typedef struct dtrain__portion dtrain__portion;
-typedef struct dtrain__sparse dtrain__sparse;
-
-/* strategy/compression.c */
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step);
-DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
-DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
-DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
-DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
-DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
-DTRAIN__PRIVATE void dtrain__layout_portions_free(dtrain__layout *layout,
-                                                  const dtrain_allocator *a);
-DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
-                                                      const dtrain_allocator *a);
-DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
-DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
-                                                 const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 bool back);
-DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work);
-
 /* ---- The kinds --------------------------------------------------------------------------------*/
 
 /* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
- * need them; and whether every node has a replica, so that shards are summed across nodes. */
+ * need them; and whether every node has a replica, so that shards are summed across nodes. In the
+ * order of their numbers, from DTRAIN_STRATEGY_DDP on. */
 static const dtrain__kind_row dtrain__kind_rows[] = {
-    /* kind, name, {state, grads, params are sharded}, owners, replicas */
-    {DTRAIN_STRATEGY_DDP, "ddp", {false, false, false}, false, false},
-    {DTRAIN_STRATEGY_ZERO1, "zero1", {true, false, false}, false, false},
-    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "shard_grad_op", {true, true, false}, false, false},
-    {DTRAIN_STRATEGY_FULL_SHARD, "full_shard", {true, true, true}, false, false},
-    {DTRAIN_STRATEGY_ZERO3, "zero3", {true, true, true}, true, false},
-    {DTRAIN_STRATEGY_HYBRID_SHARD, "hybrid_shard", {true, true, true}, false, true},
+    /* name, {state, grads, params are sharded}, owners, replicas */
+    {"ddp", {false, false, false}, false, false},
+    {"zero1", {true, false, false}, false, false},
+    {"shard_grad_op", {true, true, false}, false, false},
+    {"full_shard", {true, true, true}, false, false},
+    {"zero3", {true, true, true}, true, false},
+    {"hybrid_shard", {true, true, true}, false, true},
 };
 
-/* Finds the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
+/* Find the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 {
-    const size_t count = sizeof dtrain__kind_rows / sizeof dtrain__kind_rows[0];
-    if (kind == DTRAIN_STRATEGY_DEFAULT) kind = DTRAIN_STRATEGY_DDP;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__kind_rows[i].kind == kind) return &dtrain__kind_rows[i];
-    return NULL;
+    if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
+    return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
 }
 
-enum {
-    DTRAIN__BY_NOTHING,
-    DTRAIN__BY_ALL_REDUCE,
-    DTRAIN__BY_REDUCE_SCATTER,
-    DTRAIN__BY_REPLICAS,
-    DTRAIN__BY_REPLICAS_AT_LAST,
-    DTRAIN__BY_NODE_SCATTER,
-    DTRAIN__BY_NODE_GATHER,
-    DTRAIN__BY_TOPK_GATHER,
-    DTRAIN__BY_TOPK_TRADE,
-    DTRAIN__BY_TOPK_PUBLISH,
-    DTRAIN__BY_P,
-    DTRAIN__BY_Q
-};
-
-/* Begin and end of each; the order is that of the numbers above. */
-static const dtrain__step dtrain__steps[] = {
-    {NULL, NULL, false}, /* one rank: its mean is what it has */
-    {dtrain__all_reduce_begin, dtrain__all_reduce_end, false},
-    {dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, false},
+/* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
+static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
+static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
+                                                   false};
+static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
+                                                       dtrain__reduce_scatter_end, false};
+static const dtrain__step dtrain__by_replicas[] = {
     {dtrain__replicas_begin, dtrain__replicas_end, false},
-    {dtrain__replicas_begin, dtrain__replicas_end, true},
-    {dtrain__node_scatter_begin, NULL, false},
-    {dtrain__node_gather_begin, NULL, false},
-    {dtrain__topk_gather_begin, dtrain__topk_gather_end, false},
-    {dtrain__topk_trade_begin, dtrain__topk_trade_end, false},
-    {dtrain__topk_publish_begin, dtrain__topk_publish_end, false},
-    {dtrain__p_begin, dtrain__p_end, false},
-    {dtrain__q_begin, dtrain__q_end, false},
+    {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
 };
+static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
+static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
+static const dtrain__step dtrain__by_topk = {dtrain__topk_begin, dtrain__topk_end, false};
+static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
+                                                     dtrain__topk_publish_end, false};
+static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
+static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
 
-/* Chooses the ways of the step that begins:
+/* Choose the ways of the step that begins:
  *
  *                    whole buckets                           sharded buckets
  *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
@@ -9665,30 +9617,27 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
-    const dtrain__step *steps = dtrain__steps;
     const dtrain_compression_desc *how = layout->compression;
     const bool nodes = layout->node_ranks > 1;
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
     if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
     memset(strategy->ways, 0, sizeof strategy->ways);
     if (layout->all == 1) {
-        *whole = *sharded = &steps[DTRAIN__BY_NOTHING];
+        *whole = *sharded = &dtrain__by_nothing;
         return;
     }
-    if (nodes) *whole++ = *sharded++ = &steps[DTRAIN__BY_NODE_SCATTER];
-    if (!how) *whole++ = &steps[DTRAIN__BY_ALL_REDUCE];
+    if (nodes) *whole++ = *sharded++ = &dtrain__by_node_scatter;
+    if (!how) *whole++ = &dtrain__by_all_reduce;
     else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        *whole++ = &steps[DTRAIN__BY_P];
-        *whole++ = &steps[DTRAIN__BY_Q];
-    } else if (dtrain__is_balanced(how)) {
-        *whole++ = &steps[DTRAIN__BY_TOPK_TRADE];
-        *whole++ = &steps[DTRAIN__BY_TOPK_PUBLISH];
-    } else *whole++ = &steps[DTRAIN__BY_TOPK_GATHER];
-    if (nodes) *whole++ = &steps[DTRAIN__BY_NODE_GATHER];
-    *sharded++ = &steps[DTRAIN__BY_REDUCE_SCATTER];
-    if (strategy->kind->replicas)
-        *sharded++ = &steps[strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY
-                                ? DTRAIN__BY_REPLICAS_AT_LAST
-                                : DTRAIN__BY_REPLICAS];
+        *whole++ = &dtrain__by_p;
+        *whole++ = &dtrain__by_q;
+    } else {
+        *whole++ = &dtrain__by_topk;
+        if (dtrain__is_balanced(how)) *whole++ = &dtrain__by_topk_publish;
+    }
+    if (nodes) *whole++ = &dtrain__by_node_gather;
+    *sharded++ = &dtrain__by_reduce_scatter;
+    if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
@@ -9699,15 +9648,7 @@ static bool dtrain__only_adds(const dtrain_strategy *strategy)
     return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
 }
 
-/* Does a storage's grad hold a part of this step's gradient? The tape says so at its first write,
- * ready for a host with its own backward; dtrain__rewind takes it back when the gradient has been
- * moved on. A gradient of which nobody holds a part in the whole step counts as zero. */
-DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage)
-{
-    return storage->state.grad_written;
-}
-
-/* Copies a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
+/* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
  * there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
@@ -9720,7 +9661,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? place : storage->grad, bytes);
 }
 
-/* Constant time: three counters tell what became final, no list is searched. */
+/* Count a final gradient, in constant time: three counters tell what became final, no list is
+ * searched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -9737,7 +9679,10 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     return dtrain__progress(strategy);
 }
 
-/* While gradients only add up, nothing tells where one backward ends and the next begins: marks
+/* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
+ * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
+ * on. A gradient of which nobody holds a part in the whole step counts as zero.
+ * While gradients only add up, nothing tells where one backward ends and the next begins: marks
  * are not kept. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
@@ -9777,24 +9722,26 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Launches complete buckets in their order, up to the first that waits for a gradient. Frozen
+/* Launch complete buckets in their order, up to the first that waits for a gradient. Frozen
  * buckets have no gradients. */
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
 {
     for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
-        if (bucket->trainable && dtrain__steps_are_placed(strategy))
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, strategy->launched));
-        if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
-        else bucket->stage = DTRAIN__REDUCED;
+        bucket->stage = DTRAIN__REDUCED;
+        if (!bucket->trainable) continue;
+        if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
+            for (size_t b = strategy->oldest; b < strategy->launched; b++)
+                DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
     }
     return DTRAIN_OK;
 }
 
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
-/* Step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
+/* Return step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
@@ -9802,7 +9749,7 @@ static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
-/* Begins the first step of a bucket's way. */
+/* Begin the first step of a bucket's way. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -9811,7 +9758,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, si
     return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
 }
 
-/* Waits for the collectives of a bucket's step, ends it and begins the next one. */
+/* Wait for the collectives of a bucket's step, end it and begin the next one. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -9833,14 +9780,7 @@ DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
     return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
 }
 
-/* Takes all buckets under way one step further, in their order: called at such a place. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end)
-{
-    for (size_t b = strategy->oldest; b < end; b++) DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-    return DTRAIN_OK;
-}
-
-/* Gives the communicator a turn at every ready: without a progress thread, buckets move only then.
+/* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
  * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
  * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
  * step when all of those have. */
@@ -9855,7 +9795,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
         while (bucket->stage != DTRAIN__REDUCED) {
             if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
                 break;
-            DTRAIN__TRY(dtrain__test_works(strategy, bucket->reduces, &done));
+            done = true;
+            for (size_t i = 0; i < strategy->works_per_bucket && done; i++)
+                DTRAIN__TRY(dtrain_work_test(bucket->reduces[i], &done));
             if (!done) break;
             DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         }
@@ -9866,17 +9808,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Finishes buckets in their order; while one is waited for, those behind it go on. */
+/* Finish buckets in their order; while one is waited for, those behind it go on. Where steps are
+ * placed, this is such a place: all buckets under way go one step further. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     while (strategy->oldest < end) {
-        if (dtrain__steps_are_placed(strategy)) {
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, end));
-        } else {
-            DTRAIN__TRY(dtrain__progress(strategy));
-            if (strategy->oldest < end)
-                DTRAIN__TRY(dtrain__reduce_await(strategy, strategy->oldest));
-        }
+        DTRAIN__TRY(dtrain__progress(strategy));
+        const size_t stop = dtrain__steps_are_placed(strategy) ? end : strategy->oldest + 1;
+        for (size_t b = strategy->oldest; b < stop && b < end; b++)
+            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         while (strategy->oldest < end &&
                strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
             strategy->oldest++;
@@ -9901,26 +9841,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
     return strategy->device->ops->convert(strategy->device, &args);
 }
 
-/* *wire = x (count elements of the bucket, from `first` on) as it travels. */
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              float *x, int64_t first, int64_t count, void **wire)
-{
-    *wire = x;
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
-                           strategy->desc.reduce_dtype);
-}
-
-/* x (count elements of the bucket, from `first` on) = what has come. */
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                int64_t first, int64_t count, float *x)
-{
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
-                           x, DTRAIN_DTYPE_F32);
-}
-
 /* Do two collectives make this bucket's mean? Then they sum, and one factor follows at the end. In
  * fp16 a sum may be too large where the mean is not: there each of them makes a mean. */
 DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
@@ -9937,7 +9857,7 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
     return dtrain__sums_first(strategy, bucket) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
 }
 
-/* Applies the factor of sums: x (count elements of the bucket) becomes the mean. */
+/* Apply the factor of sums: x (count elements of the bucket) becomes the mean. */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {
@@ -9947,30 +9867,60 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
     return strategy->device->ops->axpby(strategy->device, &mean);
 }
 
+/* Make *wire x (count elements of the bucket, from `first` on) as it travels. */
+DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                              float *x, int64_t first, int64_t count, void **wire)
+{
+    *wire = x;
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    *wire = bucket->low_grads + first;
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
+}
+
+/* Make x (count elements of the bucket, from `first` on) what has come, or if that was the last
+ * collective the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                float *x, int64_t first, int64_t count, bool last)
+{
+    if (dtrain__reduces_low(strategy))
+        DTRAIN__TRY(dtrain__convert(strategy, count, bucket->low_grads + first,
+                                    strategy->desc.reduce_dtype, x, DTRAIN_DTYPE_F32));
+    return last ? dtrain__scale(strategy, bucket, x, count) : DTRAIN_OK;
+}
+
+/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 dtrain_comm *comm, float *x, int64_t first,
+                                                 int64_t count)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
+    return dtrain_all_reduce(comm, wire, wire, (size_t)count,
+                             (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), bucket->reduces);
+}
+
 /* ALL_REDUCE of a whole bucket: everything among all ranks, or between nodes this rank's slice, its
  * hop. */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
-                                bucket->hop_first, bucket->hop_count, &wire));
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), wire, wire,
-                             (size_t)bucket->hop_count, (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy, bucket), bucket->reduces);
+    return dtrain__reduce_all(strategy, bucket, dtrain__hop_comm(strategy, bucket),
+                              bucket->grads + bucket->hop_first, bucket->hop_first,
+                              bucket->hop_count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
                                                      dtrain__bucket *bucket)
 {
-    float *hop = bucket->grads + bucket->hop_first;
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->hop_first, bucket->hop_count, hop));
-    return dtrain__scale(strategy, bucket, hop, bucket->hop_count);
+    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->hop_first, bucket->hop_first,
+                             bucket->hop_count, true);
 }
 
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
 
-/* Makes a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
+/* Make a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
  * or another use has left counts, the rest is zero. */
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
@@ -9983,7 +9933,7 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
-        if (dtrain__holds_part(p)) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
@@ -9993,7 +9943,7 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* Closes and launches buckets up to `end`, one by one: a buffer is zeroed for the next only when
+/* Close and launch buckets up to `end`, one by one: a buffer is zeroed for the next only when
  * the one before it has been launched. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
@@ -10004,49 +9954,39 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* Names at most eight parameters that ready has not seen in this step; returns how many there
- * are. An empty tensor misses nothing. only_new: leave out those that were named before. */
-static size_t dtrain__list_missing(dtrain_strategy *strategy, bool only_new, char *text,
-                                   size_t room)
+/* Report parameters that ready has not seen in this step, at most eight by name; a warning names
+ * one once, and an empty tensor misses nothing. All buckets have been launched: whatever this rank
+ * lacks, the others are not left waiting. */
+static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
+    const char *const call = "dtrain_strategy_finish";
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
+    char names[640] = "";
     size_t count = 0, used = 0;
-    text[0] = 0;
+    dtrain_result result = DTRAIN_OK;
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || entry->seen || !p->count) continue;
-        if (only_new && entry->warned) continue;
+        if (!entry->trainable || entry->seen || !p->count || (entry->warned && !strict)) continue;
         entry->warned = true;
-        if (count++ < 8 && used < room)
-            used += (size_t)snprintf(text + used, room - used, "%s\"%.60s\"", used ? ", " : "",
-                                     p->name);
+        if (count++ < 8) /* 64 bytes each: there is room for them */
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
+                                     used ? ", " : "", p->name);
     }
-    if (count > 8 && used < room) snprintf(text + used, room - used, " and %zu more", count - 8);
-    return count;
-}
-
-/* All buckets have been launched: whatever this rank lacks, the others are not left waiting. */
-static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
-{
-    char names[640];
-    dtrain_result result = DTRAIN_OK;
-    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
-    const size_t count = dtrain__list_missing(strategy, !strict, names, sizeof names);
+    if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
     if (count && !strict)
         dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
-                   "dtrain_strategy_finish: no gradient from this backward, zero is used: %s",
-                   names);
+                   "%s: no gradient from this backward, zero is used: %s", call, names);
     if (!strict) return DTRAIN_OK;
     if (count)
-        result = dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_strategy_finish: no gradient from this backward: %s; mark them with "
-            "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
-            names);
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: no gradient from this backward: %s; mark them with "
+                             "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
+                             call, names);
     return dtrain__agree(strategy->comm, result);
 }
 
-/* Copies whole gradients back to the arrays of a host that has its own. */
+/* Copy whole gradients back to the arrays of a host that has its own. */
 static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -10058,7 +9998,7 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Sets the state between two backwards, and between two steps. Work buffers have been emptied: the
+/* Set the state between two backwards, and between two steps. Work buffers have been emptied: the
  * next backward overwrites them. Whole gradients go on until the step ends. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
@@ -10106,17 +10046,14 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     return missing;
 }
 
-/* Between finish and publish: what the optimizer updates on this rank. */
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count)
 {
     if (shards) *shards = NULL;
     if (count) *count = 0;
     if (!strategy || !shards || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_shards: %s is NULL",
-                           !strategy ? "strategy"
-                           : !shards ? "shards"
-                                     : "count");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_shards: strategy, shards or count is NULL");
     *shards = strategy->shards;
     *count = strategy->shard_count;
     return DTRAIN_OK;
@@ -10132,14 +10069,13 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
     if (!strategy->layout.shards.state) return DTRAIN_OK;
     if (!strategy->layout.shards.params)
         return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
-    dtrain__forget_units(strategy);
-    return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
 }
 
 /* ---- Handles ----------------------------------------------------------------------------------*/
 
-/* Every handle goes back, also after an error: waiting on a failed communicator returns at once. */
+/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
+ * returns at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works)
 {
@@ -10152,15 +10088,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
     return result;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
-                                                 dtrain_work **works, bool *done)
-{
-    *done = true;
-    for (size_t i = 0; i < strategy->works_per_bucket && *done; i++)
-        if (works[i]) DTRAIN__TRY(dtrain_work_test(works[i], done));
-    return DTRAIN_OK;
-}
-
 /* ---- Failure ----------------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
@@ -10171,7 +10098,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
     return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
 }
 
-/* Fails all communicators, wherever other ranks may be waiting; returns the error that stands. */
+/* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text)
 {
@@ -10221,7 +10148,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
 
 /* ---- The alternating buffers ------------------------------------------------------------------*/
 
-/* Empties the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
+/* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
  * has reduced it, if what travels between nodes is the shard. */
 static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 {
@@ -10237,7 +10164,7 @@ static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
     return DTRAIN_OK;
 }
 
-/* Makes the alternating buffer of a unit's gradients free for them: what the unit before the last
+/* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
  * left there has been reduced. A unit without gradients needs no buffer. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
 {
@@ -10252,7 +10179,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint
     return dtrain__vacate_work(strategy, bucket);
 }
 
-/* Does one of the alternating buffers hold gradients that have not been launched? */
+/* Tell whether one of the alternating buffers holds gradients that have not been launched. */
 static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -10260,11 +10187,11 @@ static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
     const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
     if (b == DTRAIN__NONE || b < strategy->launched) return false;
     for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && dtrain__holds_part(&strategy->params[i])) return true;
+        if (layout->entries[i].bucket == b && strategy->params[i].state.grad_written) return true;
     return false;
 }
 
-/* Does another unit make gradients where this bucket's would be made? */
+/* Tell whether another unit makes gradients where this bucket's would be made. */
 DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket)
 {
@@ -10273,7 +10200,7 @@ DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
     return strategy->working[turn] != bucket->unit && dtrain__work_is_live(strategy, turn);
 }
 
-/* Reduces zeros for a unit that lies behind the one in which this backward has begun. Its own
+/* Reduce zeros for a unit that lies behind the one in which this backward has begun. Its own
  * buffer is taken: it borrows the other, and gives it back at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
@@ -10291,7 +10218,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
         if (strategy->layout.entries[i].bucket == index) strategy->layout.entries[i].pending = 0;
     bucket->pending = 0;
-    bucket->grads = strategy->layout.work_grads[other];
+    bucket->grads = strategy->layout.turns.grads[other];
     dtrain_result result = strategy->device->ops->zero(strategy->device, bucket->grads,
                                                        (size_t)bucket->count * sizeof(float));
     if (result == DTRAIN_OK) result = dtrain__reduce_start(strategy, index);
@@ -10303,7 +10230,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy
 
 /* ---- To the shard -----------------------------------------------------------------------------*/
 
-/* The place where the fp32 result of this backward is to be. */
+/* Return the place where the fp32 result of this backward is to be. */
 static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     if (bucket->work && (strategy->accumulated || bucket->grad_home->host))
@@ -10341,15 +10268,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
-    float *target = dtrain__reduce_target(strategy, bucket);
-    DTRAIN__TRY(
-        dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, target));
-    if (strategy->kind->replicas) return DTRAIN_OK;
-    return dtrain__scale(strategy, bucket, target, bucket->shard_count);
+    return dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
+                             bucket->shard_first, bucket->shard_count, !strategy->kind->replicas);
 }
 
-/* The end of a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is
- * also put there when the result is of the first. */
+/* End a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is also put
+ * there when the result is of the first. */
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const float *result = dtrain__reduce_target(strategy, bucket);
@@ -10366,44 +10290,38 @@ DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrai
  * With HYBRID_SHARD the shards of a node are summed with those of the other nodes: either every
  * micro-batch's result (REPLICAS), or at last what the shard has summed up (REPLICAS_AT_LAST). */
 
-static bool dtrain__sums_shard(const dtrain_strategy *strategy)
+/* Tell whether it is the shard, and return the place in device memory where this node's sum becomes
+ * that of all nodes. */
+static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                  bool *at_last)
 {
-    return strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-}
-
-/* The place in device memory where this node's sum becomes that of all nodes. */
-static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    if (dtrain__sums_shard(strategy) && !bucket->grad_home->host) return bucket->grad_shard;
+    *at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (*at_last && !bucket->grad_home->host) return bucket->grad_shard;
     return dtrain__reduce_target(strategy, bucket);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
                                                      dtrain__bucket *bucket)
 {
-    const dtrain__home *home = bucket->grad_home;
-    float *sum = dtrain__replica_sum(strategy, bucket);
-    void *wire;
-    if (dtrain__sums_shard(strategy) && strategy->accumulated) {
+    bool at_last;
+    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
+    if (at_last && strategy->accumulated) {
         DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
-        if (home->get) DTRAIN__TRY(home->get(strategy, bucket, sum));
+        if (bucket->grad_home->get) DTRAIN__TRY(bucket->grad_home->get(strategy, bucket, sum));
     }
-    DTRAIN__TRY(
-        dtrain__to_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, &wire));
-    return dtrain_all_reduce(strategy->groups[DTRAIN__ACROSS], wire, wire,
-                             (size_t)bucket->shard_count, (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy, bucket), bucket->reduces);
+    return dtrain__reduce_all(strategy, bucket, strategy->groups[DTRAIN__ACROSS], sum,
+                              bucket->shard_first, bucket->shard_count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket)
 {
-    const dtrain__home *home = bucket->grad_home;
-    float *sum = dtrain__replica_sum(strategy, bucket);
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, sum));
-    DTRAIN__TRY(dtrain__scale(strategy, bucket, sum, bucket->shard_count));
-    if (!dtrain__sums_shard(strategy) || !home->put) return DTRAIN_OK;
-    return home->put(strategy, bucket, sum, false);
+    bool at_last;
+    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
+    DTRAIN__TRY(
+        dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
+    if (!at_last || !bucket->grad_home->put) return DTRAIN_OK;
+    return bucket->grad_home->put(strategy, bucket, sum, false);
 }
 
 /* ================================================================================================
@@ -10434,138 +10352,139 @@ enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Starts bringing a bucket's values together, as dtype. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+/* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
+ * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
+ * this rank's hop from the other nodes. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          dtrain_dtype dtype)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool low = dtype != DTRAIN_DTYPE_F32;
-    dtrain_work **works = bucket->gathers;
+    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->layout.node_ranks > 1;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
-    const float *shard = bucket->value_shard;
-    bucket->presence = DTRAIN__COMING;
+    const void *shard = bucket->value_shard;
     if (bucket->value_home->bring) {
         DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
         shard = bucket->values + bucket->shard_first;
     }
-    if (low)
+    if ((low || bucket->cuts) && shard != own) {
         DTRAIN__TRY(
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
+        shard = own;
+    }
     if (!bucket->cuts)
-        return dtrain__gather_slices(strategy, bucket,
-                                     low ? (const void *)own : (const void *)shard, whole, dtype);
-    if (!low && bucket->shard_count && shard == bucket->value_shard)
-        DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, shard,
-                                                (size_t)bucket->shard_count * unit,
-                                                DTRAIN_COPY_DEVICE_TO_DEVICE));
-    for (int r = 0; r < layout->ranks; r++) {
+        return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
+                                       : strategy->shard_comm,
+                                 shard, nodes ? whole + (size_t)bucket->hop_first * unit : whole,
+                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
-                                     (size_t)count, dtype, r, &works[r]));
+                                     (size_t)count, dtype, r, &bucket->gathers[r]));
     }
     return DTRAIN_OK;
 }
 
-/* Waits until a bucket's values have come together, as dtype. */
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
+static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           dtrain_dtype dtype)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
-    if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, whole, dtype));
+    const bool low = dtype != DTRAIN_DTYPE_F32;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
+                             whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->hop_count, dtype, bucket->gathers);
+}
+
+/* Wait until a bucket's values have come together, as dtype. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype)
+{
+    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
     return dtrain__wait_works(strategy, bucket->gathers);
 }
 
-static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
+/* Wait for a bucket's values, if they are coming. */
+static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, uint32_t b)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_wait(strategy, b, dtype));
+    DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
     bucket->presence = DTRAIN__HERE;
     if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
     return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
                            DTRAIN_DTYPE_F32);
 }
 
-/* Points the parameters of a bucket at its values, or at nothing. */
+/* Point the parameters of a bucket at its values, or at nothing. */
 static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
 {
     const dtrain__layout *layout = &strategy->layout;
+    if (b == DTRAIN__NONE) return;
     const dtrain__bucket *bucket = &layout->buckets[b];
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket != b) continue;
-        p->value = here ? bucket->values + storage->offset : NULL;
+        if (storage->bucket == b) p->value = here ? bucket->values + storage->offset : NULL;
     }
 }
 
-/* Takes a bucket's values away, after waiting for them if they are still coming. */
+/* Take a bucket's values away, after waiting for them if they are still coming. */
 static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
 {
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__gather_end(strategy, b));
     dtrain__show_values(strategy, b, false);
-    strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
+    if (b != DTRAIN__NONE) strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
     return DTRAIN_OK;
 }
 
-/* Makes a unit's slot free for it: the unit that is there is evicted. */
-static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
+/* Make the slot of a bucket's unit, if it has one, free: the unit that is there is evicted. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    const uint32_t before = strategy->slots[unit & 1];
-    strategy->slots[unit & 1] = unit;
-    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    if (!bucket->slotted) return DTRAIN_OK;
+    const uint32_t before = strategy->slots[bucket->unit & 1];
+    strategy->slots[bucket->unit & 1] = bucket->unit;
+    if (before == bucket->unit || before == DTRAIN__NONE) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
     return dtrain__evict(strategy, strategy->layout.units[before].frozen);
 }
 
-/* Starts to gather a bucket that is not there. */
+/* Start to gather a bucket that is not there. */
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
-    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
-    return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
+    DTRAIN__TRY(dtrain__claim_slot(strategy, bucket));
+    bucket->presence = DTRAIN__COMING;
+    return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
-/* Waits for a bucket's values and shows them. */
-static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
+/* Forget what was gathered, because the shards have been updated since. */
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 {
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__fetch(strategy, b));
-    DTRAIN__TRY(dtrain__gather_end(strategy, b));
-    dtrain__show_values(strategy, b, true);
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
+        if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
 
-/* Forgets what was gathered, because the shards have been updated since. */
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
-{
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (!bucket->sharded) continue;
-        dtrain__show_values(strategy, b, false);
-        bucket->presence = DTRAIN__ABSENT;
-    }
-    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
-}
-
-/* Waits for all units that are on their way. */
+/* Wait for all units that are on their way. */
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 {
-    for (size_t b = 0; b < strategy->layout.bucket_count; b++)
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
         DTRAIN__TRY(dtrain__gather_end(strategy, b));
     return DTRAIN_OK;
 }
 
 /* ---- Hooks ------------------------------------------------------------------------------------*/
 
-/* Finds the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
+/* Find the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
  * it constant time. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
@@ -10580,8 +10499,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step
- * over units that no gradient reaches. */
+/* Check that a unit is due: a pass begins with the first and goes on to the next; a backward goes
+ * back, and may step over units that no gradient reaches. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -10601,28 +10520,26 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                        id, due);
 }
 
-/* Both buckets are under way before either is waited for. */
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+/* Start to gather what is not there of a unit. */
+static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->frozen));
-    DTRAIN__TRY(dtrain__need(strategy, unit->trainable));
-    return dtrain__need(strategy, unit->frozen);
-}
-
-/* Fetches the unit that the pass will come to after `at`. */
-static dtrain_result dtrain__fetch_next(dtrain_strategy *strategy, uint32_t at, bool backward)
-{
-    const uint32_t next = backward ? at - 1 : at + 1;
-    if (strategy->desc.no_overlap || (backward && at == 0)) return DTRAIN_OK;
-    if (next >= strategy->layout.unit_count) return DTRAIN_OK;
-    const dtrain__unit *unit = &strategy->layout.units[next];
     DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
     return dtrain__fetch(strategy, unit->frozen);
 }
 
-/* Gathers the unit `id`. In backward all units behind it are finished: their gradients are closed
- * first, in the same order on every rank. */
+/* Wait for a unit and show it: both its buckets are under way before either is waited for. */
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__fetch_unit(strategy, unit));
+    DTRAIN__TRY(dtrain__gather_end(strategy, unit->trainable));
+    DTRAIN__TRY(dtrain__gather_end(strategy, unit->frozen));
+    dtrain__show_values(strategy, unit->trainable, true);
+    dtrain__show_values(strategy, unit->frozen, true);
+    return DTRAIN_OK;
+}
+
+/* Gather the unit `id`, and fetch the one that the pass will come to next. In backward all units
+ * behind it are finished: their gradients are closed first, in the same order on every rank. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -10637,7 +10554,9 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
     if (!layout->shards.params) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
-    return dtrain__fetch_next(strategy, at, backward);
+    const uint32_t next = backward ? at - 1 : at + 1; /* of 0: none, too */
+    if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
+    return dtrain__fetch_unit(strategy, &layout->units[next]);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
@@ -10647,7 +10566,7 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, unit));
 }
 
-/* The values stay where they are until the slot is wanted; only the pointers go, so that use after
+/* Take the pointers away: the values stay where they are until the slot is wanted, and use after
  * release is noticed. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
@@ -10657,13 +10576,12 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    const dtrain__unit *u = &strategy->layout.units[at];
-    if (u->trainable != DTRAIN__NONE) dtrain__show_values(strategy, u->trainable, false);
-    if (u->frozen != DTRAIN__NONE) dtrain__show_values(strategy, u->frozen, false);
+    dtrain__show_values(strategy, strategy->layout.units[at].trainable, false);
+    dtrain__show_values(strategy, strategy->layout.units[at].frozen, false);
     return DTRAIN_OK;
 }
 
-/* Returns a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
+/* Return a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype)
 {
@@ -10679,7 +10597,7 @@ DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy
 
 /* ---- Whole values, updated by slices ----------------------------------------------------------*/
 
-/* Copies values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
+/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
  * own. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
 {
@@ -10697,19 +10615,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-/* Brings updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+/* Bring updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
  * buckets are under way before one is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 {
     dtrain__bucket *const first = strategy->layout.buckets;
     dtrain__bucket *const end = first + strategy->layout.bucket_count;
     for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded)
-            DTRAIN__TRY(
-                dtrain__gather_slices(strategy, b, b->value_shard, b->values, DTRAIN_DTYPE_F32));
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded)
-            DTRAIN__TRY(dtrain__gather_inside(strategy, b, b->values, DTRAIN_DTYPE_F32));
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
     return dtrain__copy_host_values(strategy, true);
@@ -10717,33 +10632,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* Gathers a bucket's values as the shards have them. Where units travel rounded, a slot does not
- * hold those: they are brought in fp32, and forgotten afterwards. */
-static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
-{
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (strategy->desc.param_dtype != DTRAIN_DTYPE_F32) {
-        DTRAIN__TRY(dtrain__evict(strategy, b));
-        if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
-        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
-        bucket->presence = DTRAIN__ABSENT;
-        return dtrain__gather_wait(strategy, b, DTRAIN_DTYPE_F32);
-    }
-    DTRAIN__TRY(dtrain__fetch(strategy, b));
-    return dtrain__gather_end(strategy, b);
-}
-
-/* *whole = storage i with its value whole, gathered if it has to be. */
+/* Make *whole storage i with its value whole, gathered as the shards have it if it has to be. Where
+ * units travel rounded, a slot does not hold that: the bucket is brought in fp32, and forgotten. */
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[i];
+    const uint32_t b = entry->bucket;
     *whole = strategy->params[i];
     if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_exact(strategy, entry->bucket));
-    whole->value = layout->buckets[entry->bucket].values + entry->offset;
-    return DTRAIN_OK;
+    whole->value = layout->buckets[b].values + entry->offset;
+    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) {
+        DTRAIN__TRY(dtrain__fetch(strategy, b));
+        return dtrain__gather_end(strategy, b);
+    }
+    DTRAIN__TRY(dtrain__evict(strategy, b));
+    DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
+    DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
 }
 
 /* ================================================================================================
@@ -10790,61 +10697,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                              bucket->reduces);
 }
 
-/* Starts to bring every rank's slice of a bucket to all. With nodes it takes two turns: this one
- * gathers the parts of this rank's hop from the other nodes. shard may be its place in values. */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, const void *shard,
-                                                    void *values, dtrain_dtype dtype)
-{
-    const bool nodes = strategy->layout.node_ranks > 1;
-    char *to = (char *)values;
-    if (nodes) to += (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS] : strategy->shard_comm,
-                             shard, to, (size_t)bucket->shard_count, dtype, bucket->gathers);
-}
-
-/* Waits for the first turn and starts the second: the hops of a node to all its ranks. */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, void *values,
-                                                    dtrain_dtype dtype)
-{
-    const size_t first = (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
-    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
-    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH], (char *)values + first, values,
-                             (size_t)bucket->hop_count, dtype, bucket->gathers);
-}
-
 /* ---- Who is on which level --------------------------------------------------------------------*/
 
-/* Resolves node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
- * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
-static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
-{
-    dtrain_strategy_desc *desc = &strategy->desc;
-    const char *const call = "dtrain_strategy_create";
-    const int ranks = dtrain_comm_size(strategy->comm);
-    if (desc->node_size == 0) {
-        dtrain_world_info nodes;
-        dtrain_world_query(strategy->world, &nodes);
-        if (!desc->hierarchical && nodes.node_count == 1 && ranks > 1)
-            return dtrain_fail(
-                DTRAIN_ERROR_ARGUMENT,
-                "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates across "
-                "nodes, but all ranks are on one; set node_size, or use "
-                "DTRAIN_STRATEGY_FULL_SHARD",
-                call);
-        desc->node_size = (uint32_t)nodes.local_size;
-    }
-    if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: node_size %u does not divide %d ranks; every node must have as "
-                           "many",
-                           call, desc->node_size, ranks);
-    return DTRAIN_OK;
-}
-
-/* Drops what is lossy when there is one node alone: with hierarchical it is for the way between
+/* Drop what is lossy when there is one node alone: with hierarchical it is for the way between
  * nodes. */
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
@@ -10853,57 +10708,61 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Makes a communicator of the same ranks again, for steps of another kind. */
-static dtrain_result dtrain__split_again(dtrain_strategy *strategy, dtrain_comm *from, int to)
+/* Resolve node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
+ * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
+static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
-    return dtrain_comm_split(from, 0, dtrain_comm_rank(from), &strategy->groups[to]);
+    dtrain_strategy_desc *desc = &strategy->desc;
+    const char *const call = "dtrain_strategy_create";
+    const bool one = strategy->world->node_count == 1 && ranks > 1;
+    if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
+    if (!desc->node_size && !desc->hierarchical && one)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates "
+                           "across nodes, but all ranks are on one; set node_size, or use "
+                           "DTRAIN_STRATEGY_FULL_SHARD",
+                           call);
+    if (!desc->node_size) desc->node_size = (uint32_t)strategy->world->local_size;
+    if (desc->node_size <= (uint32_t)ranks && (uint32_t)ranks % desc->node_size == 0)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: node_size %u does not divide %d ranks; every node must have as many",
+                       call, desc->node_size, ranks);
 }
 
-/* Splits the ranks in two levels. Each kind of step that starts when another happens to be done has
- * a communicator of its own: in one, ranks could start them in different orders. */
-static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
-{
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    const bool sharded = strategy->kind->shards.state;
-    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
-    const bool replicas = strategy->kind->replicas;
-    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
-    const bool rounds =
-        desc->compression && (desc->compression->kind == DTRAIN_COMPRESSION_POWERSGD ||
-                              dtrain__is_balanced(desc->compression));
-    dtrain_comm **groups = strategy->groups;
-    if (replicas || (size > 1 && size < ranks)) {
-        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
-        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank % size, rank, &groups[DTRAIN__ACROSS]));
-    }
-    if (!replicas && groups[DTRAIN__NODE]) {
-        if (!sharded || desc->whole_below)
-            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__BACK));
-        if (sharded) {
-            DTRAIN__TRY(
-                dtrain__split_again(strategy, groups[DTRAIN__ACROSS], DTRAIN__FETCH_ACROSS));
-            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__FETCH));
-        }
-    }
-    if (rounds && ranks > 1)
-        DTRAIN__TRY(dtrain__split_again(
-            strategy, groups[DTRAIN__ACROSS] ? groups[DTRAIN__ACROSS] : strategy->comm,
-            DTRAIN__SECOND));
-    return DTRAIN_OK;
-}
-
-/* Decides who shares one copy of the model, and makes the communicators. */
+/* Decide who shares one copy of the model, and make the communicators. Each kind of step that
+ * starts when another happens to be done has one of its own: in one, ranks could start them in
+ * different orders. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
-    const int ranks = dtrain_comm_size(strategy->comm);
-    const bool replicas = strategy->kind->replicas;
-    const uint32_t shards = DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS;
-    if (strategy->desc.hierarchical || replicas)
-        DTRAIN__TRY(dtrain__check_node_size(strategy)); /* the same on every rank */
-    dtrain__resolve_levels(&strategy->desc, ranks);
-    DTRAIN__TRY(dtrain__split_groups(strategy));
+    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
+    const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
+    dtrain_strategy_desc *desc = &strategy->desc;
+    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
+    dtrain__resolve_levels(desc, ranks);
+    const dtrain_compression_desc *how = desc->compression;
+    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
+    const bool nodes = !replicas && size > 1 && size < ranks;
+    const bool rounds =
+        how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
+    const struct {
+        int group;
+        bool wanted, across; /* across nodes, or inside one */
+    } groups[] = {
+        {DTRAIN__NODE, nodes || replicas, false},
+        {DTRAIN__ACROSS, nodes || replicas, true},
+        {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
+        {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
+        {DTRAIN__FETCH, nodes && sharded, false},
+        {DTRAIN__SECOND, rounds && ranks > 1, true},
+    };
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
+        if (groups[i].wanted)
+            DTRAIN__TRY(dtrain_comm_split(strategy->comm,
+                                          groups[i].across ? rank % size : rank / size, rank,
+                                          &strategy->groups[groups[i].group]));
     if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
-    else if (strategy->kind->shards.state && (ranks > 1 || (strategy->desc.offload & shards)))
+    else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
         strategy->shard_comm = strategy->comm;
     return DTRAIN_OK;
 }
@@ -10929,7 +10788,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
  *     hop of ranks 0 and 2         | a               | b    |
  *     hop of ranks 1 and 3                                  | b          | c   |
  *
- * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced.
+ * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced. In
+ * the table of portions they follow those of their bucket that are compressed.
  *
  * A selection of K elements as it travels; portion p has its quota at places at(p) of both lists:
  *
@@ -10955,60 +10815,49 @@ DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how)
            how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
 }
 
-/* The number of steps at the beginning that are not compressed. */
+/* Return the number of steps at the beginning that are not compressed. */
 DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
 {
     return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-/* The share that is sent in the step after `step` others. It falls geometrically from warmup_ratio
- * to topk_ratio once the steps without compression are over. */
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step)
-{
-    const double end = (double)how->topk_ratio, begin = (double)how->warmup_ratio;
-    const uint64_t i = step - dtrain__dense_steps(how);
-    if (i >= how->warmup_steps) return end;
-    return begin * pow(end / begin, (double)i / (double)how->warmup_steps);
-}
-
-/* The largest share of all steps, which memory is made for. */
+/* Return the largest share of all steps, which memory is made for. */
 static double dtrain__largest_ratio(const dtrain_compression_desc *how)
 {
     return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
 }
 
-/* The number of elements that are selected of count. */
+/* Return the number of elements that are selected of count. */
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
 {
     const int64_t k = (int64_t)(ratio * (double)count + 0.5);
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Counts the elements of a block. */
-static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__sparse *sparse,
-                                 double ratio)
+/* Count the elements of a block. */
+static int64_t dtrain__selection(const dtrain__sparse *sparse, double ratio)
 {
     int64_t count = 0;
-    for (size_t i = sparse->first; i < sparse->end; i++)
-        if (!layout->portions[i].dense) count += dtrain__quota(ratio, layout->portions[i].region);
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
+        count += dtrain__quota(ratio, at->region);
     return count;
 }
 
-/* 32-bit words of the values of a block. */
+/* Count the 32-bit words of a block's values. */
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
 {
     return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
 }
 
-/* 32-bit words of a block: values, then indices. */
+/* Count the 32-bit words of a block: values, then indices. */
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
 {
     return dtrain__value_words(layout, selected) + selected;
 }
 
-/* The share from which on a selection is larger than what it is selected from: whole, a bucket is 2
- * words an element, over N; selected it is a block to everybody, once or twice. It does not depend
- * on the bucket, so nor does what is sent. */
+/* Return the share from which on a selection is larger than what it is selected from: whole, a
+ * bucket is 2 words an element, over N; selected it is a block to everybody, once or twice. The
+ * share does not depend on the bucket, so nor does what is sent. */
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
@@ -11018,160 +10867,133 @@ DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE void dtrain__layout_portions_free(dtrain__layout *layout, const dtrain_allocator *a)
-{
-    dtrain__free(a, layout->sparse, layout->count, sizeof *layout->sparse);
-    dtrain__free(a, layout->portions, layout->count, sizeof *layout->portions);
-    layout->sparse = NULL;
-    layout->portions = NULL;
-}
-
-/* Decides how a portion is compressed, or that it is dense. */
-static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *portion)
+/* Decide how a portion is compressed; return true when it is dense. */
+static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__portion *portion)
 {
     const dtrain_compression_desc *how = layout->compression;
     const dtrain_param *p = &layout->params[portion->param];
     const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
-    portion->dense = true;
     portion->region = portion->count;
-    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return;
+    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return true;
     if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
         portion->rows = p->shape[0];
         portion->columns = p->count / p->shape[0];
-        portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
-        return;
+        return 2 * (portion->rows + portion->columns) * rank >= p->count;
     }
-    if (portion->count > INT32_MAX) return; /* indices have 32 bits */
-    portion->dense = false;
-    if (!dtrain__is_balanced(how)) return;
+    if (portion->count > INT32_MAX) return true; /* indices have 32 bits */
+    if (!dtrain__is_balanced(how)) return false;
     portion->region = (portion->count + regions - 1) / regions;
     const int64_t last = portion->count - (regions - 1) * portion->region;
-    portion->dense = last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
+    return last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
 }
 
-/* Appends the part of a parameter that lies in this rank's hop, if there is one. */
-static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucket, uint32_t index)
+/* Append the portions of a bucket that are dense, or those that are not: the parts of its
+ * parameters that lie in this rank's hop. */
+static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *bucket, bool dense)
 {
-    const dtrain_param *p = &layout->params[index];
-    const dtrain__entry *entry = &layout->entries[index];
     dtrain__sparse *sparse = bucket->sparse;
-    dtrain__portion *portion = &layout->portions[layout->portion_count];
-    const int64_t low = dtrain__max(entry->offset, bucket->hop_first);
-    const int64_t high =
-        dtrain__min(entry->offset + p->count, bucket->hop_first + bucket->hop_count);
-    if (high <= low) return;
-    memset(portion, 0, sizeof *portion);
-    portion->param = index;
-    portion->first = low;
-    portion->count = high - low;
-    portion->dense_at = sparse->dense_count;
-    dtrain__portion_kind(layout, portion);
-    if (portion->dense) {
-        sparse->dense_count += portion->count;
-    } else if (portion->rows) {
-        sparse->p_count += portion->rows * (int64_t)layout->compression->powersgd_rank;
-        sparse->q_count += portion->columns * (int64_t)layout->compression->powersgd_rank;
-    } else {
-        const int64_t most =
-            dtrain__quota(dtrain__largest_ratio(layout->compression), portion->count);
-        sparse->largest = dtrain__max(sparse->largest, most);
+    const int64_t rank = (int64_t)layout->compression->powersgd_rank;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain__portion *portion = sparse->end;
+        memset(portion, 0, sizeof *portion);
+        portion->param = i;
+        portion->count = dtrain__overlap(layout, bucket, i, bucket->hop_first, bucket->hop_count,
+                                         &portion->first);
+        if (portion->count <= 0 || dtrain__portion_is_dense(layout, portion) != dense) continue;
+        sparse->end++;
+        if (dense) {
+            portion->at = sparse->dense_count;
+            sparse->dense_count += portion->count;
+        } else if (portion->rows) {
+            portion->p_at = sparse->p_count;
+            portion->q_at = sparse->q_count;
+            sparse->p_count += portion->rows * rank;
+            sparse->q_count += portion->columns * rank;
+        } else {
+            const double ratio = dtrain__largest_ratio(layout->compression);
+            sparse->largest = dtrain__max(sparse->largest, dtrain__quota(ratio, portion->count));
+        }
     }
-    layout->portion_count++;
 }
 
-/* Cuts all buckets of a layout into portions. */
+/* Cut all buckets of a layout into portions. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a)
 {
-    layout->portions = (dtrain__portion *)dtrain__alloc(a, layout->count, sizeof *layout->portions,
-                                                        "portions of parameters");
+    /* one more than are used: the next place is written before it is known to be needed */
+    layout->portions = (dtrain__portion *)dtrain__alloc(
+        a, layout->count + 1, sizeof *layout->portions, "portions of parameters");
     layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
                                                      "compressed buckets");
     if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
     const double largest = dtrain__largest_ratio(layout->compression);
     const double masked = dtrain__masked_share(layout);
-    const double sparse_share = largest < masked ? largest : masked;
+    dtrain__portion *next = layout->portions;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
         dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
-        sparse->first = layout->portion_count;
-        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
-            if (layout->params[i].state.storage == &layout->params[i] &&
-                layout->entries[i].bucket == b)
-                dtrain__layout_portion(layout, bucket, i);
-        sparse->end = layout->portion_count;
-        sparse->room = dtrain__selection(layout, sparse, sparse_share);
+        sparse->portions = sparse->end = next;
+        dtrain__lay_portions(layout, bucket, false);
+        sparse->dense = sparse->end;
+        dtrain__lay_portions(layout, bucket, true);
+        next = sparse->end;
+        sparse->room = dtrain__selection(sparse, largest < masked ? largest : masked);
     }
     return DTRAIN_OK;
 }
 
-/* The memory of one bucket. */
-static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *bucket)
-{
-    const dtrain_compression_desc *how = layout->compression;
-    dtrain__sparse *sparse = bucket->sparse;
-    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
-    const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
-    const bool masked = dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
-    const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
-    const int64_t kept = sparse->largest || sparse->q_count ? bucket->hop_count : 0;
-    if (!how->no_error_feedback) {
-        sparse->residual = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
-        layout->state_bytes += (uint64_t)kept * 4;
-    }
-    if (how->topk_momentum > 0) {
-        sparse->velocity = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
-        layout->state_bytes += (uint64_t)kept * 4;
-    }
-    sparse->dense =
-        (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count, 4);
-    sparse->q = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
-    sparse->q_seed = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
-    layout->state_bytes += (uint64_t)sparse->q_count * 4;
-    if (topk) sparse->in = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
-    if (dtrain__is_balanced(how))
-        sparse->out = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
-    sparse->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
-    sparse->indices = (int32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
-}
-
-/* The memory of all buckets, and the places of PowerSGD's factors in it. */
+/* Carve the memory of all buckets out of the buffers. */
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 {
+    const dtrain_compression_desc *how = layout->compression;
+    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
+    const bool scratch = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32 ||
+                         dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
     layout->state_bytes = 0;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__sparse *sparse = layout->buckets[b].sparse;
-        int64_t p_at = sparse->dense_count, q_at = 0;
-        dtrain__lay_sparse(layout, &layout->buckets[b]);
-        for (size_t i = sparse->first; i < sparse->end; i++) {
-            dtrain__portion *portion = &layout->portions[i];
-            if (portion->dense || !portion->rows) continue;
-            portion->p = dtrain__after(sparse->dense, p_at);
-            portion->q = dtrain__after(sparse->q, q_at);
-            p_at += portion->rows * (int64_t)layout->compression->powersgd_rank;
-            q_at += portion->columns * (int64_t)layout->compression->powersgd_rank;
+        const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
+        const int64_t picks = topk && scratch ? sparse->largest : 0;
+        const int64_t kept = sparse->largest || sparse->q_count ? layout->buckets[b].hop_count : 0;
+        if (!how->no_error_feedback)
+            sparse->residual = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
+        if (how->topk_momentum > 0) sparse->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
+        layout->state_bytes +=
+            4 * (uint64_t)(kept * (!how->no_error_feedback + (how->topk_momentum > 0)) +
+                           sparse->q_count);
+        sparse->packed =
+            dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count);
+        sparse->q = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
+        sparse->q_seed = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
+        if (topk) sparse->in = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
+        if (dtrain__is_balanced(how))
+            sparse->out = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
+        sparse->values = dtrain__carve(layout, DTRAIN__BUFFERS, picks);
+        sparse->indices = (int32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, picks);
+        for (dtrain__portion *at = sparse->portions; at < sparse->dense && !topk; at++) {
+            at->p = dtrain__after(sparse->packed, sparse->dense_count + at->p_at);
+            at->q = dtrain__after(sparse->q, at->q_at);
         }
     }
 }
 
-/* Bytes that this rank sends for a bucket when compression is in full force. */
+/* Count the bytes that this rank sends for a bucket when compression is in full force. */
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket)
 {
     const dtrain_compression_desc *how = layout->compression;
     const dtrain__sparse *sparse = bucket->sparse;
     const int ranks = layout->hop_ranks;
+    const uint64_t dense =
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
+                     layout->desc->reduce_dtype, ranks);
     if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
-        return dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
-                            DTRAIN_DTYPE_F32, ranks) +
+        return dense +
                dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
-    const uint64_t dense = dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count,
-                                        layout->desc->reduce_dtype, ranks);
-    const int64_t selected = dtrain__selection(layout, sparse, (double)how->topk_ratio);
     if ((double)how->topk_ratio >= dtrain__masked_share(layout))
         return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
                                     DTRAIN_DTYPE_F32, ranks);
+    const int64_t selected = dtrain__selection(sparse, (double)how->topk_ratio);
     const uint64_t once =
         dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
                      DTRAIN_DTYPE_F32, ranks);
@@ -11180,68 +11002,58 @@ DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
 
 /* ---- Dense portions ---------------------------------------------------------------------------*/
 
-/* Packs the dense portions of a bucket together as they travel, or back. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 bool back)
+/* Pack the dense portions of a bucket as they travel and start their all-reduce; behind them lie
+ * `more` other elements that are packed already. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work)
 {
-    const dtrain__layout *layout = &strategy->layout;
     const dtrain__sparse *sparse = bucket->sparse;
-    const uint32_t dtype = strategy->desc.reduce_dtype;
-    const size_t unit = dtrain_dtype_bytes((dtrain_dtype)dtype);
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &layout->portions[i];
-        float *grad = bucket->grads + portion->first;
-        char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
-        if (!portion->dense) continue;
-        if (dtype == DTRAIN_DTYPE_F32)
-            DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
-                                           back ? (float *)(void *)packed : grad,
-                                           (size_t)portion->count * unit));
-        else if (back)
-            DTRAIN__TRY(
-                dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_DTYPE_F32));
-        else
-            DTRAIN__TRY(
-                dtrain__convert(strategy, portion->count, grad, DTRAIN_DTYPE_F32, packed, dtype));
-        if (back) DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, portion->count));
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++)
+        DTRAIN__TRY(dtrain__convert(
+            strategy, at->count, bucket->grads + at->first, DTRAIN_DTYPE_F32,
+            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
+    if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->packed, sparse->packed,
+                             (size_t)(sparse->dense_count + more), dtype,
+                             dtrain__level_op(strategy, bucket), work);
+}
+
+/* Bring the dense portions back to their places: their means. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++) {
+        float *grad = bucket->grads + at->first;
+        DTRAIN__TRY(
+            dtrain__convert(strategy, at->count,
+                            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype),
+                            dtype, grad, DTRAIN_DTYPE_F32));
+        DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, at->count));
     }
     return DTRAIN_OK;
 }
 
-/* Starts the all-reduce of the dense elements and, behind them, `more` others that are packed
- * already. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    if (sparse->dense_count + more == 0) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, false));
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->dense, sparse->dense,
-                             (size_t)(sparse->dense_count + more),
-                             (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy, bucket), work);
-}
-
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Starts a portion's Q with random directions, the same on every rank. */
+/* Start a portion's Q with random directions, the same on every rank. */
 static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                     const dtrain__portion *portion)
 {
-    const int64_t count = portion->columns * (int64_t)strategy->layout.compression->powersgd_rank;
-    float *seed = sparse->q_seed + (portion->q - sparse->q);
-    dtrain_orthogonalize_args args = {portion->columns,
-                                      (int64_t)strategy->layout.compression->powersgd_rank, seed};
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
+    const int64_t count = portion->columns * rank;
+    dtrain_orthogonalize_args args = {portion->columns, rank, sparse->q_seed + portion->q_at};
     dtrain_param q = strategy->params[portion->param];
     q.init = DTRAIN_INIT_NORMAL;
     q.init_scale = 1;
     DTRAIN__TRY(
-        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, seed));
+        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, args.x));
     DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
-    return dtrain_device_copy(strategy->device, portion->q, seed, (size_t)count * sizeof(float));
+    return dtrain_device_copy(strategy->device, portion->q, args.x, (size_t)count * sizeof(float));
 }
 
-/* Lists what compression keeps, for dtrain_strategy_compression, and starts it. */
+/* List what compression keeps, for dtrain_strategy_compression, and start it. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -11253,19 +11065,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         const dtrain__sparse *sparse = bucket->sparse;
-        for (size_t i = sparse->first; i < sparse->end; i++) {
-            const dtrain__portion *portion = &layout->portions[i];
-            const int64_t at = portion->first - bucket->hop_first;
-            if (portion->dense) continue;
+        for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
             dtrain_compression_state *state = &strategy->states[strategy->state_count++];
-            state->param = &strategy->params[portion->param];
-            state->offset = portion->first - layout->entries[portion->param].offset;
-            state->count = portion->count;
-            state->residual = dtrain__after(sparse->residual, at);
-            state->velocity = dtrain__after(sparse->velocity, at);
-            state->q = portion->q;
-            state->q_rows = portion->columns;
-            if (portion->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, portion));
+            state->param = &strategy->params[at->param];
+            state->offset = at->first - layout->entries[at->param].offset;
+            state->count = at->count;
+            state->residual = dtrain__after(sparse->residual, at->first - bucket->hop_first);
+            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->hop_first);
+            state->q = at->q;
+            state->q_rows = at->columns;
+            if (at->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, at));
         }
     }
     return DTRAIN_OK;
@@ -11278,10 +11087,8 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
     if (states) *states = NULL;
     if (count) *count = 0;
     if (!strategy || !states || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_compression: %s is NULL",
-                           !strategy ? "strategy"
-                           : !states ? "states"
-                                     : "count");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_compression: strategy, states or count is NULL");
     *states = strategy->states;
     *count = strategy->state_count;
     return DTRAIN_OK;
@@ -11300,20 +11107,26 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
  *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
  *                  select of the sum        all-gather         add all regions' blocks */
 
-/* Decides how much of each portion is selected in this step, and where it stands in a block. */
+/* Decide how much of each portion is selected in this step, and where it stands in a block. The
+ * share falls geometrically from warmup_ratio to topk_ratio once the steps without compression are
+ * over. */
 static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const double ratio = dtrain__ratio_of(layout->compression, strategy->sync_count);
+    const dtrain_compression_desc *how = layout->compression;
+    const uint64_t step = strategy->sync_count - dtrain__dense_steps(how);
+    double ratio = (double)how->topk_ratio;
     dtrain__sparse *sparse = bucket->sparse;
+    if (step < how->warmup_steps) {
+        const double begin = (double)how->warmup_ratio;
+        ratio = begin * pow(ratio / begin, (double)step / (double)how->warmup_steps);
+    }
     sparse->masked = ratio >= dtrain__masked_share(layout);
     sparse->selected = 0;
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        dtrain__portion *portion = &layout->portions[i];
-        if (portion->dense) continue;
-        portion->quota = dtrain__quota(ratio, sparse->masked ? portion->count : portion->region);
-        portion->at = sparse->selected;
-        sparse->selected += portion->quota;
+    for (dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        at->quota = dtrain__quota(ratio, sparse->masked ? at->count : at->region);
+        at->at = sparse->selected;
+        sparse->selected += at->quota;
     }
 }
 
@@ -11324,17 +11137,16 @@ typedef struct dtrain__picks {
     int32_t *indices;
 } dtrain__picks;
 
-/* Finds the place of a portion's selection in the block at `words`. */
+/* Find the place of a portion's selection in the block at `words`. */
 static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                       const dtrain__portion *portion, uint32_t *words)
 {
     const bool low = dtrain__reduces_low(strategy);
+    uint32_t *indices = words + dtrain__value_words(&strategy->layout, sparse->selected);
     dtrain__picks picks;
     picks.values = low ? sparse->values : (float *)(void *)words + portion->at;
     picks.low = low ? (uint16_t *)(void *)words + portion->at : NULL;
-    picks.indices =
-        (int32_t *)(void *)(words + dtrain__value_words(&strategy->layout, sparse->selected)) +
-        portion->at;
+    picks.indices = (int32_t *)(void *)indices + portion->at;
     return picks;
 }
 
@@ -11345,46 +11157,40 @@ static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, i
     return strategy->device->ops->scatter_add(strategy->device, &args);
 }
 
-/* Rounds selected values to what travels; what rounding takes away goes back to the residual. */
-static dtrain_result dtrain__round_picks(dtrain_strategy *strategy, int64_t count, int64_t k,
-                                         const dtrain__picks *picks, float *residual)
-{
-    const uint32_t dtype = strategy->desc.reduce_dtype;
-    if (!picks->low) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, DTRAIN_DTYPE_F32, picks->low, dtype));
-    if (residual) DTRAIN__TRY(dtrain__scatter(strategy, count, k, 1, picks, residual));
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, DTRAIN_DTYPE_F32));
-    return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
-}
-
-/* Selects the quota of elements [offset, offset + count) of a portion, from gradient and residual
- * together. */
+/* Select the quota of elements [offset, offset + count) of a portion, from gradient and residual
+ * together, and round it to what travels; what rounding takes away goes back to the residual. */
 static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                     const dtrain__portion *portion, int64_t offset, int64_t count,
                                     bool with_velocity, const dtrain__picks *picks)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t at = portion->first - bucket->hop_first + offset;
-    dtrain_topk_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.k = portion->quota;
-    args.x = bucket->grads + portion->first + offset;
-    args.residual = dtrain__after(sparse->residual, at);
-    args.values = picks->values;
-    args.indices = picks->indices;
-    args.velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    args.momentum = strategy->layout.compression->topk_momentum;
+    const int64_t at = portion->first - bucket->hop_first + offset, k = portion->quota;
+    const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
+    float *residual = dtrain__after(sparse->residual, at);
+    float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
+    dtrain_topk_args args = {count,
+                             k,
+                             bucket->grads + portion->first + offset,
+                             residual,
+                             picks->values,
+                             picks->indices,
+                             velocity,
+                             strategy->layout.compression->topk_momentum};
     DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
-    return dtrain__round_picks(strategy, count, portion->quota, picks, args.residual);
+    if (!picks->low) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, f32, picks->low, dtype));
+    if (residual) DTRAIN__TRY(dtrain__scatter(strategy, count, k, 1, picks, residual));
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, f32));
+    return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
 }
 
-/* Elements of region r; all of a portion without regions. */
+/* Count the elements of region r; all of a portion without regions. */
 static int64_t dtrain__region_count(const dtrain__portion *portion, int r)
 {
     return dtrain__min(portion->region, portion->count - r * portion->region);
 }
 
+/* Clear the gradients of a portion, to which selections will be added. */
 static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                           const dtrain__portion *portion)
 {
@@ -11392,29 +11198,25 @@ static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrai
                                        (size_t)portion->count * sizeof(float));
 }
 
-/* The factor of a selected value in the mean. */
+/* Return the factor of a selected value in the mean. */
 static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
     return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->hop_ranks);
 }
 
-/* Sends a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
+/* Send a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
 static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    const dtrain__layout *layout = &strategy->layout;
     dtrain__sparse *sparse = bucket->sparse;
     float *hop = bucket->grads + bucket->hop_first;
     const dtrain__picks picks = {
         sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &layout->portions[i];
-        if (portion->dense) continue;
-        DTRAIN__TRY(dtrain__select(strategy, bucket, portion, 0, portion->count, true, &picks));
-        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, portion));
-        DTRAIN__TRY(dtrain__scatter(strategy, portion->count, portion->quota,
-                                    dtrain__term(strategy, bucket), &picks,
-                                    bucket->grads + portion->first));
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        DTRAIN__TRY(dtrain__select(strategy, bucket, at, 0, at->count, true, &picks));
+        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
+        DTRAIN__TRY(dtrain__scatter(strategy, at->count, at->quota, dtrain__term(strategy, bucket),
+                                    &picks, bucket->grads + at->first));
     }
     return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
                              (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
@@ -11423,128 +11225,77 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
 
 /* ---- Exchanging ------------------------------------------------------------------------*/
 
-/* Selects of region r of every portion, or of all of it, into a block. */
+/* Select of region r of every portion, or of all of it, into a block. */
 static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
                                           bool with_velocity, uint32_t *words)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &strategy->layout.portions[i];
-        if (portion->dense) continue;
-        const dtrain__picks picks = dtrain__picks_at(strategy, sparse, portion, words);
-        DTRAIN__TRY(dtrain__select(strategy, bucket, portion, r * portion->region,
-                                   dtrain__region_count(portion, r), with_velocity, &picks));
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, words);
+        DTRAIN__TRY(dtrain__select(strategy, bucket, at, r * at->region,
+                                   dtrain__region_count(at, r), with_velocity, &picks));
     }
     return DTRAIN_OK;
 }
 
-/* Adds a block to the gradients of region r. */
-static dtrain_result dtrain__add_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
-                                       float scale, uint32_t *words)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &strategy->layout.portions[i];
-        if (portion->dense) continue;
-        const dtrain__picks picks = dtrain__picks_at(strategy, sparse, portion, words);
-        if (picks.low)
-            DTRAIN__TRY(dtrain__convert(strategy, portion->quota, picks.low,
-                                        strategy->desc.reduce_dtype, picks.values,
-                                        DTRAIN_DTYPE_F32));
-        DTRAIN__TRY(dtrain__scatter(strategy, dtrain__region_count(portion, r), portion->quota,
-                                    scale, &picks,
-                                    bucket->grads + portion->first + r * portion->region));
-    }
-    return DTRAIN_OK;
-}
-
-/* Clears the gradients that selections will be added to. */
-static dtrain_result dtrain__zero_portions(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    for (size_t i = sparse->first; i < sparse->end; i++)
-        if (!strategy->layout.portions[i].dense)
-            DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, &strategy->layout.portions[i]));
-    return DTRAIN_OK;
-}
-
-/* Adds all ranks' blocks up to the mean, in rank order; blocks of regions lie side by side. */
+/* Clear the gradients and add all blocks to them, in rank order: block r to region `region`, or
+ * where that is negative to region r. */
 static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                        bool regions, uint32_t *blocks)
+                                        int region, float scale, uint32_t *blocks)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const int64_t words = dtrain__block_words(layout, bucket->sparse->selected);
-    DTRAIN__TRY(dtrain__zero_portions(strategy, bucket));
-    for (int r = 0; r < layout->hop_ranks; r++)
-        DTRAIN__TRY(dtrain__add_block(strategy, bucket, regions ? r : 0,
-                                      dtrain__term(strategy, bucket), blocks + r * words));
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
+        for (int r = 0; r < strategy->layout.hop_ranks; r++) {
+            const int to = region < 0 ? r : region;
+            const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, blocks + r * words);
+            if (picks.low)
+                DTRAIN__TRY(dtrain__convert(strategy, at->quota, picks.low,
+                                            strategy->desc.reduce_dtype, picks.values,
+                                            DTRAIN_DTYPE_F32));
+            DTRAIN__TRY(dtrain__scatter(strategy, dtrain__region_count(at, to), at->quota, scale,
+                                        &picks, bucket->grads + at->first + to * at->region));
+        }
+    }
     return DTRAIN_OK;
 }
 
-/* Gathers all ranks' blocks; this rank's is in its place among them. */
-static dtrain_result dtrain__gather_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           dtrain_comm *comm, uint32_t *blocks)
-{
-    const size_t words = (size_t)dtrain__block_words(&strategy->layout, bucket->sparse->selected);
-    if (words == 0) return DTRAIN_OK;
-    return dtrain_all_gather(comm, blocks + (size_t)strategy->layout.hop_rank * words, blocks,
-                             words, DTRAIN_DTYPE_I32, bucket->reduces);
-}
-
-/* ALL_GATHER: everybody's selection to everybody. */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket)
+/* ALL_GATHER: everybody's selection to everybody. BALANCED: the largest of every region to its
+ * owner ... */
+DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__layout *layout = &strategy->layout;
-    dtrain__sparse *sparse = bucket->sparse;
+    const dtrain__sparse *sparse = bucket->sparse;
+    dtrain_comm *comm = dtrain__hop_comm(strategy, bucket);
     dtrain__plan_selection(strategy, bucket);
-    DTRAIN__TRY(dtrain__dense_start(strategy, bucket, 0, &bucket->reduces[1]));
+    DTRAIN__TRY(dtrain__dense_begin(strategy, bucket, 0, &bucket->reduces[1]));
     if (sparse->masked) return dtrain__masked_start(strategy, bucket);
     const int64_t words = dtrain__block_words(layout, sparse->selected);
-    DTRAIN__TRY(
-        dtrain__select_block(strategy, bucket, 0, true, sparse->in + layout->hop_rank * words));
-    return dtrain__gather_blocks(strategy, bucket, dtrain__hop_comm(strategy, bucket), sparse->in);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__topk_gather_end(dtrain_strategy *strategy,
-                                                      dtrain__bucket *bucket)
-{
-    if (!bucket->sparse->masked)
-        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, false, bucket->sparse->in));
-    return dtrain__dense_copy(strategy, bucket, true);
-}
-
-/* BALANCED: the largest of every region to its owner ... */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_trade_begin(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain__sparse *sparse = bucket->sparse;
-    dtrain__plan_selection(strategy, bucket);
-    DTRAIN__TRY(dtrain__dense_start(strategy, bucket, 0, &bucket->reduces[1]));
-    if (sparse->masked) return dtrain__masked_start(strategy, bucket);
-    const int64_t words = dtrain__block_words(layout, sparse->selected);
-    for (int r = 0; r < layout->hop_ranks; r++)
-        DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
     if (words == 0) return DTRAIN_OK;
-    return dtrain_all_to_all(dtrain__hop_comm(strategy, bucket), sparse->out, sparse->in,
-                             (size_t)words, DTRAIN_DTYPE_I32, bucket->reduces);
-}
-
-/* ... who adds them up, in rank order, where its region of the gradients was ... */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_trade_end(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain__sparse *sparse = bucket->sparse;
-    const int64_t words = dtrain__block_words(layout, sparse->selected);
-    if (!sparse->masked) {
-        DTRAIN__TRY(dtrain__zero_portions(strategy, bucket));
+    if (dtrain__is_balanced(layout->compression)) {
         for (int r = 0; r < layout->hop_ranks; r++)
-            DTRAIN__TRY(
-                dtrain__add_block(strategy, bucket, layout->hop_rank, 1, sparse->in + r * words));
+            DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
+        return dtrain_all_to_all(comm, sparse->out, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
+                                 bucket->reduces);
     }
-    return dtrain__dense_copy(strategy, bucket, true);
+    uint32_t *own = sparse->in + layout->hop_rank * words;
+    DTRAIN__TRY(dtrain__select_block(strategy, bucket, 0, true, own));
+    return dtrain_all_gather(comm, own, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
+                             bucket->reduces);
+}
+
+/* ALL_GATHER: all blocks make the mean. BALANCED: the owner adds up, in rank order, where its
+ * region of the gradients was ... */
+DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const bool balanced = dtrain__is_balanced(layout->compression);
+    if (!bucket->sparse->masked)
+        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, balanced ? layout->hop_rank : 0,
+                                       balanced ? 1 : dtrain__term(strategy, bucket),
+                                       bucket->sparse->in));
+    return dtrain__dense_end(strategy, bucket);
 }
 
 /* ... and sends everybody the largest of that. Sum and residual are one: what is left of both is
@@ -11552,20 +11303,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_trade_end(dtrain_strategy *strategy,
 DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain__sparse *sparse = bucket->sparse;
-    const int64_t words = dtrain__block_words(layout, sparse->selected);
-    if (sparse->masked) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__select_block(strategy, bucket, layout->hop_rank, false,
-                                     sparse->out + layout->hop_rank * words));
-    return dtrain__gather_blocks(strategy, bucket, strategy->groups[DTRAIN__SECOND], sparse->out);
+    const int rank = strategy->layout.hop_rank;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
+    uint32_t *own = sparse->out + rank * words;
+    if (sparse->masked || words == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__select_block(strategy, bucket, rank, false, own));
+    return dtrain_all_gather(strategy->groups[DTRAIN__SECOND], own, sparse->out, (size_t)words,
+                             DTRAIN_DTYPE_I32, bucket->reduces);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
     if (bucket->sparse->masked) return DTRAIN_OK;
-    return dtrain__add_blocks(strategy, bucket, true, bucket->sparse->out);
+    return dtrain__add_blocks(strategy, bucket, -1, dtrain__term(strategy, bucket),
+                              bucket->sparse->out);
 }
 
 /* ================================================================================================
@@ -11584,105 +11337,81 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy
 
 #define DTRAIN__TRACE 1e-20f
 
-/* c (m, n) = a b, with leading dimensions. */
+/* Compute the rows of c (m, n) = a b, all three packed. */
 static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
-                                     int64_t n, int64_t k, const float *a, int64_t lda,
-                                     const float *b, int64_t ldb, float *c, int64_t ldc)
+                                     int64_t n, int64_t k, const float *a, const float *b, float *c)
 {
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.alpha = 1;
-    args.a = a;
-    args.b = b;
-    args.c = c;
-    args.lda = lda;
-    args.ldb = ldb;
-    args.ldc = ldc;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32;
+    const int64_t lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    dtrain_gemm_args args = {flags, 0,   m, n,   k,   1,   0,    a,    b,    c,
+                             lda,   ldb, n, f32, f32, f32, NULL, NULL, NULL, false};
     return strategy->device->ops->gemm(strategy->device, &args);
 }
 
-/* M (rows, columns) is the residual, to which the gradient is added, or without error feedback the
- * gradient itself. */
+/* Return M (rows, columns): the residual, to which the gradient is added, or without error feedback
+ * the gradient itself. */
 static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
 {
     if (!bucket->sparse->residual) return bucket->grads + portion->first;
     return bucket->sparse->residual + portion->first - bucket->hop_first;
 }
 
-/* P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
+/* Make P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
 DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain__sparse *sparse = bucket->sparse;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const dtrain_device_ops *ops = strategy->device->ops;
     const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
                                sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
-    if (sparse->q_count) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &trace));
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &layout->portions[i];
-        float *m = dtrain__matrix(bucket, portion);
-        dtrain_add_args add = {
-            portion->count,  bucket->grads + portion->first, m, m, DTRAIN_DTYPE_F32,
-            DTRAIN_DTYPE_F32};
-        if (portion->dense) continue;
-        if (sparse->residual) DTRAIN__TRY(strategy->device->ops->add(strategy->device, &add));
-        DTRAIN__TRY(dtrain__product(strategy, 0, portion->rows, rank, portion->columns, m,
-                                    portion->columns, portion->q, rank, portion->p, rank));
+    if (sparse->q_count) DTRAIN__TRY(ops->axpby(strategy->device, &trace));
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        float *m = dtrain__matrix(bucket, at);
+        dtrain_add_args add = {at->count, bucket->grads + at->first, m,
+                               m,         DTRAIN_DTYPE_F32,          DTRAIN_DTYPE_F32};
+        if (sparse->residual) DTRAIN__TRY(ops->add(strategy->device, &add));
+        DTRAIN__TRY(dtrain__product(strategy, 0, at->rows, rank, at->columns, m, at->q, at->p));
     }
-    return dtrain__dense_start(strategy, bucket, sparse->p_count, bucket->reduces);
+    return dtrain__dense_begin(strategy, bucket, sparse->p_count, bucket->reduces);
 }
 
-/* Orthonormalises the columns of the mean P. */
+/* Orthonormalise the columns of the mean P. */
 DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
-    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, true));
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &strategy->layout.portions[i];
-        dtrain_orthogonalize_args args = {
-            portion->rows, (int64_t)strategy->layout.compression->powersgd_rank, portion->p};
-        if (portion->dense) continue;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        dtrain_orthogonalize_args args = {at->rows, rank, at->p};
         DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
     }
-    return DTRAIN_OK;
+    return dtrain__dense_end(strategy, bucket);
 }
 
-/* Q = M^T P. */
+/* Make Q = M^T P. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
     const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &strategy->layout.portions[i];
-        if (portion->dense) continue;
-        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_A, portion->columns, rank,
-                                    portion->rows, dtrain__matrix(bucket, portion),
-                                    portion->columns, portion->p, rank, portion->q, rank));
-    }
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
+        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_A, at->columns, rank, at->rows,
+                                    dtrain__matrix(bucket, at), at->p, at->q));
     if (sparse->q_count == 0) return DTRAIN_OK;
     return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
                              (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
                              bucket->reduces);
 }
 
-/* The gradient is what P and the mean Q say; what they leave of M is the residual. */
+/* Make the gradient that P and the mean Q say; what they leave of M is the residual. */
 DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const dtrain__sparse *sparse = bucket->sparse;
     const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &strategy->layout.portions[i];
-        float *grad = bucket->grads + portion->first, *m = dtrain__matrix(bucket, portion);
-        dtrain_axpby_args rest = {portion->count, true, -1, 1, grad, m, false, DTRAIN_DTYPE_F32};
-        if (portion->dense) continue;
-        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, portion->rows, portion->columns,
-                                    rank, portion->p, rank, portion->q, rank, grad,
-                                    portion->columns));
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        float *grad = bucket->grads + at->first, *m = dtrain__matrix(bucket, at);
+        dtrain_axpby_args rest = {at->count, true, -1, 1, grad, m, false, DTRAIN_DTYPE_F32};
+        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, at->rows, at->columns, rank,
+                                    at->p, at->q, grad));
         if (sparse->residual) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &rest));
     }
     return DTRAIN_OK;
@@ -11707,7 +11436,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__b
  * bounce buffers, the landings, and is added when that landing is wanted again, or at the end of
  * the backward (settle). */
 
-/* Orders two streams: work queued on `later` from now on comes after all that is queued on
+/* Order two streams: work queued on `later` from now on comes after all that is queued on
  * `earlier` so far. */
 DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
                                                     dtrain_stream *earlier)
@@ -11717,7 +11446,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, d
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Holds the host up until the event has happened. A dead rank is the communicator's to report. */
+/* Hold the host up until the event has happened. A dead rank is the communicator's to report. */
 DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
                                                   dtrain_event *event)
 {
@@ -11738,7 +11467,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
 
 /* ---- The home of a shard in host memory -------------------------------------------------------*/
 
-/* Adds what has arrived in a landing to the shard that it is of. */
+/* Add what has arrived in a landing to the shard that it is of. */
 static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -11751,7 +11480,7 @@ static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i
     return offload->cpu->ops->add(offload->cpu, &add);
 }
 
-/* grad_shard = or += result (device memory), soon. */
+/* Put or add a result (device memory) to grad_shard, soon. */
 static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                       const float *result, bool add)
 {
@@ -11771,7 +11500,7 @@ static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket 
     return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
-/* For the other replicas: what the micro-batches have summed up comes back to the device. */
+/* Bring what the micro-batches have summed up back to the device, for the other replicas. */
 static dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum)
 {
     for (uint32_t i = 0; i < 2; i++)
@@ -11786,7 +11515,7 @@ static dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
     return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
-/* The end of a backward: the buffers are free, and after the last one the shards are complete. */
+/* End a backward: the buffers are free, and after the last one the shards are complete. */
 static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -11798,8 +11527,8 @@ static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
     return dtrain__event_await(strategy, offload->arrived[0]);
 }
 
-/* A value shard to its place among the gathered values; behind those that used the slot, and before
- * the collective. */
+/* Copy a value shard to its place among the gathered values; behind those that used the slot, and
+ * before the collective. */
 static dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     return strategy->device->ops->copy_async(
@@ -11817,7 +11546,7 @@ DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host) { return &dtrain_
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Makes the CPU device, streams and events, if anything is offloaded. */
+/* Make the CPU device, streams and events, if anything is offloaded. */
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -11837,7 +11566,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Copies still queued use the memory that is freed next. */
+/* Wait and free: copies still queued use the memory that is freed next. */
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -11853,21 +11582,24 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     offload->cpu = NULL;
 }
 
-/* Page-locked memory of an optimizer that works there: states, master copies of values that are on
- * the device, and two stages for gradients that are; *stage: elements of one. */
-DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
+/* Count the bytes of an optimizer's states, where it works. In host memory that includes master
+ * copies of values that are on the device, and two stages of *stage elements for gradients that
+ * are. */
+DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
                                                  int64_t *stage)
 {
+    const bool offload = layout->desc->offload != 0;
     uint64_t bytes = 0;
     *stage = 0;
     for (size_t i = 0; i < layout->count; i++) {
         int64_t offset, count;
-        if (!dtrain__piece(layout, i, &offset, &count)) continue;
+        if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) continue;
         const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-        const bool master = !(bucket->sharded && bucket->value_home->host);
-        const int64_t some = dtrain__min(dtrain__padded(count), DTRAIN__PIECE);
-        bytes += (uint64_t)dtrain__padded(count) * sizeof(float) * (states + (master ? 1 : 0));
-        if (!(bucket->grad_home->host)) *stage = dtrain__max(*stage, some);
+        const bool master = offload && !bucket->value_home->host;
+        const int64_t padded = dtrain__padded(count);
+        bytes += (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
+        if (offload && !bucket->grad_home->host)
+            *stage = dtrain__max(*stage, dtrain__min(padded, DTRAIN__PIECE));
     }
     return bytes + 2 * (uint64_t)*stage * sizeof(float);
 }
@@ -11906,7 +11638,7 @@ DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
                      sizeof(float));
 }
 
-/* Place of a unit in the order; a new one gets the next place. */
+/* Return the place of a unit in the order; a new one gets the next place. */
 static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
 {
     for (size_t i = layout->unit_count; i-- > 0;)
@@ -11920,7 +11652,8 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     return (uint32_t)layout->unit_count++;
 }
 
-/* Fills in the unit of each storage, NONE for one that several use, and who is trainable. */
+/* Fill in the unit of each storage, NONE for one that several use, and who is trainable: a frozen
+ * target freezes its aliases; a frozen alias only gives up its own contribution. */
 static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
@@ -11928,7 +11661,7 @@ static void dtrain__lay_units(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
-        entry->trainable = dtrain__is_trainable(p);
+        entry->trainable = !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
         entry->bucket = DTRAIN__NONE;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
@@ -11936,34 +11669,31 @@ static void dtrain__lay_units(dtrain__layout *layout)
     }
 }
 
-/* The largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
- * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). order (count) and
- * load (ranks) are scratch. */
-static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t *load)
+/* Give the largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
+ * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). load (ranks) is scratch. */
+static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
 {
-    size_t count = 0;
     memset(load, 0, (size_t)layout->ranks * sizeof *load);
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        size_t at = count;
-        if (p->state.storage != p || layout->entries[i].whole) continue;
-        for (; at > 0 && layout->params[order[at - 1]].count < p->count; at--)
-            order[at] = order[at - 1];
-        order[at] = (uint32_t)i;
-        count++;
-    }
-    for (size_t k = 0; k < count; k++) {
+    for (size_t i = 0; i < layout->count; i++) layout->owners[i] = DTRAIN__NONE;
+    for (;;) {
+        const dtrain_param *next = NULL;
         int least = 0;
+        for (size_t i = 0; i < layout->count; i++) {
+            const dtrain_param *p = &layout->params[i];
+            if (p->state.storage != p || layout->entries[i].whole) continue;
+            if (layout->owners[i] == DTRAIN__NONE && (!next || p->count > next->count)) next = p;
+        }
+        if (!next) return;
         for (int r = 1; r < layout->ranks; r++)
             if (load[r] < load[least]) least = r;
-        layout->owners[order[k]] = (uint32_t)least;
-        load[least] += dtrain__padded(layout->params[order[k]].count);
+        layout->owners[next->state.index] = (uint32_t)least;
+        load[least] += dtrain__padded(next->count);
     }
 }
 
-/* Opens an empty bucket. first_run: the first rank that owns something of it. */
+/* Prepare the next place in the table for a bucket; what opens it counts it when it has members. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
-                                          bool sharded, int first_run)
+                                          bool sharded)
 {
     dtrain__bucket *bucket = &layout->buckets[layout->bucket_count];
     memset(bucket, 0, sizeof *bucket);
@@ -11973,8 +11703,6 @@ static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit,
     bucket->first_param = DTRAIN__NONE;
     if (sharded && layout->cuts)
         bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
-    for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
-    layout->bucket_count++;
     return bucket;
 }
 
@@ -11986,35 +11714,17 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(layout->params[index].count);
 }
 
-/* Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
+/* Close a bucket and decide who keeps what: slices of equal length, or cuts where owners change.
+ * Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
  * nodes have summed up it keeps, where buckets are sharded, part m:
  *
  *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
-static void dtrain__bucket_hop(const dtrain__layout *layout, dtrain__bucket *bucket)
+static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const int64_t nodes = layout->hop_ranks, local = layout->all_rank % layout->node_ranks;
-    bucket->hop_first = 0;
-    bucket->hop_count = bucket->count;
-    if (layout->node_ranks == 1) return;
-    bucket->hop_count =
-        bucket->sharded
-            ? bucket->shard_count * nodes
-            : dtrain__padded((bucket->count + layout->node_ranks - 1) / layout->node_ranks);
-    bucket->hop_first = bucket->hop_count * local;
-    if (bucket->sharded)
-        bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
-    else bucket->count = bucket->shard_count = bucket->hop_count * layout->node_ranks;
-}
-
-/* Closes a bucket and decides who keeps what: slices of equal length, or cuts where owners
- * change. */
-static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *bucket)
-{
-    const int64_t ranks = layout->ranks;
-    bucket->shard_first = 0;
+    const int64_t ranks = layout->ranks, node = layout->node_ranks, nodes = layout->hop_ranks;
     bucket->shard_count = bucket->count;
-    if (bucket->sharded && bucket->cuts) {
+    if (bucket->cuts) {
         bucket->shard_first = bucket->cuts[layout->rank];
         bucket->shard_count = bucket->cuts[layout->rank + 1] - bucket->shard_first;
     } else if (bucket->sharded) {
@@ -12022,81 +11732,83 @@ static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *buc
         bucket->count = bucket->shard_count * ranks;
         bucket->shard_first = bucket->shard_count * layout->rank;
     }
-    dtrain__bucket_hop(layout, bucket);
+    bucket->hop_count = bucket->count;
+    if (node > 1) {
+        bucket->hop_count = bucket->sharded ? bucket->shard_count * nodes
+                                            : dtrain__padded((bucket->count + node - 1) / node);
+        bucket->hop_first = bucket->hop_count * (layout->all_rank % node);
+        if (bucket->sharded)
+            bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
+        else bucket->count = bucket->shard_count = bucket->hop_count * node;
+    }
+    layout->bucket_count++;
 }
 
-/* Makes the bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units
- * use); NONE if there are none. */
+/* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units
+ * use), owner by owner; NONE if there are none. */
 static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
-    dtrain__bucket *bucket = NULL;
+    dtrain__bucket *bucket = dtrain__bucket_new(layout, unit, trainable, true);
+    size_t members = 0;
     for (int r = 0; r < runs; r++) {
-        if (bucket && bucket->cuts) bucket->cuts[r] = bucket->count;
+        if (bucket->cuts) bucket->cuts[r] = bucket->count;
         for (size_t i = 0; i < layout->count; i++) {
             const dtrain__entry *entry = &layout->entries[i];
             if (layout->params[i].state.storage != &layout->params[i] || entry->whole) continue;
             if (entry->unit != unit || entry->trainable != trainable) continue;
             if (layout->owners && layout->owners[i] != (uint32_t)r) continue;
-            if (!bucket) bucket = dtrain__bucket_new(layout, unit, trainable, true, r);
             dtrain__bucket_add(layout, bucket, i);
+            members++;
         }
     }
-    if (!bucket) return DTRAIN__NONE;
+    if (!members) return DTRAIN__NONE;
     if (bucket->cuts) bucket->cuts[runs] = bucket->count;
-    dtrain__bucket_cut(layout, bucket);
+    dtrain__bucket_close(layout, bucket);
     return (uint32_t)(bucket - layout->buckets);
 }
 
-/* Makes the buckets of kinds that shard gradients: every unit is one, and another for what is
- * frozen in it. */
-static void dtrain__lay_unit_buckets(dtrain__layout *layout)
-{
-    for (size_t u = layout->unit_count; u-- > 0;) {
-        dtrain__unit *unit = &layout->units[u];
-        unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
-        if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
-    }
-    layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
-    if (layout->shards.params)
-        layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
-}
-
-/* Fills buckets from the last parameter on, up to a cap; one exceeds it only when a single gradient
- * does. A tied
- * gradient is final when its last use, the first entry of the group, is done: it travels at that
- * entry's place. */
+/* Fill buckets from the last parameter on, up to a cap; one exceeds it only when a single gradient
+ * does. A tied gradient is final when its last use, the first entry of the group, is done: it
+ * travels at that entry's place. */
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
-    const size_t first = layout->bucket_count;
+    size_t cap = layout->desc->first_bucket_bytes;
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
         if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded) continue;
-        const size_t cap = layout->bucket_count == first + 1 ? layout->desc->first_bucket_bytes
-                                                             : layout->desc->bucket_bytes;
-        const size_t limit = cap / sizeof(float);
         const int64_t length = dtrain__padded(layout->params[i].count);
-        if (!last || (last->count && (size_t)(last->count + length) > limit)) {
-            if (last) dtrain__bucket_cut(layout, last);
-            last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded, 0);
+        if (last && last->count && (size_t)(last->count + length) > cap / sizeof(float)) {
+            dtrain__bucket_close(layout, last);
+            last = NULL;
+            cap = layout->desc->bucket_bytes;
         }
+        if (!last) last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded);
         dtrain__bucket_add(layout, last, i);
     }
-    if (last) dtrain__bucket_cut(layout, last);
+    if (last) dtrain__bucket_close(layout, last);
 }
 
-/* Fills entries, buckets and units, all zeroed by the caller. */
+/* Make the buckets of a unit whose gradients are sharded: one, and another for what is frozen. */
+static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_t place)
+{
+    unit->trainable = dtrain__lay_bucket(layout, place, true);
+    if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, place, false);
+}
+
+/* Fill entries, buckets and units, all zeroed by the caller. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
     layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     dtrain__lay_units(layout);
-    if (layout->owners) /* cuts are scratch until they are filled */
-        dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
-                           layout->cuts);
-    if (layout->kind->shards.grads) dtrain__lay_unit_buckets(layout);
-    else dtrain__lay_size_buckets(layout, true);
+    if (layout->owners) dtrain__lay_owners(layout, layout->cuts); /* not yet filled */
+    if (layout->kind->shards.grads) {
+        for (size_t u = layout->unit_count; u-- > 0;)
+            dtrain__lay_unit(layout, &layout->units[u], (uint32_t)u);
+        dtrain__lay_unit(layout, &layout->shared, DTRAIN__NONE);
+    } else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
@@ -12113,62 +11825,50 @@ static void dtrain__lay_out(dtrain__layout *layout)
     }
 }
 
-/* Fills in who is on which level. */
-static void dtrain__layout_grid(dtrain__layout *layout)
-{
-    const dtrain_strategy_desc *desc = layout->desc;
-    const int size = desc->hierarchical ? (int)desc->node_size : 0;
-    const bool nodes = size > 1 && size < layout->all;
-    layout->node_ranks = nodes ? size : 1;
-    layout->hop_ranks = nodes ? layout->all / size : layout->all;
-    layout->hop_rank = nodes ? layout->all_rank / size : layout->all_rank;
-    layout->compression = layout->all > 1 ? desc->compression : NULL;
-}
-
-/* Decides what is sharded, of what the kind shards: nothing on one rank, unless its shard is in
- * host memory, and no gradients while they only add up. */
-static void dtrain__layout_classes(dtrain__layout *layout)
-{
-    const dtrain__classes *kind = &layout->kind->shards;
-    const dtrain_strategy_desc *desc = layout->desc;
-    const bool many = layout->ranks > 1;
-    dtrain__classes *shards = &layout->shards;
-    layout->value_home = dtrain__home_of(kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS));
-    layout->grad_home = dtrain__home_of(kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS));
-    shards->params = kind->params && (many || layout->value_home->host);
-    shards->grads = kind->grads && (many || layout->grad_home->host) &&
-                    desc->accumulation != DTRAIN_ACCUMULATION_LAST;
-    shards->state = kind->state && (many || shards->params || shards->grads);
-}
-
-/* Makes the tables of a layout; dtrain__layout_free frees what there is of them, also after an
- * error. Memory follows in dtrain__lay_memory. */
+/* Make the tables of a layout; dtrain__layout_free frees what there is of them, also after an
+ * error. Memory follows in dtrain__lay_memory. One place more than there are parameters: a bucket
+ * is tried before it is known to have members. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
                                                   int rank, int all, int all_rank)
 {
+    const dtrain__kind_row *row = dtrain__row_of(desc->kind);
+    const dtrain__classes *kind = &row->shards;
     const size_t cuts = (size_t)ranks + 1;
+    const int size = desc->hierarchical ? (int)desc->node_size : 0;
+    const bool nodes = size > 1 && size<all, many = ranks> 1;
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
     layout->desc = desc;
-    layout->kind = dtrain__row_of(desc->kind);
+    layout->kind = row;
     layout->ranks = ranks;
     layout->rank = rank;
     layout->all = all;
     layout->all_rank = all_rank;
-    dtrain__layout_grid(layout);
-    dtrain__layout_classes(layout);
+    layout->node_ranks = nodes ? size : 1;
+    layout->hop_ranks = nodes ? all / size : all;
+    layout->hop_rank = nodes ? all_rank / size : all_rank;
+    layout->compression = all > 1 ? desc->compression : NULL;
+    /* Nothing is sharded on one rank, unless its shard is in host memory, and no gradients while
+     * they only add up. */
+    layout->value_home = dtrain__home_of(kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS));
+    layout->grad_home = dtrain__home_of(kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS));
+    layout->shards.params = kind->params && (many || layout->value_home->host);
+    layout->shards.grads = kind->grads && (many || layout->grad_home->host) &&
+                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
+    layout->shards.state = kind->state && (many || layout->shards.params || layout->shards.grads);
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
-    layout->buckets = (dtrain__bucket *)dtrain__alloc(a, count, sizeof *layout->buckets, "buckets");
+    layout->buckets =
+        (dtrain__bucket *)dtrain__alloc(a, count + 1, sizeof *layout->buckets, "buckets");
     layout->units = (dtrain__unit *)dtrain__alloc(a, count, sizeof *layout->units, "units");
     if (!layout->entries || !layout->buckets || !layout->units) return DTRAIN_ERROR_MEMORY;
-    if (layout->shards.state && layout->kind->owners) {
+    if (layout->shards.state && row->owners) {
         layout->owners =
             (uint32_t *)dtrain__alloc(a, count, sizeof *layout->owners, "owners of parameters");
-        layout->cuts = (int64_t *)dtrain__alloc(a, count, cuts * sizeof *layout->cuts, "cuts");
+        layout->cuts = (int64_t *)dtrain__alloc(a, count + 1, cuts * sizeof *layout->cuts, "cuts");
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
@@ -12177,16 +11877,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    const size_t cuts = (size_t)layout->ranks + 1;
-    dtrain__layout_portions_free(layout, a);
-    dtrain__free(a, layout->cuts, layout->count, cuts * sizeof *layout->cuts);
-    dtrain__free(a, layout->owners, layout->count, sizeof *layout->owners);
-    dtrain__free(a, layout->units, layout->count, sizeof *layout->units);
-    dtrain__free(a, layout->buckets, layout->count, sizeof *layout->buckets);
-    dtrain__free(a, layout->entries, layout->count, sizeof *layout->entries);
+    const size_t count = layout->count, cuts = (size_t)layout->ranks + 1;
+    dtrain__free(a, layout->sparse, count, sizeof *layout->sparse);
+    dtrain__free(a, layout->portions, count + 1, sizeof *layout->portions);
+    dtrain__free(a, layout->cuts, count + 1, cuts * sizeof *layout->cuts);
+    dtrain__free(a, layout->owners, count, sizeof *layout->owners);
+    dtrain__free(a, layout->units, count, sizeof *layout->units);
+    dtrain__free(a, layout->buckets, count + 1, sizeof *layout->buckets);
+    dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Does every rank have all of a tensor's value? */
+/* Tell whether every rank has all of a tensor's value. */
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry)
 {
@@ -12198,183 +11899,151 @@ DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
  * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
  * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
 
-DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
-                                    size_t unit_bytes)
+/* Cut the next piece, of count fp32 elements, from a block. */
+DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count)
 {
     char *memory = layout->memory[block];
-    void *piece = memory ? memory + layout->bytes[block] : NULL;
-    layout->bytes[block] += dtrain__round_up((size_t)count * unit_bytes, DTRAIN__CACHE_LINE);
+    float *piece = memory ? (float *)(void *)(memory + layout->bytes[block]) : NULL;
+    layout->bytes[block] += (size_t)dtrain__padded(count) * sizeof(float);
     return piece;
 }
 
+/* Cut two pieces: fp32, and where it travels as another dtype that, of 16 bits, from buffers. */
+static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
+                                 uint16_t **low)
+{
+    if (dtype != DTRAIN_DTYPE_F32)
+        *low = (uint16_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, (count + 1) / 2);
+    return dtrain__carve(layout, block, count);
+}
+
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
-static uint16_t *dtrain__low_after(uint16_t *at, int64_t count) { return at ? at + count : NULL; }
 
 static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t bucket)
 {
     return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
 }
 
-/* The buffers that take turns, one pair of each sort. */
-typedef struct dtrain__turns {
-    float *values[2], *grads[2];
-    uint16_t *low_values[2], *low_grads[2];
-} dtrain__turns;
-
-/* Two buffers of each sort, for the largest unit. */
-static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
+/* Lay out a bucket's values: whole and in place, or a shard and somewhere to gather it. */
+static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const bool low_values = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
-    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    int64_t values = 0, grads = 0;
-    dtrain__turns turns;
-    memset(&turns, 0, sizeof turns);
-    for (size_t u = 0; u < layout->unit_count; u++) {
-        const dtrain__unit *unit = &layout->units[u];
-        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
-        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
-        if (layout->shards.params && !unit->kept && both > values) values = both;
-        if (layout->shards.grads && trainable > grads) grads = trainable;
-    }
-    for (int i = 0; i < 2; i++) {
-        turns.values[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 4);
-        turns.grads[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 4);
-        if (low_values)
-            turns.low_values[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 2);
-        if (low_grads)
-            turns.low_grads[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 2);
-    }
-    return turns;
-}
-
-/* A bucket's values: whole and in place, or a shard and somewhere to gather it. */
-static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
-                               const dtrain__turns *turns)
-{
-    const bool low = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
+    const dtrain__turns *turns = &layout->turns;
     bucket->value_home = dtrain__home_of(false);
     if (!bucket->sharded) return;
     if (!layout->shards.params) {
-        bucket->values = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->count, 4);
+        bucket->values = dtrain__carve(layout, DTRAIN__VALUES, bucket->count);
         bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
         return;
     }
     bucket->value_home = layout->value_home;
-    bucket->value_shard = (float *)dtrain__carve(
-        layout, bucket->value_home->host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count, 4);
+    bucket->value_shard = dtrain__carve(
+        layout, bucket->value_home->host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count);
     if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
-        bucket->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 4);
-        if (low)
-            bucket->low_values =
-                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
+        bucket->values = dtrain__carve_both(layout, DTRAIN__BUFFERS, bucket->count,
+                                            layout->desc->param_dtype, &bucket->low_values);
         return;
     }
     const dtrain__unit *unit = &layout->units[bucket->unit];
     const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
+    uint16_t *low = turns->low_values[bucket->unit & 1];
     bucket->slotted = true;
     bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
-    bucket->low_values = dtrain__low_after(turns->low_values[bucket->unit & 1], first);
+    bucket->low_values = low ? low + first : NULL;
 }
 
-/* A bucket's gradients: where they are made, and where what is reduced of them is kept. */
-static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
-                              const dtrain__turns *turns)
+/* Lay out a bucket's gradients: where they are made, and where what is reduced of them is kept. */
+static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
     const bool work = layout->shards.grads && bucket->sharded;
     bucket->grad_home = work ? layout->grad_home : dtrain__home_of(false);
     if (!bucket->trainable) return;
-    if (work && bucket->unit != DTRAIN__NONE) {
-        bucket->grads = turns->grads[bucket->unit & 1];
-        bucket->low_grads = turns->low_grads[bucket->unit & 1];
-    } else {
-        const int block = work ? DTRAIN__BUFFERS : DTRAIN__GRADS;
-        bucket->grads = (float *)dtrain__carve(layout, block, bucket->count, 4);
-        if (low)
-            bucket->low_grads =
-                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
-    }
     bucket->work = work;
-    bucket->grad_shard =
-        work
-            ? (float *)dtrain__carve(layout, bucket->grad_home->host ? DTRAIN__HOST : DTRAIN__GRADS,
-                                     bucket->shard_count, 4)
-            : dtrain__after(bucket->grads, bucket->shard_first);
+    if (work && bucket->unit != DTRAIN__NONE) {
+        bucket->grads = layout->turns.grads[bucket->unit & 1];
+        bucket->low_grads = layout->turns.low_grads[bucket->unit & 1];
+    } else
+        bucket->grads =
+            dtrain__carve_both(layout, work ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
+                               layout->desc->reduce_dtype, &bucket->low_grads);
+    if (work)
+        bucket->grad_shard = dtrain__carve(
+            layout, bucket->grad_home->host ? DTRAIN__HOST : DTRAIN__GRADS, bucket->shard_count);
+    else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
-/* Two places in host memory, for the longest shard that is put there. */
-static void dtrain__lay_landings(dtrain__layout *layout)
-{
-    int64_t longest = 0;
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        if (layout->buckets[b].grad_home->host)
-            longest = dtrain__max(longest, layout->buckets[b].shard_count);
-    for (int i = 0; i < 2; i++)
-        layout->landing[i] = (float *)dtrain__carve(layout, DTRAIN__HOST, longest, 4);
-}
-
-/* Lays out all memory. Whole values that the library owns lie in registration order behind those of
- * buckets. */
+/* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
+ * the library owns in registration order, and two landings in host memory for the longest shard
+ * that is put there. Count what this rank holds on the device, whoever allocated it. */
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
-    for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
-    const dtrain__turns turns = dtrain__lay_turns(layout);
-    memcpy(layout->work_grads, turns.grads, sizeof turns.grads);
+    int64_t values = 0, grads = 0, longest = 0;
+    dtrain__turns *turns = &layout->turns;
+    memset(layout->bytes, 0, sizeof layout->bytes);
+    layout->value_bytes = layout->grad_bytes = 0;
+    for (size_t u = 0; u < layout->unit_count; u++) {
+        const dtrain__unit *unit = &layout->units[u];
+        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
+        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
+        if (layout->shards.params && !unit->kept) values = dtrain__max(values, both);
+        if (layout->shards.grads) grads = dtrain__max(grads, trainable);
+    }
+    for (int i = 0; i < 2; i++) {
+        turns->values[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, values,
+                                              layout->desc->param_dtype, &turns->low_values[i]);
+        turns->grads[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, grads,
+                                             layout->desc->reduce_dtype, &turns->low_grads[i]);
+    }
     for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__lay_values(layout, &layout->buckets[b], &turns);
-        dtrain__lay_grads(layout, &layout->buckets[b], &turns);
+        dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain__lay_values(layout, bucket);
+        dtrain__lay_grads(layout, bucket);
+        if (bucket->grad_home->host) longest = dtrain__max(longest, bucket->shard_count);
+        else if (bucket->trainable)
+            layout->grad_bytes +=
+                4 * (uint64_t)(bucket->work ? bucket->shard_count : bucket->count);
+        if (bucket->sharded && !bucket->value_home->host)
+            layout->value_bytes +=
+                4 * (uint64_t)(layout->shards.params ? bucket->shard_count : bucket->count);
     }
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p || !dtrain__value_is_whole(layout, entry)) continue;
-        if (!p->value || entry->lends_value)
-            entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
+        if (p->state.storage != p) continue;
+        const bool whole = dtrain__value_is_whole(layout, entry);
+        if (whole && !p->value) entry->place = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
+        if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
-    dtrain__lay_landings(layout);
+    for (int i = 0; i < 2; i++) layout->landing[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
     if (layout->compression) dtrain__lay_compression(layout);
 }
 
-/* The part of storage i that this rank updates; false if there is none. */
-DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
-                                   int64_t *count)
+/* Count the elements of parameter i that lie in [first, first + count) of a bucket; *low is where
+ * they begin there. 0 or less: none, or it is an alias or elsewhere. */
+DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                        size_t i, int64_t first, int64_t count, int64_t *low)
 {
     const dtrain_param *p = &layout->params[i];
     const dtrain__entry *entry = &layout->entries[i];
-    *offset = 0;
-    *count = p->count;
-    if (p->state.storage != p || !entry->trainable) return false;
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    if (!bucket->sharded) return true;
-    const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
-    const int64_t high =
-        dtrain__min(entry->offset + p->count, bucket->shard_first + bucket->shard_count);
-    *offset = low - entry->offset;
-    *count = high - low;
-    return *count > 0;
+    *low = dtrain__max(entry->offset, first);
+    if (p->state.storage != p || entry->bucket != (uint32_t)(bucket - layout->buckets)) return 0;
+    return dtrain__min(entry->offset + p->count, first + count) - *low;
 }
 
-/* Counts what this rank holds on the device, whoever allocated it. */
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads)
+/* Find the part of storage i that this rank keeps and, if it is trainable, updates; false if there
+ * is none. */
+DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
+                                   int64_t *count)
 {
-    *values = *grads = 0;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        const uint64_t whole = (uint64_t)bucket->count * 4,
-                       shard = (uint64_t)bucket->shard_count * 4;
-        if (bucket->sharded && !bucket->value_home->host)
-            *values += layout->shards.params ? shard : whole;
-        if (bucket->trainable && !bucket->grad_home->host) *grads += bucket->work ? shard : whole;
-    }
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p) continue;
-        const bool hosts = p->value && !entry->lends_value;
-        if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
-        if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;
-    }
+    const dtrain__entry *entry = &layout->entries[i];
+    *offset = 0;
+    *count = layout->params[i].count;
+    if (layout->params[i].state.storage != &layout->params[i]) return false;
+    if (dtrain__value_is_whole(layout, entry)) return true;
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
+    *offset -= entry->offset;
+    return *count > 0;
 }
 
 /* ================================================================================================
@@ -12399,20 +12068,12 @@ DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t
  * travels at that entry's place. Every gradient starts on a cache line; padding is zero and stays
  * zero under the mean, so it costs bytes but never bits. */
 
-/* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
-DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p)
-{
-    return !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
-}
-
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
 {
     int dims = 0;
     while (dims < 4 && p->shape[dims]) dims++;
     return dims;
 }
-
-/* ---- Hashes -----------------------------------------------------------------------------------*/
 
 /* FNV-1a (Fowler, Noll, Vo), 64 bits. */
 DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
@@ -12438,11 +12099,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Makes count and shape agree; the host may have left either to the other. */
+/* Make count and shape agree; the host may have left either to the other. */
 static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
 {
     const int dims = dtrain__param_dims(p);
-    size_t product = 1, bytes;
+    size_t product = dims ? 1 : (size_t)p->count, bytes;
+    bool fits = true;
     if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
     for (int d = 0; d < 4; d++) {
         if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
@@ -12451,18 +12113,15 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
                                       "followed by zeros",
                                       (long long)p->shape[0], (long long)p->shape[1],
                                       (long long)p->shape[2], (long long)p->shape[3]);
-        if (d < dims && !dtrain__size_mul(product, (size_t)p->shape[d], &product))
-            return dtrain__param_fail(p, index, "the product of its shape overflows");
+        if (d < dims) fits = fits && dtrain__size_mul(product, (size_t)p->shape[d], &product);
     }
+    if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
+        return dtrain__param_fail(p, index, "it has more elements than memory can hold");
     if (dims == 0) p->shape[0] = p->count;
-    else if (p->count == 0 && product <= INT64_MAX) p->count = (int64_t)product;
-    if (dims && (size_t)p->count != product)
-        return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
-                                  (long long)p->count, product);
-    if (!dtrain__size_mul((size_t)p->count, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__param_fail(p, index, "%lld elements are more than memory can hold",
-                                  (long long)p->count);
-    return DTRAIN_OK;
+    if (p->count == 0) p->count = (int64_t)product;
+    if ((size_t)p->count == product) return DTRAIN_OK;
+    return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
+                              (long long)p->count, product);
 }
 
 /* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
@@ -12491,26 +12150,17 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     return DTRAIN_OK;
 }
 
-/* Quadratic, once, over 64-bit hashes: a thousand parameters take a millisecond. */
-static dtrain_result dtrain__check_names(const dtrain_param *params, size_t count, uint64_t *hashes)
-{
-    for (size_t i = 0; i < count; i++) {
-        hashes[i] = dtrain__fnv1a(DTRAIN__FNV_BASIS, params[i].name, strlen(params[i].name));
-        for (size_t k = 0; k < i; k++)
-            if (hashes[k] == hashes[i] && strcmp(params[k].name, params[i].name) == 0)
-                return dtrain__param_fail(&params[i], i, "parameter %zu has the same name", k);
-    }
-    return DTRAIN_OK;
-}
-
-/* Checks the array and fills in its shapes, counts and states. */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
-                                                     const dtrain_allocator *a)
+/* Check the array and fill in its shapes, counts and states. Names are compared each with each,
+ * once: a thousand parameters take some milliseconds. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count)
 {
     size_t total = 0;
     for (size_t i = 0; i < count; i++) {
         dtrain_param *p = &params[i];
         if (!p->name || !*p->name) return dtrain__param_fail(p, i, "it needs a name");
+        for (size_t k = 0; k < i; k++)
+            if (strcmp(params[k].name, p->name) == 0)
+                return dtrain__param_fail(p, i, "parameter %zu has the same name", k);
         if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY))
             return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
                                       (unsigned)p->flags);
@@ -12525,11 +12175,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
             return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
     }
-    uint64_t *hashes = (uint64_t *)dtrain__alloc(a, count, sizeof *hashes, "name hashes");
-    if (!hashes) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain__check_names(params, count, hashes);
-    dtrain__free(a, hashes, count, sizeof *hashes);
-    return result;
+    return DTRAIN_OK;
 }
 
 /* ---- Ranks agree
@@ -12538,14 +12184,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
  * that do local work in between therefore bring its outcome here: all ranks leave with success, or
  * all with an error, and the communicator is as good as before. */
 
-typedef struct dtrain__verdict {
-    int32_t code;
-    char text[DTRAIN__ERROR_BYTES];
-} dtrain__verdict;
-
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
 {
-    dtrain__verdict verdict;
+    struct {
+        int32_t code;
+        char text[DTRAIN__ERROR_BYTES];
+    } verdict;
     int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
     if (dtrain_comm_size(comm) == 1) return mine;
     memset(&verdict, 0, sizeof verdict);
@@ -12561,9 +12205,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
                        dtrain__world_rank(comm, (int)first), verdict.text);
 }
 
-/* Do all ranks have the same value? One small all-reduce tells, without memory for all of them:
- * since ~ reverses the order, the maximum of the complements is the complement of the minimum. */
-DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
+/* ---- All ranks must have the same -------------------------------------------------------------*/
+
+/* Tell whether all ranks have the same value. One small all-reduce is enough, without memory for
+ * all of them: since ~ reverses the order, the maximum of the complements is the complement of the
+ * minimum. */
+static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
 {
     int64_t pair[2] = {(int64_t)value, (int64_t)~value};
     *common = true;
@@ -12573,27 +12220,47 @@ DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t valu
     return DTRAIN_OK;
 }
 
-/* Finds, of values that differ, the first rank that has what most have (a tie goes to the lower
- * rank), and the first that has something else. gathered (size) is scratch. */
-DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
-                                               int *usual, int *odd)
+/* Compare items by their hashes: one hash of everything, *all, when all is well; otherwise item by
+ * item, up to the first that differs. The outcome of each step is the same on all ranks, so they
+ * stay in step. Of the item that differs `usual` is the first rank that has what most have (a tie
+ * goes to the lower rank), `odd` the first that has something else; -1: nothing differs. gathered
+ * (size) is scratch. */
+DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
+                                                    void *user, size_t count, int64_t *gathered,
+                                                    uint64_t *all, dtrain__difference *found)
 {
     const int size = dtrain_comm_size(comm);
-    const int64_t mine = (int64_t)value;
+    int64_t longest = (int64_t)count;
     int most = 0;
+    uint64_t hash;
+    bool common;
+    *all = DTRAIN__FNV_BASIS;
+    found->odd = -1;
+    for (size_t item = 0; item < count; item++) {
+        DTRAIN__TRY(hash_of(user, item, &hash));
+        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
+    }
+    DTRAIN__TRY(dtrain__is_common(comm, *all, &common));
+    if (common) return DTRAIN_OK;
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &longest, &longest, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    found->item = 0;
+    do {
+        DTRAIN__TRY(hash_of(user, found->item, &hash));
+        DTRAIN__TRY(dtrain__is_common(comm, hash, &common));
+    } while (common && ++found->item < (size_t)longest);
+    const int64_t mine = (int64_t)hash;
     DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    *usual = *odd = 0;
     for (int i = 0; i < size; i++) {
         int same = 0;
         for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
-        if (same > most) *usual = i;
+        if (same > most) found->usual = i;
         if (same > most) most = same;
     }
-    while (*odd < size - 1 && gathered[*odd] == gathered[*usual]) ++*odd;
+    for (found->odd = 0; found->odd < size - 1; found->odd++)
+        if (gathered[found->odd] != gathered[found->usual]) break;
     return DTRAIN_OK;
 }
-
-/* ---- All ranks must have registered the same --------------------------------------------------*/
 
 #define DTRAIN__LINE_BYTES 768
 
@@ -12603,11 +12270,11 @@ typedef struct dtrain__registration {
     const char *settings; /* of the strategy */
 } dtrain__registration;
 
-/* Line 0 is the settings, line i + 1 parameter i. What is compared is what is shown. */
+/* Write line 0, the settings, or line i + 1, parameter i. What is compared is what is shown. */
 static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
 {
     const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64];
+    char origin[64] = "values from the host";
     memset(text, 0, room);
     if (line == 0 || line > mine->count) {
         if (line == 0) snprintf(text, room, "%s", mine->settings);
@@ -12617,8 +12284,7 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
     const dtrain_param *p = &mine->params[line - 1];
     if (p->alias_of)
         snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
-    else if (p->value) snprintf(origin, sizeof origin, "values from the host");
-    else
+    else if (!p->value)
         snprintf(origin, sizeof origin, "init %u scale %.9g", (unsigned)p->init,
                  (double)p->init_scale);
     snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
@@ -12626,144 +12292,91 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
              (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
 }
 
-/* The line's text may have cut a long name: the whole name is hashed too. */
-static uint64_t dtrain__registration_hash(const dtrain__registration *mine, size_t line)
+/* Hash a line. Its text may have cut a long name: the whole name is hashed too. */
+static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t *hash)
 {
+    const dtrain__registration *mine = (const dtrain__registration *)user;
     char text[DTRAIN__LINE_BYTES];
     dtrain__registration_line(mine, line, text);
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line == 0 || line > mine->count) return hash;
-    const char *name = mine->params[line - 1].name; /* the line may have cut it */
-    return dtrain__fnv1a(hash, name, strlen(name));
+    const char *name = line && line <= mine->count ? mine->params[line - 1].name : "";
+    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
+    *hash = dtrain__fnv1a(*hash, name, strlen(name));
+    return DTRAIN_OK;
 }
 
-/* Fails on all ranks with the line of the usual rank and that of the odd one. */
-static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
-                                                  const dtrain__registration *mine, size_t line,
-                                                  int64_t *gathered)
+/* Fail on all ranks, with the line of the usual rank and that of the odd one, if ranks have
+ * registered different things. */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings)
 {
-    char usual_text[DTRAIN__LINE_BYTES], odd_text[DTRAIN__LINE_BYTES], what[48] = "the desc";
-    int usual, odd;
-    dtrain__registration_line(mine, line, usual_text);
-    dtrain__registration_line(mine, line, odd_text);
-    DTRAIN__TRY(
-        dtrain__odd_rank(comm, dtrain__registration_hash(mine, line), gathered, &usual, &odd));
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, usual, NULL));
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, odd, NULL));
-    if (line) snprintf(what, sizeof what, "parameter %zu", line - 1);
+    dtrain__registration mine = {strategy->params, strategy->param_count, settings};
+    dtrain_comm *comm = strategy->comm;
+    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
+    dtrain__difference found;
+    uint64_t all;
+    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, mine.count + 1,
+                                      strategy->gathered, &all, &found));
+    if (found.odd < 0) return DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        dtrain__registration_line(&mine, found.item, texts[i]);
+        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
+                                     i ? found.odd : found.usual, NULL));
+    }
+    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
     return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
         "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
         "the same on every rank",
-        what, dtrain__world_rank(comm, usual), usual_text, dtrain__world_rank(comm, odd), odd_text);
+        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
+        texts[1]);
 }
 
-/* One hash of everything when all is well; otherwise line by line, up to the first that
- * differs. The outcome of each step is the same on all ranks, so they stay in step, and no
- * memory is needed. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain_param *params, size_t count,
-                                                           const char *settings, int64_t *gathered)
-{
-    const dtrain__registration mine = {params, count, settings};
-    int64_t lines = (int64_t)count + 1;
-    uint64_t all = DTRAIN__FNV_BASIS;
-    bool common;
-    for (size_t line = 0; line <= count; line++) {
-        const uint64_t hash = dtrain__registration_hash(&mine, line);
-        all = dtrain__fnv1a(all, &hash, sizeof hash);
-    }
-    DTRAIN__TRY(dtrain__is_common(comm, all, &common));
-    if (common) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    for (size_t line = 0; line < (size_t)lines; line++) {
-        DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(&mine, line), &common));
-        if (!common) return dtrain__registration_differs(comm, &mine, line, gathered);
-    }
-    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
-                       "dtrain_strategy_create: registrations differ, but no line does");
-}
-
-/* ================================================================================================
- * src/strategy/values.c
- * ==============================================================================================*/
-
-/* Values of parameters. */
-
-/* Elements [first, first + count) of parameter p, each a function of (seed, parameter,
- * element) only: the same on every rank, for any slicing. */
-static void dtrain__init_block(const dtrain_param *p, uint64_t seed, int64_t first, int64_t count,
-                               float *out)
-{
-    const float scale = p->init_scale;
-    switch (p->init) {
-    case DTRAIN_INIT_NORMAL:
-        dtrain__random_normal_fill(seed, p->state.index, (uint64_t)first, count, scale, out);
-        break;
-    case DTRAIN_INIT_UNIFORM:
-        dtrain__random_uniform_fill(seed, p->state.index, (uint64_t)first, count, -scale, 2 * scale,
-                                    out);
-        break;
-    default:
-        for (int64_t i = 0; i < count; i++) out[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
-        break;
-    }
-}
+/* ---- Values -----------------------------------------------------------------------------------*/
 
 #define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
 
-/* value (count) = elements [first, first + count) of parameter p. */
+/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. Each is a
+ * function of (seed, parameter, element) only: the same on every rank, for any slicing. */
 DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t seed, int64_t first, int64_t count,
                                                  float *value)
 {
+    const float scale = p->init_scale;
     float staging[DTRAIN__STAGING_COUNT];
-    if (dtrain__on_host(device, value)) {
-        dtrain__init_block(p, seed, first, count, value);
-        return DTRAIN_OK;
-    }
-    if (p->init == DTRAIN_INIT_ZERO)
-        return device->ops->zero(device, value, (size_t)count * sizeof(float));
     for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
-        dtrain__init_block(p, seed, first + at, some, staging);
-        DTRAIN__TRY(device->ops->copy(device, value + at, staging, (size_t)some * sizeof(float),
-                                      DTRAIN_COPY_HOST_TO_DEVICE));
+        const uint64_t from = (uint64_t)(first + at);
+        if (p->init == DTRAIN_INIT_NORMAL)
+            dtrain__random_normal_fill(seed, p->state.index, from, some, scale, staging);
+        else if (p->init == DTRAIN_INIT_UNIFORM)
+            dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
+                                        staging);
+        else
+            for (int64_t i = 0; i < some; i++)
+                staging[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
+        DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;
 }
 
-/* A step of the hash takes eight bytes and is a bijection, so one changed word always changes the
- * result; the shift brings the upper half down, where a product alone would never carry it. */
-static uint64_t dtrain__hash_floats(uint64_t hash, const float *x, int64_t count)
-{
-    for (int64_t i = 0; i < count; i += 2) {
-        uint64_t word = 0;
-        memcpy(&word, x + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
-        hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
-        hash ^= hash >> 32;
-    }
-    return hash;
-}
-
+/* Hash the bits of a parameter's value. A step of the hash takes eight bytes and is a bijection, so
+ * one changed word always changes the result; the shift brings the upper half down, where a product
+ * alone would never carry it. */
 DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
                                                  uint64_t *hash)
 {
-    const dtrain_device_ops *ops = device->ops;
     float staging[DTRAIN__STAGING_COUNT];
     *hash = DTRAIN__FNV_BASIS;
-    if (dtrain__on_host(device, p->value)) {
-        *hash = dtrain__hash_floats(*hash, p->value, p->count);
-        return DTRAIN_OK;
-    }
     for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
         const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
-        DTRAIN__TRY(ops->copy(device, staging, p->value + at, (size_t)count * sizeof(float),
-                              DTRAIN_COPY_DEVICE_TO_HOST));
-        *hash = dtrain__hash_floats(*hash, staging, count);
+        DTRAIN__TRY(
+            dtrain_device_copy(device, staging, p->value + at, (size_t)count * sizeof(float)));
+        for (int64_t i = 0; i < count; i += 2) {
+            uint64_t word = 0;
+            memcpy(&word, staging + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
+            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
+            *hash ^= *hash >> 32;
+        }
     }
     return DTRAIN_OK;
 }
@@ -12777,60 +12390,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dt
  * A field that a kind cannot honour is an error that names both, never a silent downgrade. Fields
  * are checked alone before ranks compare them, and together when AUTO has chosen a kind. */
 
-/* ---- Defaults ---------------------------------------------------------------------------------*/
-
-static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
-
-/* *compression is memory for a copy of the desc's. */
-static void dtrain__resolve_zeros(dtrain_strategy_desc *desc, dtrain_compression_desc *compression)
-{
-    desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
-    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
-    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
-    desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
-    if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
-    if (!desc->first_bucket_bytes)
-        desc->first_bucket_bytes = desc->bucket_bytes < DTRAIN__FIRST_BUCKET_BYTES
-                                       ? desc->bucket_bytes
-                                       : DTRAIN__FIRST_BUCKET_BYTES;
-    if (!desc->compression) return;
-    *compression = *desc->compression;
-    desc->compression = compression;
-    compression->powersgd_rank = dtrain__or(compression->powersgd_rank, 1);
-    if (compression->topk_ratio == 0) compression->topk_ratio = 0.01f;
-    if (compression->warmup_ratio == 0) compression->warmup_ratio = 0.25f;
-    if (!compression->dense_below) compression->dense_below = 1024;
-    if (!compression->dense_steps) compression->dense_steps = 10;
-}
-
-/* The default of a desc whose kind is known. */
-DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
-                                                  const dtrain__kind_row *kind)
-{
-    if (desc->accumulation) return;
-    desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
-                         : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
-                                              : DTRAIN_ACCUMULATION_LAST;
-}
-
 /* ---- Fields alone -----------------------------------------------------------------------------*/
-
-typedef struct dtrain__bound {
-    bool wrong;
-    const char *field;
-    double value;
-    const char *expected;
-} dtrain__bound;
-
-static dtrain_result dtrain__check_bounds(const dtrain__bound *bounds, size_t count)
-{
-    for (size_t i = 0; i < count; i++)
-        if (bounds[i].wrong)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_strategy_create: %s is %.9g; expected %s", bounds[i].field,
-                               bounds[i].value, bounds[i].expected);
-    return DTRAIN_OK;
-}
 
 static bool dtrain__is_float_dtype(uint32_t dtype)
 {
@@ -12839,12 +12399,29 @@ static bool dtrain__is_float_dtype(uint32_t dtype)
 
 static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
 
-static dtrain_result dtrain__check_compression(const dtrain_compression_desc *how)
+static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
+                                          const dtrain_compression_desc *how)
 {
+    const char *const call = "dtrain_strategy_create";
     const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
     const bool momentum = how->topk_momentum >= 0 && how->topk_momentum < 1;
     const bool rises = !dtrain__is_share(how->warmup_ratio) || how->warmup_ratio < how->topk_ratio;
-    const dtrain__bound bounds[] = {
+    const struct {
+        bool wrong;
+        const char *field;
+        double value;
+        const char *expected;
+    } bounds[] = {
+        {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
+        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR, "missing_gradient",
+         (double)desc->missing_gradient, "a dtrain_missing_gradient"},
+        {desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY, "accumulation",
+         (double)desc->accumulation, "a dtrain_accumulation"},
+        {desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS, "offload", (double)desc->offload,
+         "a sum of DTRAIN_OFFLOAD_*"},
+        {desc->whole_below < 0, "whole_below", (double)desc->whole_below, "a number of elements"},
+        {desc->kept_unit_count && !desc->kept_units, "kept_unit_count",
+         (double)desc->kept_unit_count, "0, for kept_units is NULL"},
         {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
          "a dtrain_compression"},
         {how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED, "sparse_exchange",
@@ -12856,65 +12433,69 @@ static dtrain_result dtrain__check_compression(const dtrain_compression_desc *ho
         {topk && how->warmup_steps && rises, "warmup_ratio", (double)how->warmup_ratio,
          "at most 1, and a warm-up begins at topk_ratio or above"},
         {topk && !momentum, "topk_momentum", (double)how->topk_momentum, "0 (off) or below 1"},
+        {!topk && how->topk_momentum != 0, "topk_momentum", (double)how->topk_momentum,
+         "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
+        {!topk && how->sparse_exchange, "sparse_exchange", (double)how->sparse_exchange,
+         "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
+        {!topk && how->warmup_steps, "warmup_steps", (double)how->warmup_steps,
+         "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
+        {!how->kind && how->no_error_feedback, "no_error_feedback", 1,
+         "false: there is no compression"},
         {how->dense_below < 0, "dense_below", (double)how->dense_below, "a number of elements"},
     };
-    DTRAIN__TRY(dtrain__check_bounds(bounds, sizeof bounds / sizeof bounds[0]));
-    if (!topk && (how->topk_momentum != 0 || how->sparse_exchange || how->warmup_steps))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_strategy_create: topk_momentum, sparse_exchange or warmup_steps "
-                           "is set, and the kind of compression is not DTRAIN_COMPRESSION_TOPK");
-    if (!how->kind && how->no_error_feedback)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_strategy_create: no_error_feedback is set, and there is no "
-                           "compression");
-    return DTRAIN_OK;
+    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
+        if (bounds[i].wrong)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is %.9g; expected %s", call,
+                               bounds[i].field, bounds[i].value, bounds[i].expected);
+    if (dtrain__is_float_dtype(desc->param_dtype) && dtrain__is_float_dtype(desc->reduce_dtype))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: param_dtype is %s and reduce_dtype %s; expected f32, bf16 or f16", call,
+                       dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
+                       dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
 }
 
-static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    const dtrain__bound bounds[] = {
-        {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
-        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR, "missing_gradient",
-         (double)desc->missing_gradient, "a dtrain_missing_gradient"},
-        {desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY, "accumulation",
-         (double)desc->accumulation, "a dtrain_accumulation"},
-        {desc->whole_below < 0, "whole_below", (double)desc->whole_below, "a number of elements"},
-        {desc->kept_unit_count && !desc->kept_units, "kept_unit_count",
-         (double)desc->kept_unit_count, "0, for kept_units is NULL"},
-    };
-    DTRAIN__TRY(dtrain__check_bounds(bounds, sizeof bounds / sizeof bounds[0]));
-    if (!dtrain__is_float_dtype(desc->param_dtype) || !dtrain__is_float_dtype(desc->reduce_dtype))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: param_dtype is %s and reduce_dtype %s; expected f32, bf16 or f16",
-                           call, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
-                           dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
-    if (desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: offload 0x%x has bits that mean nothing",
-                           call, (unsigned)desc->offload);
-    return desc->compression ? dtrain__check_compression(desc->compression) : DTRAIN_OK;
-}
+/* ---- Defaults ---------------------------------------------------------------------------------*/
 
-/* *desc = the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
- * checked one by one. *compression must live as long as *desc. */
+static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
+
+/* Make *desc the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
+ * checked one by one. *how, memory for a copy of the desc's compression, must live as long. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
-                                                   dtrain_compression_desc *compression)
+                                                   dtrain_compression_desc *how)
 {
     memset(desc, 0, sizeof *desc);
+    memset(how, 0, sizeof *how);
     if (given) *desc = *given;
-    dtrain__resolve_zeros(desc, compression);
-    DTRAIN__TRY(dtrain__check_fields(desc));
-    if (desc->compression && !desc->compression->kind) desc->compression = NULL;
-    return DTRAIN_OK;
+    desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
+    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
+    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
+    desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
+    if (!desc->bucket_bytes) desc->bucket_bytes = (size_t)25 << 20;
+    if (!desc->first_bucket_bytes)
+        desc->first_bucket_bytes = (size_t)dtrain__min((int64_t)desc->bucket_bytes, 1 << 20);
+    if (desc->compression) *how = *desc->compression;
+    how->powersgd_rank = dtrain__or(how->powersgd_rank, 1);
+    if (how->topk_ratio == 0) how->topk_ratio = 0.01f;
+    if (how->warmup_ratio == 0) how->warmup_ratio = 0.25f;
+    if (!how->dense_below) how->dense_below = 1024;
+    if (!how->dense_steps) how->dense_steps = 10;
+    desc->compression = how->kind ? how : NULL;
+    return dtrain__check_fields(desc, how);
 }
 
 /* ---- Fields together --------------------------------------------------------------------------*/
 
-/* A sentence names the field, then, where it says %s, the kind. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
-                                                        const dtrain__kind_row *kind)
+/* Fill in the default of a desc whose kind is known, and refuse what does not go together. A
+ * sentence names the field, then, where it says %s, the kind. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
+                                                   const dtrain__kind_row *kind)
 {
+    if (!desc->accumulation)
+        desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
+                             : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
+                                                  : DTRAIN_ACCUMULATION_LAST;
     const dtrain_compression_desc *how = desc->compression;
     const dtrain__classes *shards = &kind->shards;
     const bool last = desc->accumulation == DTRAIN_ACCUMULATION_LAST;
@@ -12944,16 +12525,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
          "would send the same again and again; use DTRAIN_ACCUMULATION_LAST"},
         {how && how->topk_momentum > 0 && how->no_error_feedback,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
-        {powersgd && desc->hierarchical,
-         "hierarchical cuts buckets in slices, and PowerSGD needs whole matrices; use "
-         "DTRAIN_COMPRESSION_TOPK or reduce_dtype with it"},
-        {powersgd && desc->reduce_dtype != DTRAIN_DTYPE_F32,
-         "reduce_dtype: PowerSGD's factors travel as fp32"},
-        {desc->hierarchical && kind->owners,
-         "hierarchical: %s sends whole tensors to their owners, wherever they are; use "
-         "DTRAIN_STRATEGY_FULL_SHARD"},
-        {desc->hierarchical && kind->replicas,
-         "hierarchical: %s goes node by node by itself; leave it out"},
+        {powersgd && (desc->hierarchical || desc->reduce_dtype != DTRAIN_DTYPE_F32),
+         "PowerSGD needs whole matrices, and its factors travel as fp32: use "
+         "DTRAIN_COMPRESSION_TOPK with hierarchical or reduce_dtype"},
+        {desc->hierarchical && (kind->owners || kind->replicas),
+         "hierarchical: %s sends whole tensors to their owners (zero3), or goes node by node by "
+         "itself (hybrid_shard); leave it out"},
         {desc->node_size && !kind->replicas && !desc->hierarchical,
          "node_size means something to DTRAIN_STRATEGY_HYBRID_SHARD and to hierarchical only, not "
          "to %s"},
@@ -12966,11 +12543,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
         {host_params && !shards->params,
          "DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
          "DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3 or DTRAIN_STRATEGY_HYBRID_SHARD"},
-        {host_grads && !shards->grads,
-         "DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
-         "DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it"},
-        {host_grads && last,
-         "DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATION_LAST keeps whole gradients on the device; use "
+        {host_grads && (!shards->grads || last),
+         "DTRAIN_OFFLOAD_GRADS: %s, or DTRAIN_ACCUMULATION_LAST, keeps whole gradients on the "
+         "device; use DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it, and "
          "DTRAIN_ACCUMULATION_EVERY"},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
@@ -12984,7 +12559,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
-/* Compares what decides which collectives a step makes and in which order, or what values it starts
+/* Compare what decides which collectives a step makes and in which order, or what values it starts
  * from. Ranks may differ in who owns the gradients, and in no_overlap where nothing is gathered: a
  * unit that is fetched ahead comes before the gradients of the one after it. */
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy)
@@ -12992,12 +12567,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
-    dtrain_compression_desc how;
+    const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     char text[720];
-    memset(&how, 0, sizeof how);
-    if (desc->compression) how = *desc->compression;
     snprintf(
         text, sizeof text,
         "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
@@ -13012,13 +12585,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[how.kind],
-        (unsigned)how.sparse_exchange, (unsigned)how.powersgd_rank, desc->hierarchical,
-        how.no_error_feedback, (double)how.topk_ratio, (double)how.topk_momentum,
-        (double)how.warmup_ratio, (long long)how.dense_below, (unsigned long long)how.dense_steps,
-        (unsigned long long)how.warmup_steps);
-    return dtrain__registration_compare(strategy->comm, strategy->params, strategy->param_count,
-                                        text, strategy->gathered);
+        (unsigned long long)desc->init_seed, ahead, methods[how->kind],
+        (unsigned)how->sparse_exchange, (unsigned)how->powersgd_rank, desc->hierarchical,
+        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
+        (double)how->warmup_ratio, (long long)how->dense_below,
+        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
+    return dtrain__registration_compare(strategy, text);
 }
 
 /* ================================================================================================
@@ -13033,135 +12605,44 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
  * 4. local: lay out, allocate, initialise                       -> agree
  * 5. broadcast rank 0's values of parameters the host owns; publish */
 
-/* 1. Checks what the host gave, and completes the parameters' shapes. */
-static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
-                                               const dtrain_strategy_desc *desc)
+/* 1. Check what the host gave, and complete the parameters' shapes. *out is set before anything but
+ * the arguments can fail, so that the caller destroys what there is of it. */
+static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
+                                            const dtrain_strategy_desc *desc, dtrain_comm *comm,
+                                            dtrain_strategy **out)
 {
-    const size_t count = strategy->param_count;
-    if (!strategy->params && count)
+    const char *const call = "dtrain_strategy_create";
+    const dtrain_allocator *allocator = &world->allocator;
+    if (!out || (!params && count) || count > UINT32_MAX - 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_create: params is NULL, param_count is %zu", count);
-    if (count > UINT32_MAX - 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_create: %zu parameters are too many", count);
+                           "%s: out or params is NULL, or %zu parameters are too many", call,
+                           count);
+    dtrain_strategy *strategy =
+        (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
+    *out = strategy;
+    if (!strategy) return DTRAIN_ERROR_MEMORY;
+    strategy->world = world;
+    strategy->device = dtrain_world_device(world);
+    strategy->comm = comm;
+    strategy->allocator = *allocator;
+    strategy->params = params;
+    strategy->param_count = count;
     DTRAIN__TRY(dtrain__resolve_desc(desc, &strategy->desc, &strategy->compression));
-    strategy->desc.comm = strategy->comm;
+    strategy->desc.comm = comm;
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
-                           "device is the host's: what a GPU would be relieved of is on the CPU "
-                           "already; use 0",
-                           (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    strategy->gathered =
-        (int64_t *)dtrain__alloc(&strategy->allocator, (size_t)dtrain_comm_size(strategy->comm),
-                                 sizeof *strategy->gathered, "gathered hashes");
+                           "%s: offload is 0x%x, but the memory of the %s device is the host's: "
+                           "what a GPU would be relieved of is on the CPU already; use 0",
+                           call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
+    strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(comm),
+                                                  sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
-    return dtrain__resolve_params(strategy->params, count, &strategy->allocator);
+    return dtrain__resolve_params(params, count);
 }
 
-/* Makes the layout and the tables beside it. A bucket has one handle for each collective that is
- * under way at once: ZERO3 starts one an owner, compression a dense and a sparse one. */
-static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
-{
-    const dtrain_allocator *a = &strategy->allocator;
-    const size_t count = strategy->param_count;
-    dtrain_comm *shared = strategy->shard_comm;
-    DTRAIN__TRY(dtrain__layout_make(
-        &strategy->layout, a, strategy->params, count, &strategy->desc,
-        shared ? dtrain_comm_size(shared) : 1, shared ? dtrain_comm_rank(shared) : 0,
-        dtrain_comm_size(strategy->comm), dtrain_comm_rank(strategy->comm)));
-    strategy->works_per_bucket = strategy->layout.owners        ? (size_t)strategy->layout.ranks
-                                 : strategy->layout.compression ? 2
-                                                                : 1;
-    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
-    strategy->works = (dtrain_work **)dtrain__alloc(
-        a, count, 2 * strategy->works_per_bucket * sizeof *strategy->works, "handles");
-    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
-    for (size_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        bucket->reduces = strategy->works + 2 * b * strategy->works_per_bucket;
-        bucket->gathers = bucket->reduces + strategy->works_per_bucket;
-    }
-    return DTRAIN_OK;
-}
-
-/* Points params at memory of the library; aliases follow their storage. Values of gathered units
- * have no address until gather. */
-static void dtrain__lend(dtrain_strategy *strategy)
-{
-    dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
-        dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
-        if (!p->value) {
-            entry->lends_value = true;
-            if (storage != p) p->value = storage->value;
-            else if (dtrain__value_is_whole(layout, entry)) p->value = entry->place;
-            else if (!layout->shards.params) p->value = bucket->values + entry->offset;
-        }
-        if (!p->grad && entry->trainable) {
-            entry->lends_grad = true;
-            p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
-        }
-    }
-}
-
-/* Lists what this rank updates. */
-static void dtrain__list_shards(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    strategy->shard_count = 0;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        int64_t offset, count;
-        if (!dtrain__piece(layout, i, &offset, &count)) continue;
-        const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-        const int64_t at = entry->offset + offset - bucket->shard_first;
-        dtrain_shard *shard = &strategy->shards[strategy->shard_count++];
-        shard->param = p;
-        shard->offset = offset;
-        shard->count = count;
-        shard->value = bucket->sharded ? bucket->value_shard + at : p->value;
-        shard->grad = bucket->sharded ? bucket->grad_shard + at : p->grad;
-    }
-}
-
-/* Allocates the blocks of the layout and points everything at them. Each block has a cache line
- * more than it needs, so that an empty tensor, or a model of one, gets an address of its own too.
- * Blocks that other ranks read are memory of the communicator; padding is zero. */
-static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
-{
-    dtrain__layout *layout = &strategy->layout;
-    const dtrain_device_ops *ops = strategy->device->ops;
-    void *memory;
-    dtrain__lay_memory(layout);
-    for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
-        if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
-        if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
-        else if (block == DTRAIN__VALUES && !layout->shards.state)
-            DTRAIN__TRY(ops->alloc(strategy->device, bytes, &memory));
-        else DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
-        if (block == DTRAIN__HOST) memset(memory, 0, bytes);
-        layout->memory[block] = (char *)memory;
-        strategy->block_bytes[block] = bytes;
-    }
-    DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
-    strategy->sum_squares = (double *)memory;
-    dtrain__lay_memory(layout);
-    dtrain__lend(strategy);
-    dtrain__list_shards(strategy);
-    DTRAIN__TRY(dtrain__compression_open(strategy));
-    dtrain__rewind(strategy, true);
-    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__check_kept_units(const dtrain_strategy *strategy)
+/* Refuse units that nothing belongs to, and a host's own whole array where parameters are sharded:
+ * there is no place for it. */
+static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     for (uint32_t i = 0; i < strategy->desc.kept_unit_count; i++) {
@@ -13174,13 +12655,6 @@ static dtrain_result dtrain__check_kept_units(const dtrain_strategy *strategy)
                                "parameter belongs",
                                id);
     }
-    return DTRAIN_OK;
-}
-
-/* Refuses a host's own whole array where parameters are sharded: there is no place for it. */
-static dtrain_result dtrain__check_ownership(const dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->value && !dtrain__value_is_whole(layout, &layout->entries[i]))
@@ -13192,82 +12666,121 @@ static dtrain_result dtrain__check_ownership(const dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Initialises storage i: all of it, or this rank's part of a sharded bucket. */
-static dtrain_result dtrain__init_values(dtrain_strategy *strategy, size_t i)
+/* Point params at memory of the library, where aliases follow their storage and values of gathered
+ * units have no address until gather; initialise what this rank keeps of every storage, and list
+ * what it updates. */
+static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain_param *p = &strategy->params[i];
-    const dtrain__entry *entry = &layout->entries[i];
-    const uint64_t seed = strategy->desc.init_seed;
-    if (p->state.storage != p || !entry->lends_value) return DTRAIN_OK;
-    if (dtrain__value_is_whole(layout, entry))
-        return dtrain__init_param(strategy->device, p, seed, 0, p->count, p->value);
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
-    const int64_t high =
-        dtrain__min(entry->offset + p->count, bucket->shard_first + bucket->shard_count);
-    if (high <= low) return DTRAIN_OK;
-    return dtrain__init_param(strategy->device, p, seed, low - entry->offset, high - low,
-                              bucket->value_shard + (low - bucket->shard_first));
-}
-
-/* 4. Everything local that can fail, so that ranks agree on it once. */
-static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
-{
-    DTRAIN__TRY(dtrain__strategy_tables(strategy));
-    DTRAIN__TRY(dtrain__check_kept_units(strategy));
-    DTRAIN__TRY(dtrain__check_ownership(strategy));
-    DTRAIN__TRY(dtrain__offload_open(strategy));
-    DTRAIN__TRY(dtrain__strategy_memory(strategy));
-    for (size_t i = 0; i < strategy->param_count; i++)
-        DTRAIN__TRY(dtrain__init_values(strategy, i));
-    return DTRAIN_OK;
-}
-
-/* Sends rank 0's values of what the host owns. */
-static dtrain_result dtrain__broadcast_values(dtrain_strategy *strategy)
-{
-    if (strategy->layout.all == 1) return DTRAIN_OK;
+    dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || strategy->layout.entries[i].lends_value || !p->count) continue;
-        DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
-                                     0, NULL));
+        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket =
+            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        const bool whole = dtrain__value_is_whole(layout, entry);
+        if (!p->value) {
+            entry->lends_value = true;
+            if (storage != p) p->value = storage->value;
+            else if (whole) p->value = entry->place;
+            else if (!layout->shards.params) p->value = bucket->values + entry->offset;
+        }
+        if (!p->grad && entry->trainable) {
+            entry->lends_grad = true;
+            p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
+        }
+        dtrain_shard shard = {p, 0, 0, p->value, p->grad};
+        if (!dtrain__piece(layout, i, &shard.offset, &shard.count)) continue;
+        if (!whole) {
+            const int64_t at = entry->offset + shard.offset - bucket->shard_first;
+            shard.value = bucket->value_shard + at;
+            shard.grad = dtrain__after(bucket->grad_shard, at);
+        }
+        if (entry->lends_value)
+            DTRAIN__TRY(dtrain__init_param(strategy->device, p, strategy->desc.init_seed,
+                                           shard.offset, shard.count, shard.value));
+        if (entry->trainable) strategy->shards[strategy->shard_count++] = shard;
     }
     return DTRAIN_OK;
 }
 
-/* *out is set before anything can fail, so that the caller destroys what there is of it. */
-static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params,
-                                            size_t param_count, const dtrain_strategy_desc *desc,
-                                            dtrain_comm *comm, dtrain_strategy **out)
+/* Tell whether a block is memory of the communicator: others read it. */
+static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 {
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: out is NULL");
-    const dtrain_allocator *allocator = &world->allocator;
-    dtrain_strategy *strategy =
-        (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
-    *out = strategy;
-    if (!strategy) return DTRAIN_ERROR_MEMORY;
-    strategy->world = world;
-    strategy->device = dtrain_world_device(world);
-    strategy->comm = comm;
-    strategy->allocator = *allocator;
-    strategy->params = params;
-    strategy->param_count = param_count;
-    return dtrain__strategy_register(strategy, desc);
+    return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* 2 to 5, after all ranks have agreed that the arguments are good. */
+/* Return the size of a block: a cache line more than it needs, so that an empty tensor, or a model
+ * of one, gets an address of its own too. */
+static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
+{
+    return layout->bytes[block] + DTRAIN__CACHE_LINE;
+}
+
+/* 4. Do everything local that can fail, so that ranks agree on it once: make the layout and the
+ * tables beside it, allocate its blocks, point everything at them, initialise. Padding is zero. A
+ * bucket has one handle for each collective that is under way at once: ZERO3 starts one an owner,
+ * compression a dense and a sparse one. */
+static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
+{
+    const dtrain_allocator *a = &strategy->allocator;
+    const dtrain_device_ops *ops = strategy->device->ops;
+    const size_t count = strategy->param_count;
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_comm *shared = strategy->shard_comm;
+    void *memory;
+    DTRAIN__TRY(dtrain__layout_make(
+        layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
+        shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
+        dtrain_comm_rank(strategy->comm)));
+    const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
+    strategy->works_per_bucket = each;
+    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
+    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
+    strategy->works =
+        (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
+    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].reduces = strategy->works + 2 * b * each;
+        layout->buckets[b].gathers = layout->buckets[b].reduces + each;
+    }
+    DTRAIN__TRY(dtrain__check_layout(strategy));
+    DTRAIN__TRY(dtrain__offload_open(strategy));
+    dtrain__lay_memory(layout);
+    for (int block = 0; block < DTRAIN__CLASSES; block++) {
+        const size_t bytes = dtrain__block_bytes(layout, block);
+        if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
+        if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
+        else if (dtrain__block_is_read(layout, block))
+            DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
+        else DTRAIN__TRY(ops->alloc(strategy->device, bytes, &memory));
+        if (block == DTRAIN__HOST) memset(memory, 0, bytes);
+        layout->memory[block] = (char *)memory;
+    }
+    DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
+    strategy->sum_squares = (double *)memory;
+    dtrain__lay_memory(layout);
+    DTRAIN__TRY(dtrain__list_shards(strategy));
+    DTRAIN__TRY(dtrain__compression_open(strategy));
+    dtrain__rewind(strategy, true);
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    return DTRAIN_OK;
+}
+
+/* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__compare_settings(strategy));
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
     strategy->kind = dtrain__row_of(strategy->desc.kind);
-    dtrain__resolve_accumulation(&strategy->desc, strategy->kind);
-    DTRAIN__TRY(dtrain__check_combination(&strategy->desc, strategy->kind));
+    DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
     DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
-    DTRAIN__TRY(dtrain__broadcast_values(strategy));
+    for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p || strategy->layout.entries[i].lends_value || !p->count) continue;
+        DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
+                                     0, NULL));
+    }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     strategy->desc.kept_units = NULL; /* the caller's, and read */
     strategy->desc.kept_unit_count = 0;
@@ -13293,42 +12806,28 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Gradients in flight are also read and written by other ranks, and those expect the rest of the
- * step: the communicator fails, which they hear of at once. Why this rank gave up is more
- * interesting than this consequence: its last error stays. A unit that is only being fetched ahead
- * is waited for: nothing is missing, and nobody need fail. */
+/* Wait for what is under way. Gradients in flight are also read and written by other ranks, and
+ * those expect the rest of the step: the communicator fails, which they hear of at once. Why this
+ * rank gave up is more interesting than this consequence: its last error stays. A unit that is only
+ * being fetched ahead is waited for: nothing is missing, and nobody need fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
+    const dtrain__layout *layout = &strategy->layout;
     char text[DTRAIN__ERROR_BYTES];
-    size_t flights = 0;
-    for (size_t b = 0; b < strategy->layout.bucket_count; b++)
+    bool flying = false;
+    for (size_t b = 0; b < layout->bucket_count; b++)
         for (size_t i = 0; i < strategy->works_per_bucket; i++)
-            flights += strategy->layout.buckets[b].reduces[i] != NULL;
+            flying = flying || layout->buckets[b].reduces[i];
     memcpy(text, dtrain_last_error(), sizeof text);
-    if (flights)
+    if (flying)
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE,
                               "dtrain_strategy_destroy: called between ready and finish, with "
                               "gradients in flight");
-    for (size_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__wait_works(strategy, strategy->layout.buckets[b].reduces);
-        dtrain__wait_works(strategy, strategy->layout.buckets[b].gathers);
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__wait_works(strategy, layout->buckets[b].reduces);
+        dtrain__wait_works(strategy, layout->buckets[b].gathers);
     }
     if (text[0]) dtrain__set_last_error(text);
-}
-
-static void dtrain__strategy_free_blocks(dtrain_strategy *strategy)
-{
-    dtrain__layout *layout = &strategy->layout;
-    dtrain_device *device = strategy->device;
-    for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        const size_t bytes = strategy->block_bytes[block];
-        if (!layout->memory[block]) continue;
-        if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
-        else if (block == DTRAIN__VALUES && !layout->shards.state)
-            device->ops->free(device, layout->memory[block], bytes);
-        else dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
-    }
-    if (strategy->sum_squares) device->ops->free(device, strategy->sum_squares, sizeof(double));
 }
 
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
@@ -13336,20 +12835,30 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     if (!strategy) return;
     const dtrain_allocator a = strategy->allocator;
     const size_t count = strategy->param_count;
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_device *device = strategy->device;
     if (strategy->works) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; strategy->layout.entries && i < count; i++) {
-        if (strategy->layout.entries[i].lends_value) strategy->params[i].value = NULL;
-        if (strategy->layout.entries[i].lends_grad) strategy->params[i].grad = NULL;
+    for (size_t i = 0; layout->entries && i < count; i++) {
+        if (layout->entries[i].lends_value) strategy->params[i].value = NULL;
+        if (layout->entries[i].lends_grad) strategy->params[i].grad = NULL;
     }
     dtrain__offload_close(strategy);
-    dtrain__strategy_free_blocks(strategy);
+    for (int block = 0; block < DTRAIN__CLASSES; block++) {
+        const size_t bytes = dtrain__block_bytes(layout, block);
+        if (!layout->memory[block]) continue;
+        if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
+        else if (dtrain__block_is_read(layout, block))
+            dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
+        else device->ops->free(device, layout->memory[block], bytes);
+    }
+    if (strategy->sum_squares) device->ops->free(device, strategy->sum_squares, sizeof(double));
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
-    dtrain__layout_free(&strategy->layout, &a);
+    dtrain__layout_free(layout, &a);
     for (int i = 0; i < DTRAIN__GROUPS; i++)
         if (strategy->groups[i]) dtrain_comm_destroy(strategy->groups[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);
@@ -13359,13 +12868,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
  * src/strategy/query.c
  * ==============================================================================================*/
 
-/* Queries
- *
- * Queries: what a strategy is, what a step of it sends, and the values of its parameters */
+/* Queries: what a strategy is, what a step of it sends, and the values of its parameters */
 
 /* ---- What a step sends ------------------------------------------------------------------------*/
 
-/* Bytes that this rank sends in one collective of count elements. */
+/* Count the bytes that this rank sends in one collective of count elements. */
 DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks)
 {
     dtrain_collective what;
@@ -13376,35 +12883,25 @@ DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dty
     return dtrain__wire_bytes(&what, ranks);
 }
 
-/* Bytes that this rank sends when a bucket is reduced to shards, or gathered from them: one
- * collective an owner, or one of everything, or with nodes one in each level. */
+/* Count the bytes that this rank sends when a bucket is reduced to shards, or gathered from them:
+ * one collective an owner, or one of everything, and with nodes another inside this one. */
 static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                     bool reduce, uint32_t dtype)
 {
     const uint32_t kind = reduce ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_GATHER;
+    const int ranks = layout->node_ranks > 1 ? layout->hop_ranks : layout->ranks;
     uint64_t bytes = 0;
-    if (layout->node_ranks > 1)
-        return dtrain__wire(kind, bucket->shard_count, dtype, layout->hop_ranks) +
+    if (!bucket->cuts)
+        return dtrain__wire(kind, bucket->shard_count, dtype, ranks) +
                dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_DTYPE_F32 : dtype,
                             layout->node_ranks);
-    if (!bucket->cuts) return dtrain__wire(kind, bucket->shard_count, dtype, layout->ranks);
-    for (int r = 0; r < layout->ranks; r++)
+    for (int r = 0; r < ranks; r++)
         bytes += dtrain__wire(reduce ? DTRAIN_COLLECTIVE_REDUCE : DTRAIN_COLLECTIVE_BROADCAST,
-                              bucket->cuts[r + 1] - bucket->cuts[r], dtype, layout->ranks);
+                              bucket->cuts[r + 1] - bucket->cuts[r], dtype, ranks);
     return bytes;
 }
 
-/* The same of a whole bucket's way. */
-static uint64_t dtrain__whole_wire(const dtrain__layout *layout, const dtrain__bucket *bucket)
-{
-    uint64_t bytes = 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
-                                      DTRAIN_DTYPE_F32, layout->node_ranks);
-    if (layout->compression) return bytes + dtrain__compressed_wire(layout, bucket);
-    return bytes + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
-                                layout->desc->reduce_dtype, layout->hop_ranks);
-}
-
-/* Is a unit still in its slot when backward comes to it? */
+/* Tell whether a unit is still in its slot when backward comes to it. */
 static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
 {
     if (unit == DTRAIN__NONE || layout->units[unit].kept) return true;
@@ -13415,7 +12912,7 @@ static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
     return true;
 }
 
-/* Bytes that this rank sends in a step of one micro-batch, by the ring formula. */
+/* Count the bytes that this rank sends in a step of one micro-batch, by the ring formula. */
 DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
 {
     const uint32_t values = layout->desc->param_dtype, grads = layout->desc->reduce_dtype;
@@ -13424,7 +12921,12 @@ DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         if (!bucket->sharded) {
-            bytes += dtrain__whole_wire(layout, bucket);
+            bytes += 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
+                                      DTRAIN_DTYPE_F32, layout->node_ranks);
+            bytes += layout->compression
+                         ? dtrain__compressed_wire(layout, bucket)
+                         : dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count, grads,
+                                        layout->hop_ranks);
             continue;
         }
         if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
@@ -13432,8 +12934,8 @@ DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
             bytes += dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->shard_count, grads,
                                   layout->all / layout->ranks);
         const uint64_t gather = dtrain__sliced_wire(layout, bucket, false, values);
-        bytes += gather;
-        if (layout->shards.params && !dtrain__stays(layout, bucket->unit)) bytes += gather;
+        const bool twice = layout->shards.params && !dtrain__stays(layout, bucket->unit);
+        bytes += twice ? 2 * gather : gather;
     }
     return bytes;
 }
@@ -13445,6 +12947,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     if (!strategy) return;
     const dtrain__layout *layout = &strategy->layout;
     info->desc = strategy->desc;
+    info->comm = strategy->comm;
     info->name = strategy->kind->name;
     info->param_count = strategy->param_count;
     info->bucket_count = layout->bucket_count;
@@ -13456,7 +12959,8 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->host_bytes = layout->bytes[DTRAIN__HOST];
     info->step_bytes = dtrain__step_bytes(layout);
     info->state_bytes = layout->state_bytes;
-    dtrain__layout_bytes(layout, &info->value_bytes, &info->grad_bytes);
+    info->value_bytes = layout->value_bytes;
+    info->grad_bytes = layout->grad_bytes;
     for (size_t b = 0; b < layout->bucket_count; b++)
         if (layout->buckets[b].trainable)
             info->bucket_bytes += (uint64_t)layout->buckets[b].count * sizeof(float);
@@ -13469,12 +12973,7 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     memcpy(info->reason, strategy->reason, sizeof info->reason);
 }
 
-DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy)
-{
-    return strategy ? strategy->comm : NULL;
-}
-
-/* Adds up the counters of all communicators of a strategy. */
+/* Add up the counters of all communicators of a strategy. */
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info)
 {
@@ -13499,56 +12998,42 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
     dtrain_param whole;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
     if (index >= strategy->param_count || !host)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_read: %s (index %zu of %zu parameters)",
-            host ? "no such parameter" : "host is NULL", index, strategy->param_count);
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
+                           index, strategy->param_count);
     const size_t storage = strategy->params[index].state.storage->state.index;
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
     return dtrain_device_copy(strategy->device, host, whole.value,
                               (size_t)whole.count * sizeof(float));
 }
 
-/* Fails with the first parameter whose values are not the same on all ranks. */
-static dtrain_result dtrain__name_drift(dtrain_strategy *strategy)
+/* Hash the whole value of a parameter, on every rank; an alias has none of its own. */
+static dtrain_result dtrain__value_hash(void *user, size_t i, uint64_t *hash)
 {
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param whole;
-        uint64_t hash;
-        int usual, odd;
-        bool common;
-        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
-        DTRAIN__TRY(dtrain__whole_param(strategy, i, &whole));
-        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &hash));
-        DTRAIN__TRY(dtrain__is_common(strategy->comm, hash, &common));
-        if (common) continue;
-        DTRAIN__TRY(dtrain__odd_rank(strategy->comm, hash, strategy->gathered, &usual, &odd));
-        return dtrain_fail(
-            DTRAIN_ERROR_MISMATCH,
-            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
-            "are not those of rank %d; every rank must make the same updates",
-            i, whole.name, dtrain__world_rank(strategy->comm, odd),
-            dtrain__world_rank(strategy->comm, usual));
-    }
-    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
-                       "dtrain_strategy_verify: hashes differ, but no parameter's does");
+    dtrain_strategy *strategy = (dtrain_strategy *)user;
+    dtrain_param whole;
+    *hash = 0;
+    if (strategy->params[i].state.storage != &strategy->params[i]) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
+    return dtrain__hash_param(strategy->device, &whole, hash);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash)
 {
-    uint64_t all = DTRAIN__FNV_BASIS;
-    bool common;
+    dtrain__difference found;
+    uint64_t all;
     if (hash) *hash = 0;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param whole;
-        uint64_t one;
-        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, i, &whole)));
-        DTRAIN__TRY(dtrain__hash_param(strategy->device, &whole, &one));
-        all = dtrain__fnv1a(all, &one, sizeof one);
-    }
-    DTRAIN__TRY(dtrain__is_common(strategy->comm, all, &common));
-    if (!common) return dtrain__name_drift(strategy);
+    DTRAIN__TRY(dtrain__compare_items(strategy->comm, dtrain__value_hash, strategy,
+                                      strategy->param_count, strategy->gathered, &all, &found));
+    if (found.odd >= 0)
+        return dtrain_fail(
+            DTRAIN_ERROR_MISMATCH,
+            "dtrain_strategy_verify: the values of parameter %zu (\"%.100s\") on rank %d "
+            "are not those of rank %d; every rank must make the same updates",
+            found.item, strategy->params[found.item].name,
+            dtrain__world_rank(strategy->comm, found.odd),
+            dtrain__world_rank(strategy->comm, found.usual));
     if (hash) *hash = all;
     return DTRAIN_OK;
 }
@@ -13557,71 +13042,49 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
  * src/strategy/plan.c
  * ==============================================================================================*/
 
-/* Planning: the memory of a rank, from the layout that it would have */
+/* Planning, and AUTO
+ *
+ * A plan is the memory of a rank, counted from the layout that it would have. AUTO takes the kind
+ * that sends least of those that fit: the candidates are planned one by one, from little
+ * communication and much memory to the opposite; the rank that has least memory decides for all. */
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
-static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc)
-{
-    return desc->optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc->optimizer_states;
-}
-
-/* fp32 optimizer state of this rank's pieces, as the optimizer will pad them. */
-static uint64_t dtrain__layout_state(const dtrain__layout *layout)
-{
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < layout->count; i++) {
-        int64_t offset, count;
-        if (dtrain__piece(layout, i, &offset, &count))
-            bytes += (uint64_t)dtrain__padded(count) * sizeof(float);
-    }
-    return bytes * dtrain__planned_states(layout->desc);
-}
-
-/* The layout of one rank, its bytes counted and nothing allocated. */
-static dtrain_result dtrain__plan_rank(const dtrain_allocator *a, const dtrain_param *params,
-                                       size_t count, const dtrain_strategy_desc *desc, int ranks,
-                                       int rank, int all, dtrain_memory *memory,
-                                       uint64_t *step_bytes)
-{
-    dtrain__layout layout;
-    int64_t stage;
-    dtrain_result result =
-        dtrain__layout_make(&layout, a, params, count, desc, ranks, rank, all, rank);
-    memset(memory, 0, sizeof *memory);
-    if (result == DTRAIN_OK) {
-        dtrain__lay_memory(&layout);
-        dtrain__layout_bytes(&layout, &memory->params, &memory->grads);
-        memory->buffers = layout.bytes[DTRAIN__BUFFERS];
-        memory->host = layout.bytes[DTRAIN__HOST];
-        if (desc->offload)
-            memory->host += dtrain__offloaded_state(&layout, dtrain__planned_states(desc), &stage);
-        else memory->optimizer = dtrain__layout_state(&layout);
-        memory->total = memory->params + memory->grads + memory->buffers + memory->optimizer;
-        *step_bytes = dtrain__step_bytes(&layout);
-    }
-    dtrain__layout_free(&layout, a);
-    return result;
-}
-
-/* The memory of the rank that holds most, and what it sends in a step. params and *given, whose
- * kind is known, are resolved. */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
-                                                const dtrain_param *params, size_t count,
-                                                const dtrain_strategy_desc *given, int ranks,
-                                                dtrain_memory *memory, uint64_t *step_bytes)
+/* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
+ * but tables. params and *desc are resolved, and so is its kind. */
+static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
+                                       size_t count, const dtrain_strategy_desc *given, int ranks,
+                                       dtrain_memory *memory, uint64_t *step_bytes)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     const int nodes = kind->replicas && desc.node_size ? ranks / (int)desc.node_size : 1;
     const int shard_ranks = kind->shards.state ? ranks / nodes : 1;
-    dtrain__resolve_accumulation(&desc, kind);
+    const size_t states =
+        desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     for (int rank = 0; rank < (kind->owners ? shard_ranks : 1); rank++) {
+        dtrain__layout layout;
         dtrain_memory one;
-        DTRAIN__TRY(
-            dtrain__plan_rank(a, params, count, &desc, shard_ranks, rank, ranks, &one, step_bytes));
+        int64_t stage;
+        const dtrain_result result =
+            dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank, ranks, rank);
+        memset(&one, 0, sizeof one);
+        if (result == DTRAIN_OK) {
+            dtrain__lay_memory(&layout);
+            one.params = layout.value_bytes;
+            one.grads = layout.grad_bytes;
+            one.buffers = layout.bytes[DTRAIN__BUFFERS];
+            one.host = layout.bytes[DTRAIN__HOST];
+            const uint64_t state = dtrain__optimizer_bytes(&layout, states, &stage);
+            if (desc.offload) one.host += state;
+            else one.optimizer = state;
+            one.total = one.params + one.grads + one.buffers + one.optimizer;
+            *step_bytes = dtrain__step_bytes(&layout);
+        }
+        dtrain__layout_free(&layout, a);
+        DTRAIN__TRY(result);
         const uint64_t host = one.host > memory->host ? one.host : memory->host;
         if (one.total >= memory->total) *memory = one;
         memory->host = host;
@@ -13647,100 +13110,98 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     if (!kind)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
                            call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__check_combination(&resolved, kind));
+    DTRAIN__TRY(dtrain__resolve_kind(&resolved, kind));
     if (desc->node_size && rank_count % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, rank_count);
-    DTRAIN__TRY(dtrain__resolve_params(params, param_count, &a));
+    DTRAIN__TRY(dtrain__resolve_params(params, param_count));
     return dtrain__plan_kind(&a, params, param_count, &resolved, rank_count, memory, &step_bytes);
 }
 
-/* ================================================================================================
- * src/strategy/auto.c
- * ==============================================================================================*/
-
-/* AUTO: the kind that sends least of those that fit the memory
- *
- * The candidates are planned one by one, from little communication and much memory to the opposite;
- * the rank that has least memory decides for all. */
+/* ---- AUTO -------------------------------------------------------------------------------------*/
 
 /* Bytes that a plan does not count: whole pages, stages of further communicators, a trainer's
  * scalars. */
 #define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
 
-/* Finds what this rank may still allocate. A sixteenth of memory that nobody has limited stays
- * free: for scratch of kernels and for others on the machine. */
-static dtrain_result dtrain__memory_left(dtrain_world *world, uint64_t limit, uint64_t *left)
-{
-    dtrain_device *device = world->device;
-    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
-    dtrain_device_info info;
-    *left = limit;
-    if (limit) return DTRAIN_OK;
-    if (device->limit_bytes) {
-        *left = device->limit_bytes > used + DTRAIN__UNPLANNED_BYTES
-                    ? device->limit_bytes - used - DTRAIN__UNPLANNED_BYTES
-                    : 0;
-    } else if (device->ops->host_memory) {
-        *left = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
-    } else {
-        DTRAIN__TRY(dtrain_device_query(device, &info));
-        *left = info.free_bytes / 16 * 15;
-    }
-    return DTRAIN_OK;
-}
-
-/* *left = the memory that a strategy may use: what this rank may allocate, less other_bytes, which
- * may be more than that. All ranks take the least of theirs, so that they make the same choice. */
+/* Find the memory that a strategy may use: what this rank may still allocate, less other_bytes,
+ * which may be more than that. All ranks take the least of theirs, so that they make the same
+ * choice. A sixteenth of memory that nobody has limited stays free: for scratch of kernels and for
+ * others on the machine. */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left)
 {
-    uint64_t have;
-    DTRAIN__TRY(dtrain__agree(comm, dtrain__memory_left(world, desc->memory_limit, &have)));
+    dtrain_device *device = world->device;
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    const uint64_t taken = used + DTRAIN__UNPLANNED_BYTES;
+    uint64_t have = desc->memory_limit;
+    dtrain_result result = DTRAIN_OK;
+    dtrain_device_info info;
+    if (have == 0 && device->limit_bytes)
+        have = device->limit_bytes > taken ? device->limit_bytes - taken : 0;
+    else if (have == 0 && device->ops->host_memory)
+        have = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
+    else if (have == 0) {
+        memset(&info, 0, sizeof info);
+        result = dtrain_device_query(device, &info);
+        have = info.free_bytes / 16 * 15;
+    }
+    DTRAIN__TRY(dtrain__agree(comm, result));
     *left = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
             (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
     return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
 }
 
-static dtrain_result dtrain__auto_fails(const dtrain_strategy *strategy, uint64_t least,
-                                        int64_t left)
-{
-    return dtrain_fail(
-        DTRAIN_ERROR_MEMORY,
-        "dtrain_strategy_create: no strategy fits: the smallest needs %.1f MiB a rank for "
-        "parameters, gradients, optimizer and buffers, and %.1f MiB are left for them beside %.1f "
-        "MiB of activations and the rest: %.1f MiB are missing. More ranks, activation "
-        "checkpointing, a smaller batch or, on a GPU, offload would help",
-        dtrain__mib(least), dtrain__mib(left > 0 ? (uint64_t)left : 0),
-        dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)((int64_t)least - left)));
-}
-
 static const uint32_t dtrain__auto_order[] = {
     DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
     DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
-enum { DTRAIN__AUTO_KINDS = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
 
-/* Makes desc that of the i-th candidate; false when these ranks or other fields exclude it. */
+/* Make desc that of the i-th candidate; false when these ranks or other fields exclude it. */
 static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t i,
                                    dtrain_strategy_desc *desc)
 {
     const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
-    dtrain_world_info nodes;
-    dtrain_world_query(world, &nodes);
+    desc->kind = dtrain__auto_order[i];
+    const int nodes = world->node_count, node_size = world->local_size;
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
-    if (ranks == 1 ? kind->kind != alone : kind->kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind->replicas && (nodes.node_count == 1 || nodes.node_count * nodes.local_size != ranks))
-        return false;
-    if (kind->replicas) desc->node_size = (uint32_t)nodes.local_size;
-    desc->kind = kind->kind;
-    return dtrain__check_combination(desc, kind) == DTRAIN_OK;
+    if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
+    if (kind->replicas && (nodes == 1 || nodes * node_size != ranks)) return false;
+    if (kind->replicas) desc->node_size = (uint32_t)node_size;
+    return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
 }
 
-static dtrain_result dtrain__auto_excluded(int ranks)
+/* The result of AUTO: the first candidate that fits, and what the others would have needed. */
+typedef struct dtrain__choice {
+    bool fits;
+    dtrain_strategy_desc desc; /* of the candidate planned last: the one that fits, if any does */
+    dtrain_memory memory;
+    uint64_t step_bytes, least; /* least: bytes of the candidate that needs least */
+    char before[160];           /* what the one before it would have needed */
+} dtrain__choice;
+
+/* Plan the candidates up to the first that needs at most `limit` bytes. Local. */
+static dtrain_result dtrain__choose(dtrain_world *world, const dtrain_param *params, size_t count,
+                                    const dtrain_strategy_desc *given, int ranks, uint64_t limit,
+                                    dtrain__choice *choice)
 {
+    memset(choice, 0, sizeof *choice);
+    choice->least = UINT64_MAX;
+    for (size_t i = 0; i < sizeof dtrain__auto_order / sizeof *dtrain__auto_order; i++) {
+        choice->desc = *given;
+        if (!dtrain__auto_candidate(world, ranks, i, &choice->desc)) continue;
+        DTRAIN__TRY(dtrain__plan_kind(&world->allocator, params, count, &choice->desc, ranks,
+                                      &choice->memory, &choice->step_bytes));
+        const uint64_t total = choice->memory.total;
+        if (total < choice->least) choice->least = total;
+        choice->fits = total <= limit;
+        if (choice->fits) return DTRAIN_OK;
+        snprintf(choice->before, sizeof choice->before, "; %s would need %.1f MiB",
+                 dtrain__row_of(choice->desc.kind)->name, dtrain__mib(total));
+    }
+    if (choice->least < UINT64_MAX) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_strategy_create: DTRAIN_STRATEGY_AUTO: none of the kinds that it "
                        "chooses from with %d ranks takes the rest of the desc; name a kind to hear "
@@ -13748,70 +13209,64 @@ static dtrain_result dtrain__auto_excluded(int ranks)
                        ranks);
 }
 
-/* *bytes = what a rank of a strategy would hold that is not there yet; with AUTO the least that one
- * of the candidates needs. */
+/* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
+ * the candidates needs. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
                                                      size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
                                                      uint64_t *bytes)
 {
-    const bool choose = given->kind == DTRAIN_STRATEGY_AUTO;
-    *bytes = UINT64_MAX;
-    for (size_t i = 0; i < (choose ? (size_t)DTRAIN__AUTO_KINDS : 1); i++) {
-        dtrain_strategy_desc desc = *given;
-        dtrain_memory memory;
-        if (choose && !dtrain__auto_candidate(world, ranks, i, &desc)) continue;
-        const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-        if (kind && kind->replicas && !desc.node_size) {
-            dtrain_world_info nodes;
-            dtrain_world_query(world, &nodes);
-            desc.node_size = (uint32_t)nodes.local_size;
-        }
-        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
-        if (memory.total < *bytes) *bytes = memory.total;
+    dtrain_strategy_desc desc = *given;
+    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+    dtrain_compression_desc compression;
+    dtrain__choice choice;
+    if (desc.kind != DTRAIN_STRATEGY_AUTO) {
+        if (kind && kind->replicas && !desc.node_size) desc.node_size = (uint32_t)world->local_size;
+        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &choice.memory));
+        *bytes = choice.memory.total;
+        return DTRAIN_OK;
     }
-    return *bytes == UINT64_MAX ? dtrain__auto_excluded(ranks) : DTRAIN_OK;
+    DTRAIN__TRY(dtrain__resolve_desc(given, &desc, &compression));
+    DTRAIN__TRY(dtrain__resolve_params(params, count));
+    DTRAIN__TRY(dtrain__choose(world, params, count, &desc, ranks, 0, &choice));
+    *bytes = choice.least;
+    return DTRAIN_OK;
 }
 
-/* Resolves AUTO: takes the first candidate that fits. The reason names what the candidate before it
+/* Resolve AUTO: take the first candidate that fits. The reason names what the candidate before it
  * would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
-    const int ranks = dtrain_comm_size(strategy->comm);
+    const dtrain_memory *memory;
+    dtrain__choice choice;
     int64_t left;
-    uint64_t least = INT64_MAX;
-    char before[160] = "";
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
     const uint64_t limit = left > 0 ? (uint64_t)left : 0;
-    for (size_t i = 0; i < DTRAIN__AUTO_KINDS; i++) {
-        dtrain_strategy_desc desc = strategy->desc;
-        dtrain_memory memory;
-        uint64_t step_bytes;
-        if (!dtrain__auto_candidate(strategy->world, ranks, i, &desc)) continue;
-        DTRAIN__TRY(
-            dtrain__agree(strategy->comm, dtrain__plan_kind(&strategy->allocator, strategy->params,
-                                                            strategy->param_count, &desc, ranks,
-                                                            &memory, &step_bytes)));
-        const char *name = dtrain__row_of(desc.kind)->name;
-        if (memory.total < least) least = memory.total;
-        if (memory.total > limit) {
-            snprintf(before, sizeof before, "; %s would need %.1f MiB", name,
-                     dtrain__mib(memory.total));
-            continue;
-        }
-        snprintf(strategy->reason, sizeof strategy->reason,
-                 "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
-                 "%.1f) of %.1f MiB, and %.1f MiB sent a step%s",
-                 name, dtrain__mib(memory.total), dtrain__mib(memory.params),
-                 dtrain__mib(memory.grads), dtrain__mib(memory.optimizer),
-                 dtrain__mib(memory.buffers), dtrain__mib(limit), dtrain__mib(step_bytes), before);
-        strategy->desc.kind = desc.kind;
-        strategy->desc.node_size = desc.node_size;
-        return DTRAIN_OK;
-    }
-    if (least == INT64_MAX) return dtrain__auto_excluded(ranks);
-    return dtrain__auto_fails(strategy, least, left);
+    DTRAIN__TRY(dtrain__agree(strategy->comm,
+                              dtrain__choose(strategy->world, strategy->params,
+                                             strategy->param_count, &strategy->desc,
+                                             dtrain_comm_size(strategy->comm), limit, &choice)));
+    if (!choice.fits)
+        return dtrain_fail(
+            DTRAIN_ERROR_MEMORY,
+            "dtrain_strategy_create: no strategy fits: the smallest needs %.1f MiB a rank for "
+            "parameters, gradients, optimizer and buffers, and %.1f MiB are left for them beside "
+            "%.1f MiB of activations and the rest: %.1f MiB are missing. More ranks, activation "
+            "checkpointing, a smaller batch or, on a GPU, offload would help",
+            dtrain__mib(choice.least), dtrain__mib(limit), dtrain__mib(strategy->desc.other_bytes),
+            dtrain__mib((uint64_t)((int64_t)choice.least - left)));
+    memory = &choice.memory;
+    snprintf(strategy->reason, sizeof strategy->reason,
+             "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
+             "%.1f) of %.1f MiB, and %.1f MiB sent a step%s",
+             dtrain__row_of(choice.desc.kind)->name, dtrain__mib(memory->total),
+             dtrain__mib(memory->params), dtrain__mib(memory->grads),
+             dtrain__mib(memory->optimizer), dtrain__mib(memory->buffers), dtrain__mib(limit),
+             dtrain__mib(choice.step_bytes), choice.before);
+    strategy->desc.kind = choice.desc.kind;
+    strategy->desc.node_size = choice.desc.node_size;
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -16244,10 +15699,8 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
     for (size_t i = 0; i < optimizer->shard_count; i++)
         optimizer->state_bytes +=
             states * (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
-    optimizer->block_bytes = optimizer->state_bytes;
-    if (offloaded)
-        optimizer->block_bytes = (size_t)dtrain__offloaded_state(&optimizer->strategy->layout,
-                                                                 states, &optimizer->stage);
+    optimizer->block_bytes =
+        (size_t)dtrain__optimizer_bytes(&optimizer->strategy->layout, states, &optimizer->stage);
     optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
         &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
     if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
@@ -17225,7 +16678,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->world = world;
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
-    trainer->comm = dtrain_strategy_comm(desc->strategy);
+    trainer->comm = desc->strategy->comm;
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;

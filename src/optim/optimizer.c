@@ -227,10 +227,8 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
     for (size_t i = 0; i < optimizer->shard_count; i++)
         optimizer->state_bytes +=
             states * (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
-    optimizer->block_bytes = optimizer->state_bytes;
-    if (offloaded)
-        optimizer->block_bytes = (size_t)dtrain__offloaded_state(&optimizer->strategy->layout,
-                                                                 states, &optimizer->stage);
+    optimizer->block_bytes =
+        (size_t)dtrain__optimizer_bytes(&optimizer->strategy->layout, states, &optimizer->stage);
     optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
         &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
     if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;

@@ -15,7 +15,8 @@
  *     hop of ranks 0 and 2         | a               | b    |
  *     hop of ranks 1 and 3                                  | b          | c   |
  *
- * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced.
+ * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced. In
+ * the table of portions they follow those of their bucket that are compressed.
  *
  * A selection of K elements as it travels; portion p has its quota at places at(p) of both lists:
  *
@@ -34,12 +35,7 @@
  * (With nodes and fp16 residuals are of means over a node, and count G times.) */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "comm/comm.h"
-#include "strategy/compression_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 /* ---- How much is selected ---------------------------------------------------------------------*/
 
@@ -49,60 +45,49 @@ DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how)
            how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
 }
 
-/* The number of steps at the beginning that are not compressed. */
+/* Return the number of steps at the beginning that are not compressed. */
 DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
 {
     return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
 }
 
-/* The share that is sent in the step after `step` others. It falls geometrically from warmup_ratio
- * to topk_ratio once the steps without compression are over. */
-DTRAIN__PRIVATE double dtrain__ratio_of(const dtrain_compression_desc *how, uint64_t step)
-{
-    const double end = (double)how->topk_ratio, begin = (double)how->warmup_ratio;
-    const uint64_t i = step - dtrain__dense_steps(how);
-    if (i >= how->warmup_steps) return end;
-    return begin * pow(end / begin, (double)i / (double)how->warmup_steps);
-}
-
-/* The largest share of all steps, which memory is made for. */
+/* Return the largest share of all steps, which memory is made for. */
 static double dtrain__largest_ratio(const dtrain_compression_desc *how)
 {
     return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
 }
 
-/* The number of elements that are selected of count. */
+/* Return the number of elements that are selected of count. */
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
 {
     const int64_t k = (int64_t)(ratio * (double)count + 0.5);
     return k < 1 ? 1 : k < count ? k : count;
 }
 
-/* Counts the elements of a block. */
-static int64_t dtrain__selection(const dtrain__layout *layout, const dtrain__sparse *sparse,
-                                 double ratio)
+/* Count the elements of a block. */
+static int64_t dtrain__selection(const dtrain__sparse *sparse, double ratio)
 {
     int64_t count = 0;
-    for (size_t i = sparse->first; i < sparse->end; i++)
-        if (!layout->portions[i].dense) count += dtrain__quota(ratio, layout->portions[i].region);
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
+        count += dtrain__quota(ratio, at->region);
     return count;
 }
 
-/* 32-bit words of the values of a block. */
+/* Count the 32-bit words of a block's values. */
 DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
 {
     return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
 }
 
-/* 32-bit words of a block: values, then indices. */
+/* Count the 32-bit words of a block: values, then indices. */
 DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
 {
     return dtrain__value_words(layout, selected) + selected;
 }
 
-/* The share from which on a selection is larger than what it is selected from: whole, a bucket is 2
- * words an element, over N; selected it is a block to everybody, once or twice. It does not depend
- * on the bucket, so nor does what is sent. */
+/* Return the share from which on a selection is larger than what it is selected from: whole, a
+ * bucket is 2 words an element, over N; selected it is a block to everybody, once or twice. The
+ * share does not depend on the bucket, so nor does what is sent. */
 DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 {
     const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
@@ -112,160 +97,133 @@ DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
 
 /* ---- Layout -----------------------------------------------------------------------------------*/
 
-DTRAIN__PRIVATE void dtrain__layout_portions_free(dtrain__layout *layout, const dtrain_allocator *a)
-{
-    dtrain__free(a, layout->sparse, layout->count, sizeof *layout->sparse);
-    dtrain__free(a, layout->portions, layout->count, sizeof *layout->portions);
-    layout->sparse = NULL;
-    layout->portions = NULL;
-}
-
-/* Decides how a portion is compressed, or that it is dense. */
-static void dtrain__portion_kind(const dtrain__layout *layout, dtrain__portion *portion)
+/* Decide how a portion is compressed; return true when it is dense. */
+static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__portion *portion)
 {
     const dtrain_compression_desc *how = layout->compression;
     const dtrain_param *p = &layout->params[portion->param];
     const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
-    portion->dense = true;
     portion->region = portion->count;
-    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return;
+    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return true;
     if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
         portion->rows = p->shape[0];
         portion->columns = p->count / p->shape[0];
-        portion->dense = 2 * (portion->rows + portion->columns) * rank >= p->count;
-        return;
+        return 2 * (portion->rows + portion->columns) * rank >= p->count;
     }
-    if (portion->count > INT32_MAX) return; /* indices have 32 bits */
-    portion->dense = false;
-    if (!dtrain__is_balanced(how)) return;
+    if (portion->count > INT32_MAX) return true; /* indices have 32 bits */
+    if (!dtrain__is_balanced(how)) return false;
     portion->region = (portion->count + regions - 1) / regions;
     const int64_t last = portion->count - (regions - 1) * portion->region;
-    portion->dense = last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
+    return last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
 }
 
-/* Appends the part of a parameter that lies in this rank's hop, if there is one. */
-static void dtrain__layout_portion(dtrain__layout *layout, dtrain__bucket *bucket, uint32_t index)
+/* Append the portions of a bucket that are dense, or those that are not: the parts of its
+ * parameters that lie in this rank's hop. */
+static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *bucket, bool dense)
 {
-    const dtrain_param *p = &layout->params[index];
-    const dtrain__entry *entry = &layout->entries[index];
     dtrain__sparse *sparse = bucket->sparse;
-    dtrain__portion *portion = &layout->portions[layout->portion_count];
-    const int64_t low = dtrain__max(entry->offset, bucket->hop_first);
-    const int64_t high =
-        dtrain__min(entry->offset + p->count, bucket->hop_first + bucket->hop_count);
-    if (high <= low) return;
-    memset(portion, 0, sizeof *portion);
-    portion->param = index;
-    portion->first = low;
-    portion->count = high - low;
-    portion->dense_at = sparse->dense_count;
-    dtrain__portion_kind(layout, portion);
-    if (portion->dense) {
-        sparse->dense_count += portion->count;
-    } else if (portion->rows) {
-        sparse->p_count += portion->rows * (int64_t)layout->compression->powersgd_rank;
-        sparse->q_count += portion->columns * (int64_t)layout->compression->powersgd_rank;
-    } else {
-        const int64_t most =
-            dtrain__quota(dtrain__largest_ratio(layout->compression), portion->count);
-        sparse->largest = dtrain__max(sparse->largest, most);
+    const int64_t rank = (int64_t)layout->compression->powersgd_rank;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain__portion *portion = sparse->end;
+        memset(portion, 0, sizeof *portion);
+        portion->param = i;
+        portion->count = dtrain__overlap(layout, bucket, i, bucket->hop_first, bucket->hop_count,
+                                         &portion->first);
+        if (portion->count <= 0 || dtrain__portion_is_dense(layout, portion) != dense) continue;
+        sparse->end++;
+        if (dense) {
+            portion->at = sparse->dense_count;
+            sparse->dense_count += portion->count;
+        } else if (portion->rows) {
+            portion->p_at = sparse->p_count;
+            portion->q_at = sparse->q_count;
+            sparse->p_count += portion->rows * rank;
+            sparse->q_count += portion->columns * rank;
+        } else {
+            const double ratio = dtrain__largest_ratio(layout->compression);
+            sparse->largest = dtrain__max(sparse->largest, dtrain__quota(ratio, portion->count));
+        }
     }
-    layout->portion_count++;
 }
 
-/* Cuts all buckets of a layout into portions. */
+/* Cut all buckets of a layout into portions. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a)
 {
-    layout->portions = (dtrain__portion *)dtrain__alloc(a, layout->count, sizeof *layout->portions,
-                                                        "portions of parameters");
+    /* one more than are used: the next place is written before it is known to be needed */
+    layout->portions = (dtrain__portion *)dtrain__alloc(
+        a, layout->count + 1, sizeof *layout->portions, "portions of parameters");
     layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
                                                      "compressed buckets");
     if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
     const double largest = dtrain__largest_ratio(layout->compression);
     const double masked = dtrain__masked_share(layout);
-    const double sparse_share = largest < masked ? largest : masked;
+    dtrain__portion *next = layout->portions;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__bucket *bucket = &layout->buckets[b];
         dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
-        sparse->first = layout->portion_count;
-        for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
-            if (layout->params[i].state.storage == &layout->params[i] &&
-                layout->entries[i].bucket == b)
-                dtrain__layout_portion(layout, bucket, i);
-        sparse->end = layout->portion_count;
-        sparse->room = dtrain__selection(layout, sparse, sparse_share);
+        sparse->portions = sparse->end = next;
+        dtrain__lay_portions(layout, bucket, false);
+        sparse->dense = sparse->end;
+        dtrain__lay_portions(layout, bucket, true);
+        next = sparse->end;
+        sparse->room = dtrain__selection(sparse, largest < masked ? largest : masked);
     }
     return DTRAIN_OK;
 }
 
-/* The memory of one bucket. */
-static void dtrain__lay_sparse(dtrain__layout *layout, const dtrain__bucket *bucket)
-{
-    const dtrain_compression_desc *how = layout->compression;
-    dtrain__sparse *sparse = bucket->sparse;
-    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
-    const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
-    const bool masked = dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
-    const int64_t scratch = topk && (low || masked) ? sparse->largest : 0;
-    const int64_t kept = sparse->largest || sparse->q_count ? bucket->hop_count : 0;
-    if (!how->no_error_feedback) {
-        sparse->residual = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
-        layout->state_bytes += (uint64_t)kept * 4;
-    }
-    if (how->topk_momentum > 0) {
-        sparse->velocity = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, kept, 4);
-        layout->state_bytes += (uint64_t)kept * 4;
-    }
-    sparse->dense =
-        (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count, 4);
-    sparse->q = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
-    sparse->q_seed = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count, 4);
-    layout->state_bytes += (uint64_t)sparse->q_count * 4;
-    if (topk) sparse->in = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
-    if (dtrain__is_balanced(how))
-        sparse->out = (uint32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks, 4);
-    sparse->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
-    sparse->indices = (int32_t *)dtrain__carve(layout, DTRAIN__BUFFERS, scratch, 4);
-}
-
-/* The memory of all buckets, and the places of PowerSGD's factors in it. */
+/* Carve the memory of all buckets out of the buffers. */
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
 {
+    const dtrain_compression_desc *how = layout->compression;
+    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
+    const bool scratch = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32 ||
+                         dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
     layout->state_bytes = 0;
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__sparse *sparse = layout->buckets[b].sparse;
-        int64_t p_at = sparse->dense_count, q_at = 0;
-        dtrain__lay_sparse(layout, &layout->buckets[b]);
-        for (size_t i = sparse->first; i < sparse->end; i++) {
-            dtrain__portion *portion = &layout->portions[i];
-            if (portion->dense || !portion->rows) continue;
-            portion->p = dtrain__after(sparse->dense, p_at);
-            portion->q = dtrain__after(sparse->q, q_at);
-            p_at += portion->rows * (int64_t)layout->compression->powersgd_rank;
-            q_at += portion->columns * (int64_t)layout->compression->powersgd_rank;
+        const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
+        const int64_t picks = topk && scratch ? sparse->largest : 0;
+        const int64_t kept = sparse->largest || sparse->q_count ? layout->buckets[b].hop_count : 0;
+        if (!how->no_error_feedback)
+            sparse->residual = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
+        if (how->topk_momentum > 0) sparse->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
+        layout->state_bytes +=
+            4 * (uint64_t)(kept * (!how->no_error_feedback + (how->topk_momentum > 0)) +
+                           sparse->q_count);
+        sparse->packed =
+            dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count);
+        sparse->q = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
+        sparse->q_seed = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
+        if (topk) sparse->in = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
+        if (dtrain__is_balanced(how))
+            sparse->out = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
+        sparse->values = dtrain__carve(layout, DTRAIN__BUFFERS, picks);
+        sparse->indices = (int32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, picks);
+        for (dtrain__portion *at = sparse->portions; at < sparse->dense && !topk; at++) {
+            at->p = dtrain__after(sparse->packed, sparse->dense_count + at->p_at);
+            at->q = dtrain__after(sparse->q, at->q_at);
         }
     }
 }
 
-/* Bytes that this rank sends for a bucket when compression is in full force. */
+/* Count the bytes that this rank sends for a bucket when compression is in full force. */
 DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
                                                  const dtrain__bucket *bucket)
 {
     const dtrain_compression_desc *how = layout->compression;
     const dtrain__sparse *sparse = bucket->sparse;
     const int ranks = layout->hop_ranks;
+    const uint64_t dense =
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
+                     layout->desc->reduce_dtype, ranks);
     if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
-        return dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
-                            DTRAIN_DTYPE_F32, ranks) +
+        return dense +
                dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
-    const uint64_t dense = dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count,
-                                        layout->desc->reduce_dtype, ranks);
-    const int64_t selected = dtrain__selection(layout, sparse, (double)how->topk_ratio);
     if ((double)how->topk_ratio >= dtrain__masked_share(layout))
         return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
                                     DTRAIN_DTYPE_F32, ranks);
+    const int64_t selected = dtrain__selection(sparse, (double)how->topk_ratio);
     const uint64_t once =
         dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
                      DTRAIN_DTYPE_F32, ranks);
@@ -274,68 +232,58 @@ DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
 
 /* ---- Dense portions ---------------------------------------------------------------------------*/
 
-/* Packs the dense portions of a bucket together as they travel, or back. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_copy(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 bool back)
+/* Pack the dense portions of a bucket as they travel and start their all-reduce; behind them lie
+ * `more` other elements that are packed already. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work)
 {
-    const dtrain__layout *layout = &strategy->layout;
     const dtrain__sparse *sparse = bucket->sparse;
-    const uint32_t dtype = strategy->desc.reduce_dtype;
-    const size_t unit = dtrain_dtype_bytes((dtrain_dtype)dtype);
-    for (size_t i = sparse->first; i < sparse->end; i++) {
-        const dtrain__portion *portion = &layout->portions[i];
-        float *grad = bucket->grads + portion->first;
-        char *packed = (char *)sparse->dense + (size_t)portion->dense_at * unit;
-        if (!portion->dense) continue;
-        if (dtype == DTRAIN_DTYPE_F32)
-            DTRAIN__TRY(dtrain_device_copy(strategy->device, back ? grad : (float *)(void *)packed,
-                                           back ? (float *)(void *)packed : grad,
-                                           (size_t)portion->count * unit));
-        else if (back)
-            DTRAIN__TRY(
-                dtrain__convert(strategy, portion->count, packed, dtype, grad, DTRAIN_DTYPE_F32));
-        else
-            DTRAIN__TRY(
-                dtrain__convert(strategy, portion->count, grad, DTRAIN_DTYPE_F32, packed, dtype));
-        if (back) DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, portion->count));
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++)
+        DTRAIN__TRY(dtrain__convert(
+            strategy, at->count, bucket->grads + at->first, DTRAIN_DTYPE_F32,
+            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
+    if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->packed, sparse->packed,
+                             (size_t)(sparse->dense_count + more), dtype,
+                             dtrain__level_op(strategy, bucket), work);
+}
+
+/* Bring the dense portions back to their places: their means. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++) {
+        float *grad = bucket->grads + at->first;
+        DTRAIN__TRY(
+            dtrain__convert(strategy, at->count,
+                            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype),
+                            dtype, grad, DTRAIN_DTYPE_F32));
+        DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, at->count));
     }
     return DTRAIN_OK;
 }
 
-/* Starts the all-reduce of the dense elements and, behind them, `more` others that are packed
- * already. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    if (sparse->dense_count + more == 0) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__dense_copy(strategy, bucket, false));
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->dense, sparse->dense,
-                             (size_t)(sparse->dense_count + more),
-                             (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy, bucket), work);
-}
-
 /* ---- State ------------------------------------------------------------------------------------*/
 
-/* Starts a portion's Q with random directions, the same on every rank. */
+/* Start a portion's Q with random directions, the same on every rank. */
 static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
                                     const dtrain__portion *portion)
 {
-    const int64_t count = portion->columns * (int64_t)strategy->layout.compression->powersgd_rank;
-    float *seed = sparse->q_seed + (portion->q - sparse->q);
-    dtrain_orthogonalize_args args = {portion->columns,
-                                      (int64_t)strategy->layout.compression->powersgd_rank, seed};
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
+    const int64_t count = portion->columns * rank;
+    dtrain_orthogonalize_args args = {portion->columns, rank, sparse->q_seed + portion->q_at};
     dtrain_param q = strategy->params[portion->param];
     q.init = DTRAIN_INIT_NORMAL;
     q.init_scale = 1;
     DTRAIN__TRY(
-        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, seed));
+        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, args.x));
     DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
-    return dtrain_device_copy(strategy->device, portion->q, seed, (size_t)count * sizeof(float));
+    return dtrain_device_copy(strategy->device, portion->q, args.x, (size_t)count * sizeof(float));
 }
 
-/* Lists what compression keeps, for dtrain_strategy_compression, and starts it. */
+/* List what compression keeps, for dtrain_strategy_compression, and start it. */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -347,19 +295,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         const dtrain__sparse *sparse = bucket->sparse;
-        for (size_t i = sparse->first; i < sparse->end; i++) {
-            const dtrain__portion *portion = &layout->portions[i];
-            const int64_t at = portion->first - bucket->hop_first;
-            if (portion->dense) continue;
+        for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
             dtrain_compression_state *state = &strategy->states[strategy->state_count++];
-            state->param = &strategy->params[portion->param];
-            state->offset = portion->first - layout->entries[portion->param].offset;
-            state->count = portion->count;
-            state->residual = dtrain__after(sparse->residual, at);
-            state->velocity = dtrain__after(sparse->velocity, at);
-            state->q = portion->q;
-            state->q_rows = portion->columns;
-            if (portion->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, portion));
+            state->param = &strategy->params[at->param];
+            state->offset = at->first - layout->entries[at->param].offset;
+            state->count = at->count;
+            state->residual = dtrain__after(sparse->residual, at->first - bucket->hop_first);
+            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->hop_first);
+            state->q = at->q;
+            state->q_rows = at->columns;
+            if (at->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, at));
         }
     }
     return DTRAIN_OK;
@@ -372,10 +317,8 @@ DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
     if (states) *states = NULL;
     if (count) *count = 0;
     if (!strategy || !states || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_compression: %s is NULL",
-                           !strategy ? "strategy"
-                           : !states ? "states"
-                                     : "count");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_compression: strategy, states or count is NULL");
     *states = strategy->states;
     *count = strategy->state_count;
     return DTRAIN_OK;

@@ -91,7 +91,7 @@ typedef struct dtrain_compression_state {
     int64_t q_rows;
 } dtrain_compression_state;
 
-/* Lists the states of all parameters that are compressed; count 0 without compression. Local. They
+/* List the states of all parameters that are compressed; count 0 without compression. Local. They
  * are valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
                                                      const dtrain_compression_state **states,

@@ -7,142 +7,46 @@
  * 5. broadcast rank 0's values of parameters the host owns; publish */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "world/world.h"
-#include "comm/comm.h"
-#include "strategy/compression_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* 1. Checks what the host gave, and completes the parameters' shapes. */
-static dtrain_result dtrain__strategy_register(dtrain_strategy *strategy,
-                                               const dtrain_strategy_desc *desc)
+/* 1. Check what the host gave, and complete the parameters' shapes. *out is set before anything but
+ * the arguments can fail, so that the caller destroys what there is of it. */
+static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params, size_t count,
+                                            const dtrain_strategy_desc *desc, dtrain_comm *comm,
+                                            dtrain_strategy **out)
 {
-    const size_t count = strategy->param_count;
-    if (!strategy->params && count)
+    const char *const call = "dtrain_strategy_create";
+    const dtrain_allocator *allocator = &world->allocator;
+    if (!out || (!params && count) || count > UINT32_MAX - 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_create: params is NULL, param_count is %zu", count);
-    if (count > UINT32_MAX - 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_create: %zu parameters are too many", count);
+                           "%s: out or params is NULL, or %zu parameters are too many", call,
+                           count);
+    dtrain_strategy *strategy =
+        (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
+    *out = strategy;
+    if (!strategy) return DTRAIN_ERROR_MEMORY;
+    strategy->world = world;
+    strategy->device = dtrain_world_device(world);
+    strategy->comm = comm;
+    strategy->allocator = *allocator;
+    strategy->params = params;
+    strategy->param_count = count;
     DTRAIN__TRY(dtrain__resolve_desc(desc, &strategy->desc, &strategy->compression));
-    strategy->desc.comm = strategy->comm;
+    strategy->desc.comm = comm;
     if (strategy->desc.offload && strategy->device->ops->host_memory)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_strategy_create: offload is 0x%x, but the memory of the %s "
-                           "device is the host's: what a GPU would be relieved of is on the CPU "
-                           "already; use 0",
-                           (unsigned)strategy->desc.offload, strategy->device->ops->name);
-    strategy->gathered =
-        (int64_t *)dtrain__alloc(&strategy->allocator, (size_t)dtrain_comm_size(strategy->comm),
-                                 sizeof *strategy->gathered, "gathered hashes");
+                           "%s: offload is 0x%x, but the memory of the %s device is the host's: "
+                           "what a GPU would be relieved of is on the CPU already; use 0",
+                           call, (unsigned)strategy->desc.offload, strategy->device->ops->name);
+    strategy->gathered = (int64_t *)dtrain__alloc(allocator, (size_t)dtrain_comm_size(comm),
+                                                  sizeof *strategy->gathered, "gathered hashes");
     if (!strategy->gathered) return DTRAIN_ERROR_MEMORY;
-    return dtrain__resolve_params(strategy->params, count, &strategy->allocator);
+    return dtrain__resolve_params(params, count);
 }
 
-/* Makes the layout and the tables beside it. A bucket has one handle for each collective that is
- * under way at once: ZERO3 starts one an owner, compression a dense and a sparse one. */
-static dtrain_result dtrain__strategy_tables(dtrain_strategy *strategy)
-{
-    const dtrain_allocator *a = &strategy->allocator;
-    const size_t count = strategy->param_count;
-    dtrain_comm *shared = strategy->shard_comm;
-    DTRAIN__TRY(dtrain__layout_make(
-        &strategy->layout, a, strategy->params, count, &strategy->desc,
-        shared ? dtrain_comm_size(shared) : 1, shared ? dtrain_comm_rank(shared) : 0,
-        dtrain_comm_size(strategy->comm), dtrain_comm_rank(strategy->comm)));
-    strategy->works_per_bucket = strategy->layout.owners        ? (size_t)strategy->layout.ranks
-                                 : strategy->layout.compression ? 2
-                                                                : 1;
-    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
-    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
-    strategy->works = (dtrain_work **)dtrain__alloc(
-        a, count, 2 * strategy->works_per_bucket * sizeof *strategy->works, "handles");
-    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
-    for (size_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        bucket->reduces = strategy->works + 2 * b * strategy->works_per_bucket;
-        bucket->gathers = bucket->reduces + strategy->works_per_bucket;
-    }
-    return DTRAIN_OK;
-}
-
-/* Points params at memory of the library; aliases follow their storage. Values of gathered units
- * have no address until gather. */
-static void dtrain__lend(dtrain_strategy *strategy)
-{
-    dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
-        dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
-        if (!p->value) {
-            entry->lends_value = true;
-            if (storage != p) p->value = storage->value;
-            else if (dtrain__value_is_whole(layout, entry)) p->value = entry->place;
-            else if (!layout->shards.params) p->value = bucket->values + entry->offset;
-        }
-        if (!p->grad && entry->trainable) {
-            entry->lends_grad = true;
-            p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
-        }
-    }
-}
-
-/* Lists what this rank updates. */
-static void dtrain__list_shards(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    strategy->shard_count = 0;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        int64_t offset, count;
-        if (!dtrain__piece(layout, i, &offset, &count)) continue;
-        const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-        const int64_t at = entry->offset + offset - bucket->shard_first;
-        dtrain_shard *shard = &strategy->shards[strategy->shard_count++];
-        shard->param = p;
-        shard->offset = offset;
-        shard->count = count;
-        shard->value = bucket->sharded ? bucket->value_shard + at : p->value;
-        shard->grad = bucket->sharded ? bucket->grad_shard + at : p->grad;
-    }
-}
-
-/* Allocates the blocks of the layout and points everything at them. Each block has a cache line
- * more than it needs, so that an empty tensor, or a model of one, gets an address of its own too.
- * Blocks that other ranks read are memory of the communicator; padding is zero. */
-static dtrain_result dtrain__strategy_memory(dtrain_strategy *strategy)
-{
-    dtrain__layout *layout = &strategy->layout;
-    const dtrain_device_ops *ops = strategy->device->ops;
-    void *memory;
-    dtrain__lay_memory(layout);
-    for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        const size_t bytes = layout->bytes[block] + DTRAIN__CACHE_LINE;
-        if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
-        if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
-        else if (block == DTRAIN__VALUES && !layout->shards.state)
-            DTRAIN__TRY(ops->alloc(strategy->device, bytes, &memory));
-        else DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
-        if (block == DTRAIN__HOST) memset(memory, 0, bytes);
-        layout->memory[block] = (char *)memory;
-        strategy->block_bytes[block] = bytes;
-    }
-    DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
-    strategy->sum_squares = (double *)memory;
-    dtrain__lay_memory(layout);
-    dtrain__lend(strategy);
-    dtrain__list_shards(strategy);
-    DTRAIN__TRY(dtrain__compression_open(strategy));
-    dtrain__rewind(strategy, true);
-    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__check_kept_units(const dtrain_strategy *strategy)
+/* Refuse units that nothing belongs to, and a host's own whole array where parameters are sharded:
+ * there is no place for it. */
+static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     for (uint32_t i = 0; i < strategy->desc.kept_unit_count; i++) {
@@ -155,13 +59,6 @@ static dtrain_result dtrain__check_kept_units(const dtrain_strategy *strategy)
                                "parameter belongs",
                                id);
     }
-    return DTRAIN_OK;
-}
-
-/* Refuses a host's own whole array where parameters are sharded: there is no place for it. */
-static dtrain_result dtrain__check_ownership(const dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count && layout->shards.params; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->value && !dtrain__value_is_whole(layout, &layout->entries[i]))
@@ -173,82 +70,121 @@ static dtrain_result dtrain__check_ownership(const dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Initialises storage i: all of it, or this rank's part of a sharded bucket. */
-static dtrain_result dtrain__init_values(dtrain_strategy *strategy, size_t i)
+/* Point params at memory of the library, where aliases follow their storage and values of gathered
+ * units have no address until gather; initialise what this rank keeps of every storage, and list
+ * what it updates. */
+static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain_param *p = &strategy->params[i];
-    const dtrain__entry *entry = &layout->entries[i];
-    const uint64_t seed = strategy->desc.init_seed;
-    if (p->state.storage != p || !entry->lends_value) return DTRAIN_OK;
-    if (dtrain__value_is_whole(layout, entry))
-        return dtrain__init_param(strategy->device, p, seed, 0, p->count, p->value);
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
-    const int64_t high =
-        dtrain__min(entry->offset + p->count, bucket->shard_first + bucket->shard_count);
-    if (high <= low) return DTRAIN_OK;
-    return dtrain__init_param(strategy->device, p, seed, low - entry->offset, high - low,
-                              bucket->value_shard + (low - bucket->shard_first));
-}
-
-/* 4. Everything local that can fail, so that ranks agree on it once. */
-static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
-{
-    DTRAIN__TRY(dtrain__strategy_tables(strategy));
-    DTRAIN__TRY(dtrain__check_kept_units(strategy));
-    DTRAIN__TRY(dtrain__check_ownership(strategy));
-    DTRAIN__TRY(dtrain__offload_open(strategy));
-    DTRAIN__TRY(dtrain__strategy_memory(strategy));
-    for (size_t i = 0; i < strategy->param_count; i++)
-        DTRAIN__TRY(dtrain__init_values(strategy, i));
-    return DTRAIN_OK;
-}
-
-/* Sends rank 0's values of what the host owns. */
-static dtrain_result dtrain__broadcast_values(dtrain_strategy *strategy)
-{
-    if (strategy->layout.all == 1) return DTRAIN_OK;
+    dtrain__layout *layout = &strategy->layout;
     for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || strategy->layout.entries[i].lends_value || !p->count) continue;
-        DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
-                                     0, NULL));
+        dtrain_param *p = &strategy->params[i], *storage = p->state.storage;
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket =
+            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        const bool whole = dtrain__value_is_whole(layout, entry);
+        if (!p->value) {
+            entry->lends_value = true;
+            if (storage != p) p->value = storage->value;
+            else if (whole) p->value = entry->place;
+            else if (!layout->shards.params) p->value = bucket->values + entry->offset;
+        }
+        if (!p->grad && entry->trainable) {
+            entry->lends_grad = true;
+            p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
+        }
+        dtrain_shard shard = {p, 0, 0, p->value, p->grad};
+        if (!dtrain__piece(layout, i, &shard.offset, &shard.count)) continue;
+        if (!whole) {
+            const int64_t at = entry->offset + shard.offset - bucket->shard_first;
+            shard.value = bucket->value_shard + at;
+            shard.grad = dtrain__after(bucket->grad_shard, at);
+        }
+        if (entry->lends_value)
+            DTRAIN__TRY(dtrain__init_param(strategy->device, p, strategy->desc.init_seed,
+                                           shard.offset, shard.count, shard.value));
+        if (entry->trainable) strategy->shards[strategy->shard_count++] = shard;
     }
     return DTRAIN_OK;
 }
 
-/* *out is set before anything can fail, so that the caller destroys what there is of it. */
-static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *params,
-                                            size_t param_count, const dtrain_strategy_desc *desc,
-                                            dtrain_comm *comm, dtrain_strategy **out)
+/* Tell whether a block is memory of the communicator: others read it. */
+static bool dtrain__block_is_read(const dtrain__layout *layout, int block)
 {
-    if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_create: out is NULL");
-    const dtrain_allocator *allocator = &world->allocator;
-    dtrain_strategy *strategy =
-        (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
-    *out = strategy;
-    if (!strategy) return DTRAIN_ERROR_MEMORY;
-    strategy->world = world;
-    strategy->device = dtrain_world_device(world);
-    strategy->comm = comm;
-    strategy->allocator = *allocator;
-    strategy->params = params;
-    strategy->param_count = param_count;
-    return dtrain__strategy_register(strategy, desc);
+    return block != DTRAIN__VALUES || layout->shards.state;
 }
 
-/* 2 to 5, after all ranks have agreed that the arguments are good. */
+/* Return the size of a block: a cache line more than it needs, so that an empty tensor, or a model
+ * of one, gets an address of its own too. */
+static size_t dtrain__block_bytes(const dtrain__layout *layout, int block)
+{
+    return layout->bytes[block] + DTRAIN__CACHE_LINE;
+}
+
+/* 4. Do everything local that can fail, so that ranks agree on it once: make the layout and the
+ * tables beside it, allocate its blocks, point everything at them, initialise. Padding is zero. A
+ * bucket has one handle for each collective that is under way at once: ZERO3 starts one an owner,
+ * compression a dense and a sparse one. */
+static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
+{
+    const dtrain_allocator *a = &strategy->allocator;
+    const dtrain_device_ops *ops = strategy->device->ops;
+    const size_t count = strategy->param_count;
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_comm *shared = strategy->shard_comm;
+    void *memory;
+    DTRAIN__TRY(dtrain__layout_make(
+        layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
+        shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
+        dtrain_comm_rank(strategy->comm)));
+    const size_t each = layout->owners ? (size_t)layout->ranks : layout->compression ? 2 : 1;
+    strategy->works_per_bucket = each;
+    strategy->shards = (dtrain_shard *)dtrain__alloc(a, count, sizeof *strategy->shards, "shards");
+    if (!strategy->shards) return DTRAIN_ERROR_MEMORY;
+    strategy->works =
+        (dtrain_work **)dtrain__alloc(a, count, 2 * each * sizeof *strategy->works, "handles");
+    if (!strategy->works) return DTRAIN_ERROR_MEMORY;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].reduces = strategy->works + 2 * b * each;
+        layout->buckets[b].gathers = layout->buckets[b].reduces + each;
+    }
+    DTRAIN__TRY(dtrain__check_layout(strategy));
+    DTRAIN__TRY(dtrain__offload_open(strategy));
+    dtrain__lay_memory(layout);
+    for (int block = 0; block < DTRAIN__CLASSES; block++) {
+        const size_t bytes = dtrain__block_bytes(layout, block);
+        if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
+        if (block == DTRAIN__HOST) DTRAIN__TRY(ops->host_alloc(strategy->device, bytes, &memory));
+        else if (dtrain__block_is_read(layout, block))
+            DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, bytes, &memory));
+        else DTRAIN__TRY(ops->alloc(strategy->device, bytes, &memory));
+        if (block == DTRAIN__HOST) memset(memory, 0, bytes);
+        layout->memory[block] = (char *)memory;
+    }
+    DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
+    strategy->sum_squares = (double *)memory;
+    dtrain__lay_memory(layout);
+    DTRAIN__TRY(dtrain__list_shards(strategy));
+    DTRAIN__TRY(dtrain__compression_open(strategy));
+    dtrain__rewind(strategy, true);
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    return DTRAIN_OK;
+}
+
+/* Go on with 2 to 5, after all ranks have agreed that the arguments are good. */
 static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
 {
     DTRAIN__TRY(dtrain__compare_settings(strategy));
     DTRAIN__TRY(dtrain__strategy_choose(strategy));
     strategy->kind = dtrain__row_of(strategy->desc.kind);
-    dtrain__resolve_accumulation(&strategy->desc, strategy->kind);
-    DTRAIN__TRY(dtrain__check_combination(&strategy->desc, strategy->kind));
+    DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
     DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
-    DTRAIN__TRY(dtrain__broadcast_values(strategy));
+    for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        if (p->state.storage != p || strategy->layout.entries[i].lends_value || !p->count) continue;
+        DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
+                                     0, NULL));
+    }
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     strategy->desc.kept_units = NULL; /* the caller's, and read */
     strategy->desc.kept_unit_count = 0;
@@ -274,42 +210,28 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Gradients in flight are also read and written by other ranks, and those expect the rest of the
- * step: the communicator fails, which they hear of at once. Why this rank gave up is more
- * interesting than this consequence: its last error stays. A unit that is only being fetched ahead
- * is waited for: nothing is missing, and nobody need fail. */
+/* Wait for what is under way. Gradients in flight are also read and written by other ranks, and
+ * those expect the rest of the step: the communicator fails, which they hear of at once. Why this
+ * rank gave up is more interesting than this consequence: its last error stays. A unit that is only
+ * being fetched ahead is waited for: nothing is missing, and nobody need fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
+    const dtrain__layout *layout = &strategy->layout;
     char text[DTRAIN__ERROR_BYTES];
-    size_t flights = 0;
-    for (size_t b = 0; b < strategy->layout.bucket_count; b++)
+    bool flying = false;
+    for (size_t b = 0; b < layout->bucket_count; b++)
         for (size_t i = 0; i < strategy->works_per_bucket; i++)
-            flights += strategy->layout.buckets[b].reduces[i] != NULL;
+            flying = flying || layout->buckets[b].reduces[i];
     memcpy(text, dtrain_last_error(), sizeof text);
-    if (flights)
+    if (flying)
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE,
                               "dtrain_strategy_destroy: called between ready and finish, with "
                               "gradients in flight");
-    for (size_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__wait_works(strategy, strategy->layout.buckets[b].reduces);
-        dtrain__wait_works(strategy, strategy->layout.buckets[b].gathers);
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__wait_works(strategy, layout->buckets[b].reduces);
+        dtrain__wait_works(strategy, layout->buckets[b].gathers);
     }
     if (text[0]) dtrain__set_last_error(text);
-}
-
-static void dtrain__strategy_free_blocks(dtrain_strategy *strategy)
-{
-    dtrain__layout *layout = &strategy->layout;
-    dtrain_device *device = strategy->device;
-    for (int block = 0; block < DTRAIN__CLASSES; block++) {
-        const size_t bytes = strategy->block_bytes[block];
-        if (!layout->memory[block]) continue;
-        if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
-        else if (block == DTRAIN__VALUES && !layout->shards.state)
-            device->ops->free(device, layout->memory[block], bytes);
-        else dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
-    }
-    if (strategy->sum_squares) device->ops->free(device, strategy->sum_squares, sizeof(double));
 }
 
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
@@ -317,20 +239,30 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
     if (!strategy) return;
     const dtrain_allocator a = strategy->allocator;
     const size_t count = strategy->param_count;
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_device *device = strategy->device;
     if (strategy->works) dtrain__strategy_abandon(strategy);
-    for (size_t i = 0; strategy->layout.entries && i < count; i++) {
-        if (strategy->layout.entries[i].lends_value) strategy->params[i].value = NULL;
-        if (strategy->layout.entries[i].lends_grad) strategy->params[i].grad = NULL;
+    for (size_t i = 0; layout->entries && i < count; i++) {
+        if (layout->entries[i].lends_value) strategy->params[i].value = NULL;
+        if (layout->entries[i].lends_grad) strategy->params[i].grad = NULL;
     }
     dtrain__offload_close(strategy);
-    dtrain__strategy_free_blocks(strategy);
+    for (int block = 0; block < DTRAIN__CLASSES; block++) {
+        const size_t bytes = dtrain__block_bytes(layout, block);
+        if (!layout->memory[block]) continue;
+        if (block == DTRAIN__HOST) device->ops->host_free(device, layout->memory[block], bytes);
+        else if (dtrain__block_is_read(layout, block))
+            dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
+        else device->ops->free(device, layout->memory[block], bytes);
+    }
+    if (strategy->sum_squares) device->ops->free(device, strategy->sum_squares, sizeof(double));
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
     dtrain__free(&a, strategy->shards, count, sizeof *strategy->shards);
     dtrain__free(&a, strategy->works, count,
                  2 * strategy->works_per_bucket * sizeof *strategy->works);
-    dtrain__layout_free(&strategy->layout, &a);
+    dtrain__layout_free(layout, &a);
     for (int i = 0; i < DTRAIN__GROUPS; i++)
         if (strategy->groups[i]) dtrain_comm_destroy(strategy->groups[i]);
     dtrain__free(&a, strategy, 1, sizeof *strategy);

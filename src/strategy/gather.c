@@ -19,147 +19,145 @@
  * checked on each rank, and a violation is an error instead of wrong weights. */
 
 #include "core/platform_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* ---- One bucket -------------------------------------------------------------------------------*/
 
-/* Starts bringing a bucket's values together, as dtype. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+/* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
+ * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
+ * this rank's hop from the other nodes. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          dtrain_dtype dtype)
 {
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool low = dtype != DTRAIN_DTYPE_F32;
-    dtrain_work **works = bucket->gathers;
+    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->layout.node_ranks > 1;
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     char *own = whole + (size_t)bucket->shard_first * unit;
-    const float *shard = bucket->value_shard;
-    bucket->presence = DTRAIN__COMING;
+    const void *shard = bucket->value_shard;
     if (bucket->value_home->bring) {
         DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
         shard = bucket->values + bucket->shard_first;
     }
-    if (low)
+    if ((low || bucket->cuts) && shard != own) {
         DTRAIN__TRY(
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
+        shard = own;
+    }
     if (!bucket->cuts)
-        return dtrain__gather_slices(strategy, bucket,
-                                     low ? (const void *)own : (const void *)shard, whole, dtype);
-    if (!low && bucket->shard_count && shard == bucket->value_shard)
-        DTRAIN__TRY(strategy->device->ops->copy(strategy->device, own, shard,
-                                                (size_t)bucket->shard_count * unit,
-                                                DTRAIN_COPY_DEVICE_TO_DEVICE));
-    for (int r = 0; r < layout->ranks; r++) {
+        return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
+                                       : strategy->shard_comm,
+                                 shard, nodes ? whole + (size_t)bucket->hop_first * unit : whole,
+                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
         DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
-                                     (size_t)count, dtype, r, &works[r]));
+                                     (size_t)count, dtype, r, &bucket->gathers[r]));
     }
     return DTRAIN_OK;
 }
 
-/* Waits until a bucket's values have come together, as dtype. */
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, size_t b, dtrain_dtype dtype)
+/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
+static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           dtrain_dtype dtype)
 {
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    void *whole = dtype != DTRAIN_DTYPE_F32 ? (void *)bucket->low_values : (void *)bucket->values;
-    if (!bucket->cuts) DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, whole, dtype));
+    const bool low = dtype != DTRAIN_DTYPE_F32;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
+                             whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->hop_count, dtype, bucket->gathers);
+}
+
+/* Wait until a bucket's values have come together, as dtype. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype)
+{
+    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
     return dtrain__wait_works(strategy, bucket->gathers);
 }
 
-static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, size_t b)
+/* Wait for a bucket's values, if they are coming. */
+static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, uint32_t b)
 {
     const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_wait(strategy, b, dtype));
+    DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
     bucket->presence = DTRAIN__HERE;
     if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
     return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
                            DTRAIN_DTYPE_F32);
 }
 
-/* Points the parameters of a bucket at its values, or at nothing. */
+/* Point the parameters of a bucket at its values, or at nothing. */
 static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
 {
     const dtrain__layout *layout = &strategy->layout;
+    if (b == DTRAIN__NONE) return;
     const dtrain__bucket *bucket = &layout->buckets[b];
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
         dtrain_param *p = &strategy->params[i];
         const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket != b) continue;
-        p->value = here ? bucket->values + storage->offset : NULL;
+        if (storage->bucket == b) p->value = here ? bucket->values + storage->offset : NULL;
     }
 }
 
-/* Takes a bucket's values away, after waiting for them if they are still coming. */
+/* Take a bucket's values away, after waiting for them if they are still coming. */
 static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
 {
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__gather_end(strategy, b));
     dtrain__show_values(strategy, b, false);
-    strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
+    if (b != DTRAIN__NONE) strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
     return DTRAIN_OK;
 }
 
-/* Makes a unit's slot free for it: the unit that is there is evicted. */
-static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, uint32_t unit)
+/* Make the slot of a bucket's unit, if it has one, free: the unit that is there is evicted. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    const uint32_t before = strategy->slots[unit & 1];
-    strategy->slots[unit & 1] = unit;
-    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    if (!bucket->slotted) return DTRAIN_OK;
+    const uint32_t before = strategy->slots[bucket->unit & 1];
+    strategy->slots[bucket->unit & 1] = bucket->unit;
+    if (before == bucket->unit || before == DTRAIN__NONE) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
     return dtrain__evict(strategy, strategy->layout.units[before].frozen);
 }
 
-/* Starts to gather a bucket that is not there. */
+/* Start to gather a bucket that is not there. */
 static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
-    const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
     if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
-    return dtrain__gather_start(strategy, b, (dtrain_dtype)strategy->desc.param_dtype);
+    DTRAIN__TRY(dtrain__claim_slot(strategy, bucket));
+    bucket->presence = DTRAIN__COMING;
+    return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
-/* Waits for a bucket's values and shows them. */
-static dtrain_result dtrain__need(dtrain_strategy *strategy, uint32_t b)
+/* Forget what was gathered, because the shards have been updated since. */
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 {
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__fetch(strategy, b));
-    DTRAIN__TRY(dtrain__gather_end(strategy, b));
-    dtrain__show_values(strategy, b, true);
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
+        if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
 
-/* Forgets what was gathered, because the shards have been updated since. */
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy)
-{
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        if (!bucket->sharded) continue;
-        dtrain__show_values(strategy, b, false);
-        bucket->presence = DTRAIN__ABSENT;
-    }
-    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
-}
-
-/* Waits for all units that are on their way. */
+/* Wait for all units that are on their way. */
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 {
-    for (size_t b = 0; b < strategy->layout.bucket_count; b++)
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
         DTRAIN__TRY(dtrain__gather_end(strategy, b));
     return DTRAIN_OK;
 }
 
 /* ---- Hooks ------------------------------------------------------------------------------------*/
 
-/* Finds the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
+/* Find the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
  * it constant time. */
 static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 {
@@ -174,8 +172,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* A pass begins with the first unit and goes on to the next; a backward goes back, and may step
- * over units that no gradient reaches. */
+/* Check that a unit is due: a pass begins with the first and goes on to the next; a backward goes
+ * back, and may step over units that no gradient reaches. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
 {
     const dtrain__unit *units = strategy->layout.units;
@@ -195,28 +193,26 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                        id, due);
 }
 
-/* Both buckets are under way before either is waited for. */
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+/* Start to gather what is not there of a unit. */
+static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->frozen));
-    DTRAIN__TRY(dtrain__need(strategy, unit->trainable));
-    return dtrain__need(strategy, unit->frozen);
-}
-
-/* Fetches the unit that the pass will come to after `at`. */
-static dtrain_result dtrain__fetch_next(dtrain_strategy *strategy, uint32_t at, bool backward)
-{
-    const uint32_t next = backward ? at - 1 : at + 1;
-    if (strategy->desc.no_overlap || (backward && at == 0)) return DTRAIN_OK;
-    if (next >= strategy->layout.unit_count) return DTRAIN_OK;
-    const dtrain__unit *unit = &strategy->layout.units[next];
     DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
     return dtrain__fetch(strategy, unit->frozen);
 }
 
-/* Gathers the unit `id`. In backward all units behind it are finished: their gradients are closed
- * first, in the same order on every rank. */
+/* Wait for a unit and show it: both its buckets are under way before either is waited for. */
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__fetch_unit(strategy, unit));
+    DTRAIN__TRY(dtrain__gather_end(strategy, unit->trainable));
+    DTRAIN__TRY(dtrain__gather_end(strategy, unit->frozen));
+    dtrain__show_values(strategy, unit->trainable, true);
+    dtrain__show_values(strategy, unit->frozen, true);
+    return DTRAIN_OK;
+}
+
+/* Gather the unit `id`, and fetch the one that the pass will come to next. In backward all units
+ * behind it are finished: their gradients are closed first, in the same order on every rank. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -231,7 +227,9 @@ static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
     if (!layout->shards.params) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
-    return dtrain__fetch_next(strategy, at, backward);
+    const uint32_t next = backward ? at - 1 : at + 1; /* of 0: none, too */
+    if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
+    return dtrain__fetch_unit(strategy, &layout->units[next]);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
@@ -241,7 +239,7 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, unit));
 }
 
-/* The values stay where they are until the slot is wanted; only the pointers go, so that use after
+/* Take the pointers away: the values stay where they are until the slot is wanted, and use after
  * release is noticed. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
@@ -251,13 +249,12 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    const dtrain__unit *u = &strategy->layout.units[at];
-    if (u->trainable != DTRAIN__NONE) dtrain__show_values(strategy, u->trainable, false);
-    if (u->frozen != DTRAIN__NONE) dtrain__show_values(strategy, u->frozen, false);
+    dtrain__show_values(strategy, strategy->layout.units[at].trainable, false);
+    dtrain__show_values(strategy, strategy->layout.units[at].frozen, false);
     return DTRAIN_OK;
 }
 
-/* Returns a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
+/* Return a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype)
 {
@@ -273,7 +270,7 @@ DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy
 
 /* ---- Whole values, updated by slices ----------------------------------------------------------*/
 
-/* Copies values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
+/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
  * own. */
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
 {
@@ -291,19 +288,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy
     return DTRAIN_OK;
 }
 
-/* Brings updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+/* Bring updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
  * buckets are under way before one is waited for. */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 {
     dtrain__bucket *const first = strategy->layout.buckets;
     dtrain__bucket *const end = first + strategy->layout.bucket_count;
     for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded)
-            DTRAIN__TRY(
-                dtrain__gather_slices(strategy, b, b->value_shard, b->values, DTRAIN_DTYPE_F32));
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded)
-            DTRAIN__TRY(dtrain__gather_inside(strategy, b, b->values, DTRAIN_DTYPE_F32));
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
     for (dtrain__bucket *b = first; b < end; b++)
         DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
     return dtrain__copy_host_values(strategy, true);
@@ -311,31 +305,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
 
 /* ---- Whole parameters -------------------------------------------------------------------------*/
 
-/* Gathers a bucket's values as the shards have them. Where units travel rounded, a slot does not
- * hold those: they are brought in fp32, and forgotten afterwards. */
-static dtrain_result dtrain__gather_exact(dtrain_strategy *strategy, uint32_t b)
-{
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (strategy->desc.param_dtype != DTRAIN_DTYPE_F32) {
-        DTRAIN__TRY(dtrain__evict(strategy, b));
-        if (bucket->slotted) DTRAIN__TRY(dtrain__claim_slot(strategy, bucket->unit));
-        DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
-        bucket->presence = DTRAIN__ABSENT;
-        return dtrain__gather_wait(strategy, b, DTRAIN_DTYPE_F32);
-    }
-    DTRAIN__TRY(dtrain__fetch(strategy, b));
-    return dtrain__gather_end(strategy, b);
-}
-
-/* *whole = storage i with its value whole, gathered if it has to be. */
+/* Make *whole storage i with its value whole, gathered as the shards have it if it has to be. Where
+ * units travel rounded, a slot does not hold that: the bucket is brought in fp32, and forgotten. */
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__entry *entry = &layout->entries[i];
+    const uint32_t b = entry->bucket;
     *whole = strategy->params[i];
     if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_exact(strategy, entry->bucket));
-    whole->value = layout->buckets[entry->bucket].values + entry->offset;
-    return DTRAIN_OK;
+    whole->value = layout->buckets[b].values + entry->offset;
+    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) {
+        DTRAIN__TRY(dtrain__fetch(strategy, b));
+        return dtrain__gather_end(strategy, b);
+    }
+    DTRAIN__TRY(dtrain__evict(strategy, b));
+    DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
+    DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
 }

@@ -12,9 +12,6 @@
  * HYBRID_SHARD the levels are those of shards and of replicas: strategy/shards.c. */
 
 #include "core/platform_internal.h"
-#include "comm/comm.h"
-#include "strategy/compression_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* The ranks that exchange a bucket: between nodes those with the same slice. */
@@ -44,61 +41,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strateg
                              bucket->reduces);
 }
 
-/* Starts to bring every rank's slice of a bucket to all. With nodes it takes two turns: this one
- * gathers the parts of this rank's hop from the other nodes. shard may be its place in values. */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, const void *shard,
-                                                    void *values, dtrain_dtype dtype)
-{
-    const bool nodes = strategy->layout.node_ranks > 1;
-    char *to = (char *)values;
-    if (nodes) to += (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS] : strategy->shard_comm,
-                             shard, to, (size_t)bucket->shard_count, dtype, bucket->gathers);
-}
-
-/* Waits for the first turn and starts the second: the hops of a node to all its ranks. */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, void *values,
-                                                    dtrain_dtype dtype)
-{
-    const size_t first = (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype);
-    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
-    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
-    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH], (char *)values + first, values,
-                             (size_t)bucket->hop_count, dtype, bucket->gathers);
-}
-
 /* ---- Who is on which level --------------------------------------------------------------------*/
 
-/* Resolves node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
- * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
-static dtrain_result dtrain__check_node_size(dtrain_strategy *strategy)
-{
-    dtrain_strategy_desc *desc = &strategy->desc;
-    const char *const call = "dtrain_strategy_create";
-    const int ranks = dtrain_comm_size(strategy->comm);
-    if (desc->node_size == 0) {
-        dtrain_world_info nodes;
-        dtrain_world_query(strategy->world, &nodes);
-        if (!desc->hierarchical && nodes.node_count == 1 && ranks > 1)
-            return dtrain_fail(
-                DTRAIN_ERROR_ARGUMENT,
-                "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates across "
-                "nodes, but all ranks are on one; set node_size, or use "
-                "DTRAIN_STRATEGY_FULL_SHARD",
-                call);
-        desc->node_size = (uint32_t)nodes.local_size;
-    }
-    if (desc->node_size > (uint32_t)ranks || (uint32_t)ranks % desc->node_size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: node_size %u does not divide %d ranks; every node must have as "
-                           "many",
-                           call, desc->node_size, ranks);
-    return DTRAIN_OK;
-}
-
-/* Drops what is lossy when there is one node alone: with hierarchical it is for the way between
+/* Drop what is lossy when there is one node alone: with hierarchical it is for the way between
  * nodes. */
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
 {
@@ -107,57 +52,61 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
-/* Makes a communicator of the same ranks again, for steps of another kind. */
-static dtrain_result dtrain__split_again(dtrain_strategy *strategy, dtrain_comm *from, int to)
+/* Resolve node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
+ * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
+static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
-    return dtrain_comm_split(from, 0, dtrain_comm_rank(from), &strategy->groups[to]);
+    dtrain_strategy_desc *desc = &strategy->desc;
+    const char *const call = "dtrain_strategy_create";
+    const bool one = strategy->world->node_count == 1 && ranks > 1;
+    if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
+    if (!desc->node_size && !desc->hierarchical && one)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates "
+                           "across nodes, but all ranks are on one; set node_size, or use "
+                           "DTRAIN_STRATEGY_FULL_SHARD",
+                           call);
+    if (!desc->node_size) desc->node_size = (uint32_t)strategy->world->local_size;
+    if (desc->node_size <= (uint32_t)ranks && (uint32_t)ranks % desc->node_size == 0)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: node_size %u does not divide %d ranks; every node must have as many",
+                       call, desc->node_size, ranks);
 }
 
-/* Splits the ranks in two levels. Each kind of step that starts when another happens to be done has
- * a communicator of its own: in one, ranks could start them in different orders. */
-static dtrain_result dtrain__split_groups(dtrain_strategy *strategy)
-{
-    const dtrain_strategy_desc *desc = &strategy->desc;
-    const bool sharded = strategy->kind->shards.state;
-    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
-    const bool replicas = strategy->kind->replicas;
-    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
-    const bool rounds =
-        desc->compression && (desc->compression->kind == DTRAIN_COMPRESSION_POWERSGD ||
-                              dtrain__is_balanced(desc->compression));
-    dtrain_comm **groups = strategy->groups;
-    if (replicas || (size > 1 && size < ranks)) {
-        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank / size, rank, &groups[DTRAIN__NODE]));
-        DTRAIN__TRY(dtrain_comm_split(strategy->comm, rank % size, rank, &groups[DTRAIN__ACROSS]));
-    }
-    if (!replicas && groups[DTRAIN__NODE]) {
-        if (!sharded || desc->whole_below)
-            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__BACK));
-        if (sharded) {
-            DTRAIN__TRY(
-                dtrain__split_again(strategy, groups[DTRAIN__ACROSS], DTRAIN__FETCH_ACROSS));
-            DTRAIN__TRY(dtrain__split_again(strategy, groups[DTRAIN__NODE], DTRAIN__FETCH));
-        }
-    }
-    if (rounds && ranks > 1)
-        DTRAIN__TRY(dtrain__split_again(
-            strategy, groups[DTRAIN__ACROSS] ? groups[DTRAIN__ACROSS] : strategy->comm,
-            DTRAIN__SECOND));
-    return DTRAIN_OK;
-}
-
-/* Decides who shares one copy of the model, and makes the communicators. */
+/* Decide who shares one copy of the model, and make the communicators. Each kind of step that
+ * starts when another happens to be done has one of its own: in one, ranks could start them in
+ * different orders. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
-    const int ranks = dtrain_comm_size(strategy->comm);
-    const bool replicas = strategy->kind->replicas;
-    const uint32_t shards = DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS;
-    if (strategy->desc.hierarchical || replicas)
-        DTRAIN__TRY(dtrain__check_node_size(strategy)); /* the same on every rank */
-    dtrain__resolve_levels(&strategy->desc, ranks);
-    DTRAIN__TRY(dtrain__split_groups(strategy));
+    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
+    const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
+    dtrain_strategy_desc *desc = &strategy->desc;
+    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
+    dtrain__resolve_levels(desc, ranks);
+    const dtrain_compression_desc *how = desc->compression;
+    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
+    const bool nodes = !replicas && size > 1 && size < ranks;
+    const bool rounds =
+        how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
+    const struct {
+        int group;
+        bool wanted, across; /* across nodes, or inside one */
+    } groups[] = {
+        {DTRAIN__NODE, nodes || replicas, false},
+        {DTRAIN__ACROSS, nodes || replicas, true},
+        {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
+        {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
+        {DTRAIN__FETCH, nodes && sharded, false},
+        {DTRAIN__SECOND, rounds && ranks > 1, true},
+    };
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
+        if (groups[i].wanted)
+            DTRAIN__TRY(dtrain_comm_split(strategy->comm,
+                                          groups[i].across ? rank % size : rank / size, rank,
+                                          &strategy->groups[groups[i].group]));
     if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
-    else if (strategy->kind->shards.state && (ranks > 1 || (strategy->desc.offload & shards)))
+    else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
         strategy->shard_comm = strategy->comm;
     return DTRAIN_OK;
 }

@@ -23,9 +23,7 @@
  * are gathered and never reduced. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "strategy/compression_internal.h"
-#include "strategy/layout_internal.h"
+#include "strategy/strategy_internal.h"
 
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
 {
@@ -33,7 +31,7 @@ DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count)
                      sizeof(float));
 }
 
-/* Place of a unit in the order; a new one gets the next place. */
+/* Return the place of a unit in the order; a new one gets the next place. */
 static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
 {
     for (size_t i = layout->unit_count; i-- > 0;)
@@ -47,7 +45,8 @@ static uint32_t dtrain__unit_index(dtrain__layout *layout, uint32_t id)
     return (uint32_t)layout->unit_count++;
 }
 
-/* Fills in the unit of each storage, NONE for one that several use, and who is trainable. */
+/* Fill in the unit of each storage, NONE for one that several use, and who is trainable: a frozen
+ * target freezes its aliases; a frozen alias only gives up its own contribution. */
 static void dtrain__lay_units(dtrain__layout *layout)
 {
     for (size_t i = 0; i < layout->count; i++) {
@@ -55,7 +54,7 @@ static void dtrain__lay_units(dtrain__layout *layout)
         dtrain__entry *entry = &layout->entries[i],
                       *storage = &layout->entries[p->state.storage->state.index];
         const uint32_t unit = dtrain__unit_index(layout, p->unit);
-        entry->trainable = dtrain__is_trainable(p);
+        entry->trainable = !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
         entry->bucket = DTRAIN__NONE;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
@@ -63,34 +62,31 @@ static void dtrain__lay_units(dtrain__layout *layout)
     }
 }
 
-/* The largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
- * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). order (count) and
- * load (ranks) are scratch. */
-static void dtrain__lay_owners(dtrain__layout *layout, uint32_t *order, int64_t *load)
+/* Give the largest tensors first, each to the rank that has least: greedy, at most 4/3 of the best
+ * balance (Graham, "Bounds on multiprocessing timing anomalies", 1969). load (ranks) is scratch. */
+static void dtrain__lay_owners(dtrain__layout *layout, int64_t *load)
 {
-    size_t count = 0;
     memset(load, 0, (size_t)layout->ranks * sizeof *load);
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        size_t at = count;
-        if (p->state.storage != p || layout->entries[i].whole) continue;
-        for (; at > 0 && layout->params[order[at - 1]].count < p->count; at--)
-            order[at] = order[at - 1];
-        order[at] = (uint32_t)i;
-        count++;
-    }
-    for (size_t k = 0; k < count; k++) {
+    for (size_t i = 0; i < layout->count; i++) layout->owners[i] = DTRAIN__NONE;
+    for (;;) {
+        const dtrain_param *next = NULL;
         int least = 0;
+        for (size_t i = 0; i < layout->count; i++) {
+            const dtrain_param *p = &layout->params[i];
+            if (p->state.storage != p || layout->entries[i].whole) continue;
+            if (layout->owners[i] == DTRAIN__NONE && (!next || p->count > next->count)) next = p;
+        }
+        if (!next) return;
         for (int r = 1; r < layout->ranks; r++)
             if (load[r] < load[least]) least = r;
-        layout->owners[order[k]] = (uint32_t)least;
-        load[least] += dtrain__padded(layout->params[order[k]].count);
+        layout->owners[next->state.index] = (uint32_t)least;
+        load[least] += dtrain__padded(next->count);
     }
 }
 
-/* Opens an empty bucket. first_run: the first rank that owns something of it. */
+/* Prepare the next place in the table for a bucket; what opens it counts it when it has members. */
 static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit, bool trainable,
-                                          bool sharded, int first_run)
+                                          bool sharded)
 {
     dtrain__bucket *bucket = &layout->buckets[layout->bucket_count];
     memset(bucket, 0, sizeof *bucket);
@@ -100,8 +96,6 @@ static dtrain__bucket *dtrain__bucket_new(dtrain__layout *layout, uint32_t unit,
     bucket->first_param = DTRAIN__NONE;
     if (sharded && layout->cuts)
         bucket->cuts = layout->cuts + layout->bucket_count * ((size_t)layout->ranks + 1);
-    for (int r = 0; bucket->cuts && r <= first_run; r++) bucket->cuts[r] = 0;
-    layout->bucket_count++;
     return bucket;
 }
 
@@ -113,35 +107,17 @@ static void dtrain__bucket_add(dtrain__layout *layout, dtrain__bucket *bucket, s
     bucket->count += dtrain__padded(layout->params[index].count);
 }
 
-/* Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
+/* Close a bucket and decide who keeps what: slices of equal length, or cuts where owners change.
+ * Rank l of node m exchanges slice l of a bucket with the ranks l of other nodes, and of what all
  * nodes have summed up it keeps, where buckets are sharded, part m:
  *
  *     2 nodes of 2 ranks    | slice 0 . . . . . . . . | slice 1 . . . . . . . . |
  *     shards of ranks       | rank 0     | rank 2     | rank 1     | rank 3     | */
-static void dtrain__bucket_hop(const dtrain__layout *layout, dtrain__bucket *bucket)
+static void dtrain__bucket_close(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const int64_t nodes = layout->hop_ranks, local = layout->all_rank % layout->node_ranks;
-    bucket->hop_first = 0;
-    bucket->hop_count = bucket->count;
-    if (layout->node_ranks == 1) return;
-    bucket->hop_count =
-        bucket->sharded
-            ? bucket->shard_count * nodes
-            : dtrain__padded((bucket->count + layout->node_ranks - 1) / layout->node_ranks);
-    bucket->hop_first = bucket->hop_count * local;
-    if (bucket->sharded)
-        bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
-    else bucket->count = bucket->shard_count = bucket->hop_count * layout->node_ranks;
-}
-
-/* Closes a bucket and decides who keeps what: slices of equal length, or cuts where owners
- * change. */
-static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *bucket)
-{
-    const int64_t ranks = layout->ranks;
-    bucket->shard_first = 0;
+    const int64_t ranks = layout->ranks, node = layout->node_ranks, nodes = layout->hop_ranks;
     bucket->shard_count = bucket->count;
-    if (bucket->sharded && bucket->cuts) {
+    if (bucket->cuts) {
         bucket->shard_first = bucket->cuts[layout->rank];
         bucket->shard_count = bucket->cuts[layout->rank + 1] - bucket->shard_first;
     } else if (bucket->sharded) {
@@ -149,81 +125,83 @@ static void dtrain__bucket_cut(const dtrain__layout *layout, dtrain__bucket *buc
         bucket->count = bucket->shard_count * ranks;
         bucket->shard_first = bucket->shard_count * layout->rank;
     }
-    dtrain__bucket_hop(layout, bucket);
+    bucket->hop_count = bucket->count;
+    if (node > 1) {
+        bucket->hop_count = bucket->sharded ? bucket->shard_count * nodes
+                                            : dtrain__padded((bucket->count + node - 1) / node);
+        bucket->hop_first = bucket->hop_count * (layout->all_rank % node);
+        if (bucket->sharded)
+            bucket->shard_first = bucket->hop_first + bucket->shard_count * layout->hop_rank;
+        else bucket->count = bucket->shard_count = bucket->hop_count * node;
+    }
+    layout->bucket_count++;
 }
 
-/* Makes the bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units
- * use); NONE if there are none. */
+/* Make the bucket of a unit's trainable or frozen tensors (unit NONE: of those that several units
+ * use), owner by owner; NONE if there are none. */
 static uint32_t dtrain__lay_bucket(dtrain__layout *layout, uint32_t unit, bool trainable)
 {
     const int runs = layout->owners ? layout->ranks : 1;
-    dtrain__bucket *bucket = NULL;
+    dtrain__bucket *bucket = dtrain__bucket_new(layout, unit, trainable, true);
+    size_t members = 0;
     for (int r = 0; r < runs; r++) {
-        if (bucket && bucket->cuts) bucket->cuts[r] = bucket->count;
+        if (bucket->cuts) bucket->cuts[r] = bucket->count;
         for (size_t i = 0; i < layout->count; i++) {
             const dtrain__entry *entry = &layout->entries[i];
             if (layout->params[i].state.storage != &layout->params[i] || entry->whole) continue;
             if (entry->unit != unit || entry->trainable != trainable) continue;
             if (layout->owners && layout->owners[i] != (uint32_t)r) continue;
-            if (!bucket) bucket = dtrain__bucket_new(layout, unit, trainable, true, r);
             dtrain__bucket_add(layout, bucket, i);
+            members++;
         }
     }
-    if (!bucket) return DTRAIN__NONE;
+    if (!members) return DTRAIN__NONE;
     if (bucket->cuts) bucket->cuts[runs] = bucket->count;
-    dtrain__bucket_cut(layout, bucket);
+    dtrain__bucket_close(layout, bucket);
     return (uint32_t)(bucket - layout->buckets);
 }
 
-/* Makes the buckets of kinds that shard gradients: every unit is one, and another for what is
- * frozen in it. */
-static void dtrain__lay_unit_buckets(dtrain__layout *layout)
-{
-    for (size_t u = layout->unit_count; u-- > 0;) {
-        dtrain__unit *unit = &layout->units[u];
-        unit->trainable = dtrain__lay_bucket(layout, (uint32_t)u, true);
-        if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, (uint32_t)u, false);
-    }
-    layout->shared.trainable = dtrain__lay_bucket(layout, DTRAIN__NONE, true);
-    if (layout->shards.params)
-        layout->shared.frozen = dtrain__lay_bucket(layout, DTRAIN__NONE, false);
-}
-
-/* Fills buckets from the last parameter on, up to a cap; one exceeds it only when a single gradient
- * does. A tied
- * gradient is final when its last use, the first entry of the group, is done: it travels at that
- * entry's place. */
+/* Fill buckets from the last parameter on, up to a cap; one exceeds it only when a single gradient
+ * does. A tied gradient is final when its last use, the first entry of the group, is done: it
+ * travels at that entry's place. */
 static void dtrain__lay_size_buckets(dtrain__layout *layout, bool sharded)
 {
-    const size_t first = layout->bucket_count;
+    size_t cap = layout->desc->first_bucket_bytes;
     dtrain__bucket *last = NULL;
     for (size_t i = layout->count; i-- > 0;) {
         const dtrain__entry *entry = &layout->entries[i];
         if (layout->params[i].state.storage != &layout->params[i] || !entry->trainable) continue;
         if (entry->whole == sharded) continue;
-        const size_t cap = layout->bucket_count == first + 1 ? layout->desc->first_bucket_bytes
-                                                             : layout->desc->bucket_bytes;
-        const size_t limit = cap / sizeof(float);
         const int64_t length = dtrain__padded(layout->params[i].count);
-        if (!last || (last->count && (size_t)(last->count + length) > limit)) {
-            if (last) dtrain__bucket_cut(layout, last);
-            last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded, 0);
+        if (last && last->count && (size_t)(last->count + length) > cap / sizeof(float)) {
+            dtrain__bucket_close(layout, last);
+            last = NULL;
+            cap = layout->desc->bucket_bytes;
         }
+        if (!last) last = dtrain__bucket_new(layout, DTRAIN__NONE, true, sharded);
         dtrain__bucket_add(layout, last, i);
     }
-    if (last) dtrain__bucket_cut(layout, last);
+    if (last) dtrain__bucket_close(layout, last);
 }
 
-/* Fills entries, buckets and units, all zeroed by the caller. */
+/* Make the buckets of a unit whose gradients are sharded: one, and another for what is frozen. */
+static void dtrain__lay_unit(dtrain__layout *layout, dtrain__unit *unit, uint32_t place)
+{
+    unit->trainable = dtrain__lay_bucket(layout, place, true);
+    if (layout->shards.params) unit->frozen = dtrain__lay_bucket(layout, place, false);
+}
+
+/* Fill entries, buckets and units, all zeroed by the caller. */
 static void dtrain__lay_out(dtrain__layout *layout)
 {
     layout->shared.trainable = layout->shared.frozen = DTRAIN__NONE;
     dtrain__lay_units(layout);
-    if (layout->owners) /* cuts are scratch until they are filled */
-        dtrain__lay_owners(layout, (uint32_t *)(void *)(layout->cuts + layout->ranks),
-                           layout->cuts);
-    if (layout->kind->shards.grads) dtrain__lay_unit_buckets(layout);
-    else dtrain__lay_size_buckets(layout, true);
+    if (layout->owners) dtrain__lay_owners(layout, layout->cuts); /* not yet filled */
+    if (layout->kind->shards.grads) {
+        for (size_t u = layout->unit_count; u-- > 0;)
+            dtrain__lay_unit(layout, &layout->units[u], (uint32_t)u);
+        dtrain__lay_unit(layout, &layout->shared, DTRAIN__NONE);
+    } else dtrain__lay_size_buckets(layout, true);
     dtrain__lay_size_buckets(layout, false);
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
@@ -240,62 +218,50 @@ static void dtrain__lay_out(dtrain__layout *layout)
     }
 }
 
-/* Fills in who is on which level. */
-static void dtrain__layout_grid(dtrain__layout *layout)
-{
-    const dtrain_strategy_desc *desc = layout->desc;
-    const int size = desc->hierarchical ? (int)desc->node_size : 0;
-    const bool nodes = size > 1 && size < layout->all;
-    layout->node_ranks = nodes ? size : 1;
-    layout->hop_ranks = nodes ? layout->all / size : layout->all;
-    layout->hop_rank = nodes ? layout->all_rank / size : layout->all_rank;
-    layout->compression = layout->all > 1 ? desc->compression : NULL;
-}
-
-/* Decides what is sharded, of what the kind shards: nothing on one rank, unless its shard is in
- * host memory, and no gradients while they only add up. */
-static void dtrain__layout_classes(dtrain__layout *layout)
-{
-    const dtrain__classes *kind = &layout->kind->shards;
-    const dtrain_strategy_desc *desc = layout->desc;
-    const bool many = layout->ranks > 1;
-    dtrain__classes *shards = &layout->shards;
-    layout->value_home = dtrain__home_of(kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS));
-    layout->grad_home = dtrain__home_of(kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS));
-    shards->params = kind->params && (many || layout->value_home->host);
-    shards->grads = kind->grads && (many || layout->grad_home->host) &&
-                    desc->accumulation != DTRAIN_ACCUMULATION_LAST;
-    shards->state = kind->state && (many || shards->params || shards->grads);
-}
-
-/* Makes the tables of a layout; dtrain__layout_free frees what there is of them, also after an
- * error. Memory follows in dtrain__lay_memory. */
+/* Make the tables of a layout; dtrain__layout_free frees what there is of them, also after an
+ * error. Memory follows in dtrain__lay_memory. One place more than there are parameters: a bucket
+ * is tried before it is known to have members. */
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
                                                   int rank, int all, int all_rank)
 {
+    const dtrain__kind_row *row = dtrain__row_of(desc->kind);
+    const dtrain__classes *kind = &row->shards;
     const size_t cuts = (size_t)ranks + 1;
+    const int size = desc->hierarchical ? (int)desc->node_size : 0;
+    const bool nodes = size > 1 && size<all, many = ranks> 1;
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
     layout->desc = desc;
-    layout->kind = dtrain__row_of(desc->kind);
+    layout->kind = row;
     layout->ranks = ranks;
     layout->rank = rank;
     layout->all = all;
     layout->all_rank = all_rank;
-    dtrain__layout_grid(layout);
-    dtrain__layout_classes(layout);
+    layout->node_ranks = nodes ? size : 1;
+    layout->hop_ranks = nodes ? all / size : all;
+    layout->hop_rank = nodes ? all_rank / size : all_rank;
+    layout->compression = all > 1 ? desc->compression : NULL;
+    /* Nothing is sharded on one rank, unless its shard is in host memory, and no gradients while
+     * they only add up. */
+    layout->value_home = dtrain__home_of(kind->params && (desc->offload & DTRAIN_OFFLOAD_PARAMS));
+    layout->grad_home = dtrain__home_of(kind->grads && (desc->offload & DTRAIN_OFFLOAD_GRADS));
+    layout->shards.params = kind->params && (many || layout->value_home->host);
+    layout->shards.grads = kind->grads && (many || layout->grad_home->host) &&
+                           desc->accumulation != DTRAIN_ACCUMULATION_LAST;
+    layout->shards.state = kind->state && (many || layout->shards.params || layout->shards.grads);
     layout->entries =
         (dtrain__entry *)dtrain__alloc(a, count, sizeof *layout->entries, "parameter entries");
-    layout->buckets = (dtrain__bucket *)dtrain__alloc(a, count, sizeof *layout->buckets, "buckets");
+    layout->buckets =
+        (dtrain__bucket *)dtrain__alloc(a, count + 1, sizeof *layout->buckets, "buckets");
     layout->units = (dtrain__unit *)dtrain__alloc(a, count, sizeof *layout->units, "units");
     if (!layout->entries || !layout->buckets || !layout->units) return DTRAIN_ERROR_MEMORY;
-    if (layout->shards.state && layout->kind->owners) {
+    if (layout->shards.state && row->owners) {
         layout->owners =
             (uint32_t *)dtrain__alloc(a, count, sizeof *layout->owners, "owners of parameters");
-        layout->cuts = (int64_t *)dtrain__alloc(a, count, cuts * sizeof *layout->cuts, "cuts");
+        layout->cuts = (int64_t *)dtrain__alloc(a, count + 1, cuts * sizeof *layout->cuts, "cuts");
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
@@ -304,16 +270,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
-    const size_t cuts = (size_t)layout->ranks + 1;
-    dtrain__layout_portions_free(layout, a);
-    dtrain__free(a, layout->cuts, layout->count, cuts * sizeof *layout->cuts);
-    dtrain__free(a, layout->owners, layout->count, sizeof *layout->owners);
-    dtrain__free(a, layout->units, layout->count, sizeof *layout->units);
-    dtrain__free(a, layout->buckets, layout->count, sizeof *layout->buckets);
-    dtrain__free(a, layout->entries, layout->count, sizeof *layout->entries);
+    const size_t count = layout->count, cuts = (size_t)layout->ranks + 1;
+    dtrain__free(a, layout->sparse, count, sizeof *layout->sparse);
+    dtrain__free(a, layout->portions, count + 1, sizeof *layout->portions);
+    dtrain__free(a, layout->cuts, count + 1, cuts * sizeof *layout->cuts);
+    dtrain__free(a, layout->owners, count, sizeof *layout->owners);
+    dtrain__free(a, layout->units, count, sizeof *layout->units);
+    dtrain__free(a, layout->buckets, count + 1, sizeof *layout->buckets);
+    dtrain__free(a, layout->entries, count, sizeof *layout->entries);
 }
 
-/* Does every rank have all of a tensor's value? */
+/* Tell whether every rank has all of a tensor's value. */
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry)
 {
@@ -325,181 +292,149 @@ DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
  * Three blocks: values, gradients, buffers; and a fourth in host memory for what is offloaded. Laid
  * out twice by the same code: counted, then, when the blocks are there, cut into pieces. */
 
-DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
-                                    size_t unit_bytes)
+/* Cut the next piece, of count fp32 elements, from a block. */
+DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count)
 {
     char *memory = layout->memory[block];
-    void *piece = memory ? memory + layout->bytes[block] : NULL;
-    layout->bytes[block] += dtrain__round_up((size_t)count * unit_bytes, DTRAIN__CACHE_LINE);
+    float *piece = memory ? (float *)(void *)(memory + layout->bytes[block]) : NULL;
+    layout->bytes[block] += (size_t)dtrain__padded(count) * sizeof(float);
     return piece;
 }
 
+/* Cut two pieces: fp32, and where it travels as another dtype that, of 16 bits, from buffers. */
+static float *dtrain__carve_both(dtrain__layout *layout, int block, int64_t count, uint32_t dtype,
+                                 uint16_t **low)
+{
+    if (dtype != DTRAIN_DTYPE_F32)
+        *low = (uint16_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, (count + 1) / 2);
+    return dtrain__carve(layout, block, count);
+}
+
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count) { return at ? at + count : NULL; }
-static uint16_t *dtrain__low_after(uint16_t *at, int64_t count) { return at ? at + count : NULL; }
 
 static int64_t dtrain__bucket_length(const dtrain__layout *layout, uint32_t bucket)
 {
     return bucket == DTRAIN__NONE ? 0 : layout->buckets[bucket].count;
 }
 
-/* The buffers that take turns, one pair of each sort. */
-typedef struct dtrain__turns {
-    float *values[2], *grads[2];
-    uint16_t *low_values[2], *low_grads[2];
-} dtrain__turns;
-
-/* Two buffers of each sort, for the largest unit. */
-static dtrain__turns dtrain__lay_turns(dtrain__layout *layout)
+/* Lay out a bucket's values: whole and in place, or a shard and somewhere to gather it. */
+static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const bool low_values = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
-    const bool low_grads = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
-    int64_t values = 0, grads = 0;
-    dtrain__turns turns;
-    memset(&turns, 0, sizeof turns);
-    for (size_t u = 0; u < layout->unit_count; u++) {
-        const dtrain__unit *unit = &layout->units[u];
-        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
-        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
-        if (layout->shards.params && !unit->kept && both > values) values = both;
-        if (layout->shards.grads && trainable > grads) grads = trainable;
-    }
-    for (int i = 0; i < 2; i++) {
-        turns.values[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 4);
-        turns.grads[i] = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 4);
-        if (low_values)
-            turns.low_values[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, values, 2);
-        if (low_grads)
-            turns.low_grads[i] = (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, grads, 2);
-    }
-    return turns;
-}
-
-/* A bucket's values: whole and in place, or a shard and somewhere to gather it. */
-static void dtrain__lay_values(dtrain__layout *layout, dtrain__bucket *bucket,
-                               const dtrain__turns *turns)
-{
-    const bool low = layout->desc->param_dtype != DTRAIN_DTYPE_F32;
+    const dtrain__turns *turns = &layout->turns;
     bucket->value_home = dtrain__home_of(false);
     if (!bucket->sharded) return;
     if (!layout->shards.params) {
-        bucket->values = (float *)dtrain__carve(layout, DTRAIN__VALUES, bucket->count, 4);
+        bucket->values = dtrain__carve(layout, DTRAIN__VALUES, bucket->count);
         bucket->value_shard = dtrain__after(bucket->values, bucket->shard_first);
         return;
     }
     bucket->value_home = layout->value_home;
-    bucket->value_shard = (float *)dtrain__carve(
-        layout, bucket->value_home->host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count, 4);
+    bucket->value_shard = dtrain__carve(
+        layout, bucket->value_home->host ? DTRAIN__HOST : DTRAIN__VALUES, bucket->shard_count);
     if (bucket->unit == DTRAIN__NONE || layout->units[bucket->unit].kept) {
-        bucket->values = (float *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 4);
-        if (low)
-            bucket->low_values =
-                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
+        bucket->values = dtrain__carve_both(layout, DTRAIN__BUFFERS, bucket->count,
+                                            layout->desc->param_dtype, &bucket->low_values);
         return;
     }
     const dtrain__unit *unit = &layout->units[bucket->unit];
     const int64_t first = bucket->trainable ? 0 : dtrain__bucket_length(layout, unit->trainable);
+    uint16_t *low = turns->low_values[bucket->unit & 1];
     bucket->slotted = true;
     bucket->values = dtrain__after(turns->values[bucket->unit & 1], first);
-    bucket->low_values = dtrain__low_after(turns->low_values[bucket->unit & 1], first);
+    bucket->low_values = low ? low + first : NULL;
 }
 
-/* A bucket's gradients: where they are made, and where what is reduced of them is kept. */
-static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket,
-                              const dtrain__turns *turns)
+/* Lay out a bucket's gradients: where they are made, and where what is reduced of them is kept. */
+static void dtrain__lay_grads(dtrain__layout *layout, dtrain__bucket *bucket)
 {
-    const bool low = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32;
     const bool work = layout->shards.grads && bucket->sharded;
     bucket->grad_home = work ? layout->grad_home : dtrain__home_of(false);
     if (!bucket->trainable) return;
-    if (work && bucket->unit != DTRAIN__NONE) {
-        bucket->grads = turns->grads[bucket->unit & 1];
-        bucket->low_grads = turns->low_grads[bucket->unit & 1];
-    } else {
-        const int block = work ? DTRAIN__BUFFERS : DTRAIN__GRADS;
-        bucket->grads = (float *)dtrain__carve(layout, block, bucket->count, 4);
-        if (low)
-            bucket->low_grads =
-                (uint16_t *)dtrain__carve(layout, DTRAIN__BUFFERS, bucket->count, 2);
-    }
     bucket->work = work;
-    bucket->grad_shard =
-        work
-            ? (float *)dtrain__carve(layout, bucket->grad_home->host ? DTRAIN__HOST : DTRAIN__GRADS,
-                                     bucket->shard_count, 4)
-            : dtrain__after(bucket->grads, bucket->shard_first);
+    if (work && bucket->unit != DTRAIN__NONE) {
+        bucket->grads = layout->turns.grads[bucket->unit & 1];
+        bucket->low_grads = layout->turns.low_grads[bucket->unit & 1];
+    } else
+        bucket->grads =
+            dtrain__carve_both(layout, work ? DTRAIN__BUFFERS : DTRAIN__GRADS, bucket->count,
+                               layout->desc->reduce_dtype, &bucket->low_grads);
+    if (work)
+        bucket->grad_shard = dtrain__carve(
+            layout, bucket->grad_home->host ? DTRAIN__HOST : DTRAIN__GRADS, bucket->shard_count);
+    else bucket->grad_shard = dtrain__after(bucket->grads, bucket->shard_first);
 }
 
-/* Two places in host memory, for the longest shard that is put there. */
-static void dtrain__lay_landings(dtrain__layout *layout)
-{
-    int64_t longest = 0;
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        if (layout->buckets[b].grad_home->host)
-            longest = dtrain__max(longest, layout->buckets[b].shard_count);
-    for (int i = 0; i < 2; i++)
-        layout->landing[i] = (float *)dtrain__carve(layout, DTRAIN__HOST, longest, 4);
-}
-
-/* Lays out all memory. Whole values that the library owns lie in registration order behind those of
- * buckets. */
+/* Lay out all memory: two buffers of each sort for the largest unit, the buckets, whole values that
+ * the library owns in registration order, and two landings in host memory for the longest shard
+ * that is put there. Count what this rank holds on the device, whoever allocated it. */
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
 {
-    for (int block = 0; block < DTRAIN__CLASSES; block++) layout->bytes[block] = 0;
-    const dtrain__turns turns = dtrain__lay_turns(layout);
-    memcpy(layout->work_grads, turns.grads, sizeof turns.grads);
+    int64_t values = 0, grads = 0, longest = 0;
+    dtrain__turns *turns = &layout->turns;
+    memset(layout->bytes, 0, sizeof layout->bytes);
+    layout->value_bytes = layout->grad_bytes = 0;
+    for (size_t u = 0; u < layout->unit_count; u++) {
+        const dtrain__unit *unit = &layout->units[u];
+        const int64_t trainable = dtrain__bucket_length(layout, unit->trainable);
+        const int64_t both = trainable + dtrain__bucket_length(layout, unit->frozen);
+        if (layout->shards.params && !unit->kept) values = dtrain__max(values, both);
+        if (layout->shards.grads) grads = dtrain__max(grads, trainable);
+    }
+    for (int i = 0; i < 2; i++) {
+        turns->values[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, values,
+                                              layout->desc->param_dtype, &turns->low_values[i]);
+        turns->grads[i] = dtrain__carve_both(layout, DTRAIN__BUFFERS, grads,
+                                             layout->desc->reduce_dtype, &turns->low_grads[i]);
+    }
     for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__lay_values(layout, &layout->buckets[b], &turns);
-        dtrain__lay_grads(layout, &layout->buckets[b], &turns);
+        dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain__lay_values(layout, bucket);
+        dtrain__lay_grads(layout, bucket);
+        if (bucket->grad_home->host) longest = dtrain__max(longest, bucket->shard_count);
+        else if (bucket->trainable)
+            layout->grad_bytes +=
+                4 * (uint64_t)(bucket->work ? bucket->shard_count : bucket->count);
+        if (bucket->sharded && !bucket->value_home->host)
+            layout->value_bytes +=
+                4 * (uint64_t)(layout->shards.params ? bucket->shard_count : bucket->count);
     }
     for (size_t i = 0; i < layout->count; i++) {
         const dtrain_param *p = &layout->params[i];
         dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p || !dtrain__value_is_whole(layout, entry)) continue;
-        if (!p->value || entry->lends_value)
-            entry->place = (float *)dtrain__carve(layout, DTRAIN__VALUES, p->count, 4);
+        if (p->state.storage != p) continue;
+        const bool whole = dtrain__value_is_whole(layout, entry);
+        if (whole && !p->value) entry->place = dtrain__carve(layout, DTRAIN__VALUES, p->count);
+        if (whole || p->value) layout->value_bytes += 4 * (uint64_t)p->count;
+        if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
-    dtrain__lay_landings(layout);
+    for (int i = 0; i < 2; i++) layout->landing[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
     if (layout->compression) dtrain__lay_compression(layout);
 }
 
-/* The part of storage i that this rank updates; false if there is none. */
-DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
-                                   int64_t *count)
+/* Count the elements of parameter i that lie in [first, first + count) of a bucket; *low is where
+ * they begin there. 0 or less: none, or it is an alias or elsewhere. */
+DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                        size_t i, int64_t first, int64_t count, int64_t *low)
 {
     const dtrain_param *p = &layout->params[i];
     const dtrain__entry *entry = &layout->entries[i];
-    *offset = 0;
-    *count = p->count;
-    if (p->state.storage != p || !entry->trainable) return false;
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    if (!bucket->sharded) return true;
-    const int64_t low = dtrain__max(entry->offset, bucket->shard_first);
-    const int64_t high =
-        dtrain__min(entry->offset + p->count, bucket->shard_first + bucket->shard_count);
-    *offset = low - entry->offset;
-    *count = high - low;
-    return *count > 0;
+    *low = dtrain__max(entry->offset, first);
+    if (p->state.storage != p || entry->bucket != (uint32_t)(bucket - layout->buckets)) return 0;
+    return dtrain__min(entry->offset + p->count, first + count) - *low;
 }
 
-/* Counts what this rank holds on the device, whoever allocated it. */
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads)
+/* Find the part of storage i that this rank keeps and, if it is trainable, updates; false if there
+ * is none. */
+DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
+                                   int64_t *count)
 {
-    *values = *grads = 0;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        const uint64_t whole = (uint64_t)bucket->count * 4,
-                       shard = (uint64_t)bucket->shard_count * 4;
-        if (bucket->sharded && !bucket->value_home->host)
-            *values += layout->shards.params ? shard : whole;
-        if (bucket->trainable && !bucket->grad_home->host) *grads += bucket->work ? shard : whole;
-    }
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_param *p = &layout->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p) continue;
-        const bool hosts = p->value && !entry->lends_value;
-        if (dtrain__value_is_whole(layout, entry) || hosts) *values += (uint64_t)p->count * 4;
-        if (entry->trainable && p->grad && !entry->lends_grad) *grads += (uint64_t)p->count * 4;
-    }
+    const dtrain__entry *entry = &layout->entries[i];
+    *offset = 0;
+    *count = layout->params[i].count;
+    if (layout->params[i].state.storage != &layout->params[i]) return false;
+    if (dtrain__value_is_whole(layout, entry)) return true;
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    *count = dtrain__overlap(layout, bucket, i, bucket->shard_first, bucket->shard_count, offset);
+    *offset -= entry->offset;
+    return *count > 0;
 }

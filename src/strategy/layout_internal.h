@@ -1,8 +1,10 @@
 /* The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
  *
- *     dtrain__kind_row      a row of the table of kinds: what is sharded
+ *     dtrain__kind_row  a row of the table of kinds: what is sharded
  *     dtrain__entry     what a strategy knows of one registered parameter
  *     dtrain__bucket    gradients that travel together, and where their values and shards are
+ *     dtrain__portion   the piece of a parameter that compression sees
+ *     dtrain__sparse    what compression keeps of a bucket
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__home      how a shard that is not in device memory comes and goes
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c */
@@ -25,7 +27,6 @@ typedef struct dtrain__classes {
 } dtrain__classes;
 
 typedef struct dtrain__kind_row {
-    uint32_t kind;
     const char *name;
     dtrain__classes shards;
     bool owners;   /* shards are whole tensors */
@@ -46,9 +47,34 @@ typedef struct dtrain__entry {
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;
 
+/* The piece of a parameter that compression sees: strategy/compression.c. */
+typedef struct dtrain__portion {
+    uint32_t param;
+    int64_t first, count;  /* within the bucket */
+    int64_t region;        /* top-k: elements of a region; all of them without regions */
+    int64_t quota;         /* of the step under way: selected of a region */
+    int64_t at;            /* of the step under way: place in a block; dense: among the dense */
+    int64_t rows, columns; /* PowerSGD: of the matrix */
+    int64_t p_at, q_at;    /* places of its factors among the bucket's */
+    float *p, *q;          /* (rows, rank), (columns, rank) */
+} dtrain__portion;
+
+typedef struct dtrain__sparse {
+    dtrain__portion *portions, *dense, *end; /* of the bucket: compressed ones, then dense ones */
+    int64_t dense_count, p_count, q_count;
+    int64_t room;               /* elements that a block has room for */
+    int64_t largest;            /* selection of one portion */
+    int64_t selected;           /* of the step under way: elements of a block */
+    bool masked;                /* likewise */
+    float *residual, *velocity; /* (hop_count), or NULL */
+    float *packed;              /* (dense_count + p_count); rounded gradients need half of it */
+    float *q, *q_seed;          /* (q_count) each */
+    uint32_t *out, *in;         /* (hop_ranks blocks) each */
+    float *values;              /* (largest) scratch: selected values, in fp32 */
+    int32_t *indices;           /* (largest) */
+} dtrain__sparse;
+
 struct dtrain__home;
-struct dtrain__portion; /* of a parameter, as compression sees it: strategy/compression.c */
-struct dtrain__sparse;  /* a bucket's memory for it */
 
 typedef struct dtrain__bucket {
     uint32_t unit; /* place of the unit that it is, or NONE */
@@ -64,7 +90,7 @@ typedef struct dtrain__bucket {
     dtrain_work **reduces, **gathers; /* (works_per_bucket) of what is under way */
     int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
                                          everything */
-    struct dtrain__sparse *sparse;    /* what compression keeps: strategy/compression.c; or NULL */
+    dtrain__sparse *sparse;           /* what compression keeps, or NULL */
     float *values, *grads;            /* (count) */
     float *value_shard, *grad_shard;  /* (shard_count), in these homes: */
     const struct dtrain__home *value_home, *grad_home;
@@ -96,6 +122,12 @@ typedef struct dtrain__unit {
     bool kept;                  /* has memory of its own: stays gathered until publish */
 } dtrain__unit;
 
+/* Two buffers of each sort, for the largest unit: unit u uses number u % 2. */
+typedef struct dtrain__turns {
+    float *values[2], *grads[2];
+    uint16_t *low_values[2], *low_grads[2]; /* NULL for fp32 */
+} dtrain__turns;
+
 enum { DTRAIN__VALUES, DTRAIN__GRADS, DTRAIN__BUFFERS, DTRAIN__HOST, DTRAIN__CLASSES };
 
 typedef struct dtrain__layout {
@@ -112,24 +144,33 @@ typedef struct dtrain__layout {
     dtrain__classes shards;
     const dtrain__home *value_home, *grad_home; /* of shards */
     const dtrain_compression_desc *compression; /* NULL: none, or nobody to send to */
-    struct dtrain__portion *portions;           /* (count), portion_count in use */
-    struct dtrain__sparse *sparse;              /* (count), one a bucket */
-    size_t portion_count;
-    uint64_t state_bytes;    /* of residuals and the like */
+    dtrain__portion *portions;                  /* (count + 1) */
+    dtrain__sparse *sparse;                     /* (count), one a bucket */
+    uint64_t state_bytes;                       /* of residuals and the like */
     float *landing[2];       /* host memory for what is added to shards, of the longest shard */
     dtrain__entry *entries;  /* (count) */
-    dtrain__bucket *buckets; /* (count), bucket_count in use */
+    dtrain__bucket *buckets; /* (count + 1), bucket_count in use */
     dtrain__unit *units;     /* (count), unit_count in use */
     uint32_t *owners;        /* (count) ZERO3: of each storage */
-    int64_t *cuts;           /* (count, ranks + 1) ZERO3: where each rank's run begins */
+    int64_t *cuts;           /* (count + 1, ranks + 1) ZERO3: where each rank's run begins */
     size_t bucket_count, unit_count;
-    dtrain__unit shared;           /* the buckets of what several units use */
-    float *work_grads[2];          /* where units' gradients are made, in turns */
+    dtrain__unit shared; /* the buckets of what several units use */
+    dtrain__turns turns;
     char *memory[DTRAIN__CLASSES]; /* NULL while bytes are only counted */
     size_t bytes[DTRAIN__CLASSES];
+    uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
+
+/* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
+typedef dtrain_result (*dtrain__hash_fn)(void *user, size_t item, uint64_t *hash);
+
+/* The first item that is not the same on all ranks; odd is -1 when there is none. */
+typedef struct dtrain__difference {
+    size_t item;
+    int usual, odd; /* ranks */
+} dtrain__difference;
 
 /* strategy/strategy.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
@@ -138,21 +179,21 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
 
 /* strategy/params.c */
-DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p);
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
-                                                     const dtrain_allocator *a);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
-DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common);
-DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
-                                               int *usual, int *odd);
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain_param *params, size_t count,
-                                                           const char *settings, int64_t *gathered);
+DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
+                                                    void *user, size_t count, int64_t *gathered,
+                                                    uint64_t *all, dtrain__difference *found);
+DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t seed, int64_t first, int64_t count,
+                                                 float *value);
+DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t *hash);
 
 /* strategy/layout.c */
 DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
@@ -163,18 +204,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry);
-DTRAIN__PRIVATE void *dtrain__carve(dtrain__layout *layout, int block, int64_t count,
-                                    size_t unit_bytes);
+DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
 DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
+DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
+                                        size_t i, int64_t first, int64_t count, int64_t *low);
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
-DTRAIN__PRIVATE void dtrain__layout_bytes(const dtrain__layout *layout, uint64_t *values,
-                                          uint64_t *grads);
 
-/* strategy/values.c */
-DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t seed, int64_t first, int64_t count,
-                                                 float *value);
-DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t *hash);
+/* strategy/compression.c */
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
+DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
+DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected);
+DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected);
+DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
+                                                      const dtrain_allocator *a);
+DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
+DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
+                                                 const dtrain__bucket *bucket);

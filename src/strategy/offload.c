@@ -14,14 +14,10 @@
  * the backward (settle). */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "world/world.h"
-#include "strategy/layout_internal.h"
-#include "strategy/strategy_internal.h"
-#include "device/backend.h"
 #include "device/device_internal.h"
+#include "strategy/strategy_internal.h"
 
-/* Orders two streams: work queued on `later` from now on comes after all that is queued on
+/* Order two streams: work queued on `later` from now on comes after all that is queued on
  * `earlier` so far. */
 DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
                                                     dtrain_stream *earlier)
@@ -31,7 +27,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, d
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Holds the host up until the event has happened. A dead rank is the communicator's to report. */
+/* Hold the host up until the event has happened. A dead rank is the communicator's to report. */
 DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
                                                   dtrain_event *event)
 {
@@ -52,7 +48,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
 
 /* ---- The home of a shard in host memory -------------------------------------------------------*/
 
-/* Adds what has arrived in a landing to the shard that it is of. */
+/* Add what has arrived in a landing to the shard that it is of. */
 static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -65,7 +61,7 @@ static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i
     return offload->cpu->ops->add(offload->cpu, &add);
 }
 
-/* grad_shard = or += result (device memory), soon. */
+/* Put or add a result (device memory) to grad_shard, soon. */
 static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                       const float *result, bool add)
 {
@@ -85,7 +81,7 @@ static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket 
     return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
 }
 
-/* For the other replicas: what the micro-batches have summed up comes back to the device. */
+/* Bring what the micro-batches have summed up back to the device, for the other replicas. */
 static dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum)
 {
     for (uint32_t i = 0; i < 2; i++)
@@ -100,7 +96,7 @@ static dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
     return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
 }
 
-/* The end of a backward: the buffers are free, and after the last one the shards are complete. */
+/* End a backward: the buffers are free, and after the last one the shards are complete. */
 static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -112,8 +108,8 @@ static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
     return dtrain__event_await(strategy, offload->arrived[0]);
 }
 
-/* A value shard to its place among the gathered values; behind those that used the slot, and before
- * the collective. */
+/* Copy a value shard to its place among the gathered values; behind those that used the slot, and
+ * before the collective. */
 static dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     return strategy->device->ops->copy_async(
@@ -131,7 +127,7 @@ DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host) { return &dtrain_
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Makes the CPU device, streams and events, if anything is offloaded. */
+/* Make the CPU device, streams and events, if anything is offloaded. */
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -151,7 +147,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Copies still queued use the memory that is freed next. */
+/* Wait and free: copies still queued use the memory that is freed next. */
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
 {
     dtrain__offload *offload = &strategy->offload;
@@ -167,21 +163,24 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     offload->cpu = NULL;
 }
 
-/* Page-locked memory of an optimizer that works there: states, master copies of values that are on
- * the device, and two stages for gradients that are; *stage: elements of one. */
-DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
+/* Count the bytes of an optimizer's states, where it works. In host memory that includes master
+ * copies of values that are on the device, and two stages of *stage elements for gradients that
+ * are. */
+DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
                                                  int64_t *stage)
 {
+    const bool offload = layout->desc->offload != 0;
     uint64_t bytes = 0;
     *stage = 0;
     for (size_t i = 0; i < layout->count; i++) {
         int64_t offset, count;
-        if (!dtrain__piece(layout, i, &offset, &count)) continue;
+        if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) continue;
         const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-        const bool master = !(bucket->sharded && bucket->value_home->host);
-        const int64_t some = dtrain__min(dtrain__padded(count), DTRAIN__PIECE);
-        bytes += (uint64_t)dtrain__padded(count) * sizeof(float) * (states + (master ? 1 : 0));
-        if (!(bucket->grad_home->host)) *stage = dtrain__max(*stage, some);
+        const bool master = offload && !bucket->value_home->host;
+        const int64_t padded = dtrain__padded(count);
+        bytes += (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
+        if (offload && !bucket->grad_home->host)
+            *stage = dtrain__max(*stage, dtrain__min(padded, DTRAIN__PIECE));
     }
     return bytes + 2 * (uint64_t)*stage * sizeof(float);
 }

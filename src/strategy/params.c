@@ -17,17 +17,8 @@
  * zero under the mean, so it costs bytes but never bits. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "world/world_internal.h"
-#include "comm/comm.h"
-#include "comm/comm_internal.h"
-#include "strategy/layout_internal.h"
-
-/* A frozen target freezes its aliases; a frozen alias only gives up its own contribution. */
-DTRAIN__PRIVATE bool dtrain__is_trainable(const dtrain_param *p)
-{
-    return !((p->flags | p->state.storage->flags) & DTRAIN_PARAM_FROZEN);
-}
+#include "strategy/strategy_internal.h"
+#include "device/device_internal.h"
 
 DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
 {
@@ -35,8 +26,6 @@ DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
     while (dims < 4 && p->shape[dims]) dims++;
     return dims;
 }
-
-/* ---- Hashes -----------------------------------------------------------------------------------*/
 
 /* FNV-1a (Fowler, Noll, Vo), 64 bits. */
 DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
@@ -62,11 +51,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t i
                        p->name ? p->name : "", text);
 }
 
-/* Makes count and shape agree; the host may have left either to the other. */
+/* Make count and shape agree; the host may have left either to the other. */
 static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
 {
     const int dims = dtrain__param_dims(p);
-    size_t product = 1, bytes;
+    size_t product = dims ? 1 : (size_t)p->count, bytes;
+    bool fits = true;
     if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
     for (int d = 0; d < 4; d++) {
         if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
@@ -75,18 +65,15 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
                                       "followed by zeros",
                                       (long long)p->shape[0], (long long)p->shape[1],
                                       (long long)p->shape[2], (long long)p->shape[3]);
-        if (d < dims && !dtrain__size_mul(product, (size_t)p->shape[d], &product))
-            return dtrain__param_fail(p, index, "the product of its shape overflows");
+        if (d < dims) fits = fits && dtrain__size_mul(product, (size_t)p->shape[d], &product);
     }
+    if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
+        return dtrain__param_fail(p, index, "it has more elements than memory can hold");
     if (dims == 0) p->shape[0] = p->count;
-    else if (p->count == 0 && product <= INT64_MAX) p->count = (int64_t)product;
-    if (dims && (size_t)p->count != product)
-        return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
-                                  (long long)p->count, product);
-    if (!dtrain__size_mul((size_t)p->count, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__param_fail(p, index, "%lld elements are more than memory can hold",
-                                  (long long)p->count);
-    return DTRAIN_OK;
+    if (p->count == 0) p->count = (int64_t)product;
+    if ((size_t)p->count == product) return DTRAIN_OK;
+    return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
+                              (long long)p->count, product);
 }
 
 /* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
@@ -115,26 +102,17 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
     return DTRAIN_OK;
 }
 
-/* Quadratic, once, over 64-bit hashes: a thousand parameters take a millisecond. */
-static dtrain_result dtrain__check_names(const dtrain_param *params, size_t count, uint64_t *hashes)
-{
-    for (size_t i = 0; i < count; i++) {
-        hashes[i] = dtrain__fnv1a(DTRAIN__FNV_BASIS, params[i].name, strlen(params[i].name));
-        for (size_t k = 0; k < i; k++)
-            if (hashes[k] == hashes[i] && strcmp(params[k].name, params[i].name) == 0)
-                return dtrain__param_fail(&params[i], i, "parameter %zu has the same name", k);
-    }
-    return DTRAIN_OK;
-}
-
-/* Checks the array and fills in its shapes, counts and states. */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count,
-                                                     const dtrain_allocator *a)
+/* Check the array and fill in its shapes, counts and states. Names are compared each with each,
+ * once: a thousand parameters take some milliseconds. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count)
 {
     size_t total = 0;
     for (size_t i = 0; i < count; i++) {
         dtrain_param *p = &params[i];
         if (!p->name || !*p->name) return dtrain__param_fail(p, i, "it needs a name");
+        for (size_t k = 0; k < i; k++)
+            if (strcmp(params[k].name, p->name) == 0)
+                return dtrain__param_fail(p, i, "parameter %zu has the same name", k);
         if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY))
             return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
                                       (unsigned)p->flags);
@@ -149,11 +127,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
             return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
     }
-    uint64_t *hashes = (uint64_t *)dtrain__alloc(a, count, sizeof *hashes, "name hashes");
-    if (!hashes) return DTRAIN_ERROR_MEMORY;
-    const dtrain_result result = dtrain__check_names(params, count, hashes);
-    dtrain__free(a, hashes, count, sizeof *hashes);
-    return result;
+    return DTRAIN_OK;
 }
 
 /* ---- Ranks agree
@@ -162,14 +136,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
  * that do local work in between therefore bring its outcome here: all ranks leave with success, or
  * all with an error, and the communicator is as good as before. */
 
-typedef struct dtrain__verdict {
-    int32_t code;
-    char text[DTRAIN__ERROR_BYTES];
-} dtrain__verdict;
-
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
 {
-    dtrain__verdict verdict;
+    struct {
+        int32_t code;
+        char text[DTRAIN__ERROR_BYTES];
+    } verdict;
     int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
     if (dtrain_comm_size(comm) == 1) return mine;
     memset(&verdict, 0, sizeof verdict);
@@ -185,9 +157,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result min
                        dtrain__world_rank(comm, (int)first), verdict.text);
 }
 
-/* Do all ranks have the same value? One small all-reduce tells, without memory for all of them:
- * since ~ reverses the order, the maximum of the complements is the complement of the minimum. */
-DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
+/* ---- All ranks must have the same -------------------------------------------------------------*/
+
+/* Tell whether all ranks have the same value. One small all-reduce is enough, without memory for
+ * all of them: since ~ reverses the order, the maximum of the complements is the complement of the
+ * minimum. */
+static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
 {
     int64_t pair[2] = {(int64_t)value, (int64_t)~value};
     *common = true;
@@ -197,27 +172,47 @@ DTRAIN__PRIVATE dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t valu
     return DTRAIN_OK;
 }
 
-/* Finds, of values that differ, the first rank that has what most have (a tie goes to the lower
- * rank), and the first that has something else. gathered (size) is scratch. */
-DTRAIN__PRIVATE dtrain_result dtrain__odd_rank(dtrain_comm *comm, uint64_t value, int64_t *gathered,
-                                               int *usual, int *odd)
+/* Compare items by their hashes: one hash of everything, *all, when all is well; otherwise item by
+ * item, up to the first that differs. The outcome of each step is the same on all ranks, so they
+ * stay in step. Of the item that differs `usual` is the first rank that has what most have (a tie
+ * goes to the lower rank), `odd` the first that has something else; -1: nothing differs. gathered
+ * (size) is scratch. */
+DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
+                                                    void *user, size_t count, int64_t *gathered,
+                                                    uint64_t *all, dtrain__difference *found)
 {
     const int size = dtrain_comm_size(comm);
-    const int64_t mine = (int64_t)value;
+    int64_t longest = (int64_t)count;
     int most = 0;
+    uint64_t hash;
+    bool common;
+    *all = DTRAIN__FNV_BASIS;
+    found->odd = -1;
+    for (size_t item = 0; item < count; item++) {
+        DTRAIN__TRY(hash_of(user, item, &hash));
+        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
+    }
+    DTRAIN__TRY(dtrain__is_common(comm, *all, &common));
+    if (common) return DTRAIN_OK;
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &longest, &longest, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    found->item = 0;
+    do {
+        DTRAIN__TRY(hash_of(user, found->item, &hash));
+        DTRAIN__TRY(dtrain__is_common(comm, hash, &common));
+    } while (common && ++found->item < (size_t)longest);
+    const int64_t mine = (int64_t)hash;
     DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    *usual = *odd = 0;
     for (int i = 0; i < size; i++) {
         int same = 0;
         for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
-        if (same > most) *usual = i;
+        if (same > most) found->usual = i;
         if (same > most) most = same;
     }
-    while (*odd < size - 1 && gathered[*odd] == gathered[*usual]) ++*odd;
+    for (found->odd = 0; found->odd < size - 1; found->odd++)
+        if (gathered[found->odd] != gathered[found->usual]) break;
     return DTRAIN_OK;
 }
-
-/* ---- All ranks must have registered the same --------------------------------------------------*/
 
 #define DTRAIN__LINE_BYTES 768
 
@@ -227,11 +222,11 @@ typedef struct dtrain__registration {
     const char *settings; /* of the strategy */
 } dtrain__registration;
 
-/* Line 0 is the settings, line i + 1 parameter i. What is compared is what is shown. */
+/* Write line 0, the settings, or line i + 1, parameter i. What is compared is what is shown. */
 static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
 {
     const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64];
+    char origin[64] = "values from the host";
     memset(text, 0, room);
     if (line == 0 || line > mine->count) {
         if (line == 0) snprintf(text, room, "%s", mine->settings);
@@ -241,8 +236,7 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
     const dtrain_param *p = &mine->params[line - 1];
     if (p->alias_of)
         snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
-    else if (p->value) snprintf(origin, sizeof origin, "values from the host");
-    else
+    else if (!p->value)
         snprintf(origin, sizeof origin, "init %u scale %.9g", (unsigned)p->init,
                  (double)p->init_scale);
     snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
@@ -250,63 +244,91 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
              (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
 }
 
-/* The line's text may have cut a long name: the whole name is hashed too. */
-static uint64_t dtrain__registration_hash(const dtrain__registration *mine, size_t line)
+/* Hash a line. Its text may have cut a long name: the whole name is hashed too. */
+static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t *hash)
 {
+    const dtrain__registration *mine = (const dtrain__registration *)user;
     char text[DTRAIN__LINE_BYTES];
     dtrain__registration_line(mine, line, text);
-    const uint64_t hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    if (line == 0 || line > mine->count) return hash;
-    const char *name = mine->params[line - 1].name; /* the line may have cut it */
-    return dtrain__fnv1a(hash, name, strlen(name));
+    const char *name = line && line <= mine->count ? mine->params[line - 1].name : "";
+    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
+    *hash = dtrain__fnv1a(*hash, name, strlen(name));
+    return DTRAIN_OK;
 }
 
-/* Fails on all ranks with the line of the usual rank and that of the odd one. */
-static dtrain_result dtrain__registration_differs(dtrain_comm *comm,
-                                                  const dtrain__registration *mine, size_t line,
-                                                  int64_t *gathered)
+/* Fail on all ranks, with the line of the usual rank and that of the odd one, if ranks have
+ * registered different things. */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings)
 {
-    char usual_text[DTRAIN__LINE_BYTES], odd_text[DTRAIN__LINE_BYTES], what[48] = "the desc";
-    int usual, odd;
-    dtrain__registration_line(mine, line, usual_text);
-    dtrain__registration_line(mine, line, odd_text);
-    DTRAIN__TRY(
-        dtrain__odd_rank(comm, dtrain__registration_hash(mine, line), gathered, &usual, &odd));
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, usual_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, usual, NULL));
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, odd_text, DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32, odd, NULL));
-    if (line) snprintf(what, sizeof what, "parameter %zu", line - 1);
+    dtrain__registration mine = {strategy->params, strategy->param_count, settings};
+    dtrain_comm *comm = strategy->comm;
+    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
+    dtrain__difference found;
+    uint64_t all;
+    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, mine.count + 1,
+                                      strategy->gathered, &all, &found));
+    if (found.odd < 0) return DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        dtrain__registration_line(&mine, found.item, texts[i]);
+        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
+                                     i ? found.odd : found.usual, NULL));
+    }
+    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
     return dtrain_fail(
         DTRAIN_ERROR_MISMATCH,
         "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
         "the same on every rank",
-        what, dtrain__world_rank(comm, usual), usual_text, dtrain__world_rank(comm, odd), odd_text);
+        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
+        texts[1]);
 }
 
-/* One hash of everything when all is well; otherwise line by line, up to the first that
- * differs. The outcome of each step is the same on all ranks, so they stay in step, and no
- * memory is needed. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_comm *comm,
-                                                           const dtrain_param *params, size_t count,
-                                                           const char *settings, int64_t *gathered)
+/* ---- Values -----------------------------------------------------------------------------------*/
+
+#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
+
+/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. Each is a
+ * function of (seed, parameter, element) only: the same on every rank, for any slicing. */
+DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t seed, int64_t first, int64_t count,
+                                                 float *value)
 {
-    const dtrain__registration mine = {params, count, settings};
-    int64_t lines = (int64_t)count + 1;
-    uint64_t all = DTRAIN__FNV_BASIS;
-    bool common;
-    for (size_t line = 0; line <= count; line++) {
-        const uint64_t hash = dtrain__registration_hash(&mine, line);
-        all = dtrain__fnv1a(all, &hash, sizeof hash);
+    const float scale = p->init_scale;
+    float staging[DTRAIN__STAGING_COUNT];
+    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
+        const uint64_t from = (uint64_t)(first + at);
+        if (p->init == DTRAIN_INIT_NORMAL)
+            dtrain__random_normal_fill(seed, p->state.index, from, some, scale, staging);
+        else if (p->init == DTRAIN_INIT_UNIFORM)
+            dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
+                                        staging);
+        else
+            for (int64_t i = 0; i < some; i++)
+                staging[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
+        DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
-    DTRAIN__TRY(dtrain__is_common(comm, all, &common));
-    if (common) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &lines, &lines, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    for (size_t line = 0; line < (size_t)lines; line++) {
-        DTRAIN__TRY(dtrain__is_common(comm, dtrain__registration_hash(&mine, line), &common));
-        if (!common) return dtrain__registration_differs(comm, &mine, line, gathered);
+    return DTRAIN_OK;
+}
+
+/* Hash the bits of a parameter's value. A step of the hash takes eight bytes and is a bijection, so
+ * one changed word always changes the result; the shift brings the upper half down, where a product
+ * alone would never carry it. */
+DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t *hash)
+{
+    float staging[DTRAIN__STAGING_COUNT];
+    *hash = DTRAIN__FNV_BASIS;
+    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
+        DTRAIN__TRY(
+            dtrain_device_copy(device, staging, p->value + at, (size_t)count * sizeof(float)));
+        for (int64_t i = 0; i < count; i += 2) {
+            uint64_t word = 0;
+            memcpy(&word, staging + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
+            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
+            *hash ^= *hash >> 32;
+        }
     }
-    return dtrain_fail(DTRAIN_ERROR_INTERNAL,
-                       "dtrain_strategy_create: registrations differ, but no line does");
+    return DTRAIN_OK;
 }

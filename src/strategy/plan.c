@@ -1,74 +1,49 @@
-/* Planning: the memory of a rank, from the layout that it would have */
+/* Planning, and AUTO
+ *
+ * A plan is the memory of a rank, counted from the layout that it would have. AUTO takes the kind
+ * that sends least of those that fit: the candidates are planned one by one, from little
+ * communication and much memory to the opposite; the rank that has least memory decides for all. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "strategy/memory.h"
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
-static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc)
-{
-    return desc->optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc->optimizer_states;
-}
-
-/* fp32 optimizer state of this rank's pieces, as the optimizer will pad them. */
-static uint64_t dtrain__layout_state(const dtrain__layout *layout)
-{
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < layout->count; i++) {
-        int64_t offset, count;
-        if (dtrain__piece(layout, i, &offset, &count))
-            bytes += (uint64_t)dtrain__padded(count) * sizeof(float);
-    }
-    return bytes * dtrain__planned_states(layout->desc);
-}
-
-/* The layout of one rank, its bytes counted and nothing allocated. */
-static dtrain_result dtrain__plan_rank(const dtrain_allocator *a, const dtrain_param *params,
-                                       size_t count, const dtrain_strategy_desc *desc, int ranks,
-                                       int rank, int all, dtrain_memory *memory,
-                                       uint64_t *step_bytes)
-{
-    dtrain__layout layout;
-    int64_t stage;
-    dtrain_result result =
-        dtrain__layout_make(&layout, a, params, count, desc, ranks, rank, all, rank);
-    memset(memory, 0, sizeof *memory);
-    if (result == DTRAIN_OK) {
-        dtrain__lay_memory(&layout);
-        dtrain__layout_bytes(&layout, &memory->params, &memory->grads);
-        memory->buffers = layout.bytes[DTRAIN__BUFFERS];
-        memory->host = layout.bytes[DTRAIN__HOST];
-        if (desc->offload)
-            memory->host += dtrain__offloaded_state(&layout, dtrain__planned_states(desc), &stage);
-        else memory->optimizer = dtrain__layout_state(&layout);
-        memory->total = memory->params + memory->grads + memory->buffers + memory->optimizer;
-        *step_bytes = dtrain__step_bytes(&layout);
-    }
-    dtrain__layout_free(&layout, a);
-    return result;
-}
-
-/* The memory of the rank that holds most, and what it sends in a step. params and *given, whose
- * kind is known, are resolved. */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
-                                                const dtrain_param *params, size_t count,
-                                                const dtrain_strategy_desc *given, int ranks,
-                                                dtrain_memory *memory, uint64_t *step_bytes)
+/* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
+ * but tables. params and *desc are resolved, and so is its kind. */
+static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
+                                       size_t count, const dtrain_strategy_desc *given, int ranks,
+                                       dtrain_memory *memory, uint64_t *step_bytes)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     const int nodes = kind->replicas && desc.node_size ? ranks / (int)desc.node_size : 1;
     const int shard_ranks = kind->shards.state ? ranks / nodes : 1;
-    dtrain__resolve_accumulation(&desc, kind);
+    const size_t states =
+        desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     for (int rank = 0; rank < (kind->owners ? shard_ranks : 1); rank++) {
+        dtrain__layout layout;
         dtrain_memory one;
-        DTRAIN__TRY(
-            dtrain__plan_rank(a, params, count, &desc, shard_ranks, rank, ranks, &one, step_bytes));
+        int64_t stage;
+        const dtrain_result result =
+            dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank, ranks, rank);
+        memset(&one, 0, sizeof one);
+        if (result == DTRAIN_OK) {
+            dtrain__lay_memory(&layout);
+            one.params = layout.value_bytes;
+            one.grads = layout.grad_bytes;
+            one.buffers = layout.bytes[DTRAIN__BUFFERS];
+            one.host = layout.bytes[DTRAIN__HOST];
+            const uint64_t state = dtrain__optimizer_bytes(&layout, states, &stage);
+            if (desc.offload) one.host += state;
+            else one.optimizer = state;
+            one.total = one.params + one.grads + one.buffers + one.optimizer;
+            *step_bytes = dtrain__step_bytes(&layout);
+        }
+        dtrain__layout_free(&layout, a);
+        DTRAIN__TRY(result);
         const uint64_t host = one.host > memory->host ? one.host : memory->host;
         if (one.total >= memory->total) *memory = one;
         memory->host = host;
@@ -94,10 +69,161 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
     if (!kind)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
                            call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__check_combination(&resolved, kind));
+    DTRAIN__TRY(dtrain__resolve_kind(&resolved, kind));
     if (desc->node_size && rank_count % (int)desc->node_size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
                            desc->node_size, rank_count);
-    DTRAIN__TRY(dtrain__resolve_params(params, param_count, &a));
+    DTRAIN__TRY(dtrain__resolve_params(params, param_count));
     return dtrain__plan_kind(&a, params, param_count, &resolved, rank_count, memory, &step_bytes);
+}
+
+/* ---- AUTO -------------------------------------------------------------------------------------*/
+
+/* Bytes that a plan does not count: whole pages, stages of further communicators, a trainer's
+ * scalars. */
+#define DTRAIN__UNPLANNED_BYTES ((uint64_t)1 << 20)
+
+/* Find the memory that a strategy may use: what this rank may still allocate, less other_bytes,
+ * which may be more than that. All ranks take the least of theirs, so that they make the same
+ * choice. A sixteenth of memory that nobody has limited stays free: for scratch of kernels and for
+ * others on the machine. */
+DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
+                                                 const dtrain_strategy_desc *desc,
+                                                 dtrain_comm *comm, int64_t *left)
+{
+    dtrain_device *device = world->device;
+    const uint64_t used = (uint64_t)device->allocated_bytes + device->comm_bytes;
+    const uint64_t taken = used + DTRAIN__UNPLANNED_BYTES;
+    uint64_t have = desc->memory_limit;
+    dtrain_result result = DTRAIN_OK;
+    dtrain_device_info info;
+    if (have == 0 && device->limit_bytes)
+        have = device->limit_bytes > taken ? device->limit_bytes - taken : 0;
+    else if (have == 0 && device->ops->host_memory)
+        have = dtrain__free_memory() / 16 * 15 / (uint64_t)world->local_size;
+    else if (have == 0) {
+        memset(&info, 0, sizeof info);
+        result = dtrain_device_query(device, &info);
+        have = info.free_bytes / 16 * 15;
+    }
+    DTRAIN__TRY(dtrain__agree(comm, result));
+    *left = (int64_t)(have < INT64_MAX ? have : INT64_MAX) -
+            (int64_t)(desc->other_bytes < INT64_MAX ? desc->other_bytes : INT64_MAX);
+    return dtrain_all_reduce(comm, left, left, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MIN, NULL);
+}
+
+static const uint32_t dtrain__auto_order[] = {
+    DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
+    DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
+
+/* Make desc that of the i-th candidate; false when these ranks or other fields exclude it. */
+static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t i,
+                                   dtrain_strategy_desc *desc)
+{
+    const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
+    desc->kind = dtrain__auto_order[i];
+    const int nodes = world->node_count, node_size = world->local_size;
+    const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
+                           : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
+                                                                  : DTRAIN_STRATEGY_DDP;
+    if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
+    if (kind->replicas && (nodes == 1 || nodes * node_size != ranks)) return false;
+    if (kind->replicas) desc->node_size = (uint32_t)node_size;
+    return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
+}
+
+/* The result of AUTO: the first candidate that fits, and what the others would have needed. */
+typedef struct dtrain__choice {
+    bool fits;
+    dtrain_strategy_desc desc; /* of the candidate planned last: the one that fits, if any does */
+    dtrain_memory memory;
+    uint64_t step_bytes, least; /* least: bytes of the candidate that needs least */
+    char before[160];           /* what the one before it would have needed */
+} dtrain__choice;
+
+/* Plan the candidates up to the first that needs at most `limit` bytes. Local. */
+static dtrain_result dtrain__choose(dtrain_world *world, const dtrain_param *params, size_t count,
+                                    const dtrain_strategy_desc *given, int ranks, uint64_t limit,
+                                    dtrain__choice *choice)
+{
+    memset(choice, 0, sizeof *choice);
+    choice->least = UINT64_MAX;
+    for (size_t i = 0; i < sizeof dtrain__auto_order / sizeof *dtrain__auto_order; i++) {
+        choice->desc = *given;
+        if (!dtrain__auto_candidate(world, ranks, i, &choice->desc)) continue;
+        DTRAIN__TRY(dtrain__plan_kind(&world->allocator, params, count, &choice->desc, ranks,
+                                      &choice->memory, &choice->step_bytes));
+        const uint64_t total = choice->memory.total;
+        if (total < choice->least) choice->least = total;
+        choice->fits = total <= limit;
+        if (choice->fits) return DTRAIN_OK;
+        snprintf(choice->before, sizeof choice->before, "; %s would need %.1f MiB",
+                 dtrain__row_of(choice->desc.kind)->name, dtrain__mib(total));
+    }
+    if (choice->least < UINT64_MAX) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "dtrain_strategy_create: DTRAIN_STRATEGY_AUTO: none of the kinds that it "
+                       "chooses from with %d ranks takes the rest of the desc; name a kind to hear "
+                       "why not",
+                       ranks);
+}
+
+/* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
+ * the candidates needs. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
+                                                     size_t count,
+                                                     const dtrain_strategy_desc *given, int ranks,
+                                                     uint64_t *bytes)
+{
+    dtrain_strategy_desc desc = *given;
+    const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
+    dtrain_compression_desc compression;
+    dtrain__choice choice;
+    if (desc.kind != DTRAIN_STRATEGY_AUTO) {
+        if (kind && kind->replicas && !desc.node_size) desc.node_size = (uint32_t)world->local_size;
+        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &choice.memory));
+        *bytes = choice.memory.total;
+        return DTRAIN_OK;
+    }
+    DTRAIN__TRY(dtrain__resolve_desc(given, &desc, &compression));
+    DTRAIN__TRY(dtrain__resolve_params(params, count));
+    DTRAIN__TRY(dtrain__choose(world, params, count, &desc, ranks, 0, &choice));
+    *bytes = choice.least;
+    return DTRAIN_OK;
+}
+
+/* Resolve AUTO: take the first candidate that fits. The reason names what the candidate before it
+ * would have needed. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
+{
+    const dtrain_memory *memory;
+    dtrain__choice choice;
+    int64_t left;
+    if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
+    const uint64_t limit = left > 0 ? (uint64_t)left : 0;
+    DTRAIN__TRY(dtrain__agree(strategy->comm,
+                              dtrain__choose(strategy->world, strategy->params,
+                                             strategy->param_count, &strategy->desc,
+                                             dtrain_comm_size(strategy->comm), limit, &choice)));
+    if (!choice.fits)
+        return dtrain_fail(
+            DTRAIN_ERROR_MEMORY,
+            "dtrain_strategy_create: no strategy fits: the smallest needs %.1f MiB a rank for "
+            "parameters, gradients, optimizer and buffers, and %.1f MiB are left for them beside "
+            "%.1f MiB of activations and the rest: %.1f MiB are missing. More ranks, activation "
+            "checkpointing, a smaller batch or, on a GPU, offload would help",
+            dtrain__mib(choice.least), dtrain__mib(limit), dtrain__mib(strategy->desc.other_bytes),
+            dtrain__mib((uint64_t)((int64_t)choice.least - left)));
+    memory = &choice.memory;
+    snprintf(strategy->reason, sizeof strategy->reason,
+             "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
+             "%.1f) of %.1f MiB, and %.1f MiB sent a step%s",
+             dtrain__row_of(choice.desc.kind)->name, dtrain__mib(memory->total),
+             dtrain__mib(memory->params), dtrain__mib(memory->grads),
+             dtrain__mib(memory->optimizer), dtrain__mib(memory->buffers), dtrain__mib(limit),
+             dtrain__mib(choice.step_bytes), choice.before);
+    strategy->desc.kind = choice.desc.kind;
+    strategy->desc.node_size = choice.desc.node_size;
+    return DTRAIN_OK;
 }

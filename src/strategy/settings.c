@@ -4,64 +4,9 @@
  * are checked alone before ranks compare them, and together when AUTO has chosen a kind. */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* ---- Defaults ---------------------------------------------------------------------------------*/
-
-static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
-
-/* *compression is memory for a copy of the desc's. */
-static void dtrain__resolve_zeros(dtrain_strategy_desc *desc, dtrain_compression_desc *compression)
-{
-    desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
-    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
-    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
-    desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
-    if (!desc->bucket_bytes) desc->bucket_bytes = DTRAIN__BUCKET_BYTES;
-    if (!desc->first_bucket_bytes)
-        desc->first_bucket_bytes = desc->bucket_bytes < DTRAIN__FIRST_BUCKET_BYTES
-                                       ? desc->bucket_bytes
-                                       : DTRAIN__FIRST_BUCKET_BYTES;
-    if (!desc->compression) return;
-    *compression = *desc->compression;
-    desc->compression = compression;
-    compression->powersgd_rank = dtrain__or(compression->powersgd_rank, 1);
-    if (compression->topk_ratio == 0) compression->topk_ratio = 0.01f;
-    if (compression->warmup_ratio == 0) compression->warmup_ratio = 0.25f;
-    if (!compression->dense_below) compression->dense_below = 1024;
-    if (!compression->dense_steps) compression->dense_steps = 10;
-}
-
-/* The default of a desc whose kind is known. */
-DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
-                                                  const dtrain__kind_row *kind)
-{
-    if (desc->accumulation) return;
-    desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
-                         : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
-                                              : DTRAIN_ACCUMULATION_LAST;
-}
-
 /* ---- Fields alone -----------------------------------------------------------------------------*/
-
-typedef struct dtrain__bound {
-    bool wrong;
-    const char *field;
-    double value;
-    const char *expected;
-} dtrain__bound;
-
-static dtrain_result dtrain__check_bounds(const dtrain__bound *bounds, size_t count)
-{
-    for (size_t i = 0; i < count; i++)
-        if (bounds[i].wrong)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "dtrain_strategy_create: %s is %.9g; expected %s", bounds[i].field,
-                               bounds[i].value, bounds[i].expected);
-    return DTRAIN_OK;
-}
 
 static bool dtrain__is_float_dtype(uint32_t dtype)
 {
@@ -70,12 +15,29 @@ static bool dtrain__is_float_dtype(uint32_t dtype)
 
 static bool dtrain__is_share(float x) { return x > 0 && x <= 1; } /* NaN is none */
 
-static dtrain_result dtrain__check_compression(const dtrain_compression_desc *how)
+static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
+                                          const dtrain_compression_desc *how)
 {
+    const char *const call = "dtrain_strategy_create";
     const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
     const bool momentum = how->topk_momentum >= 0 && how->topk_momentum < 1;
     const bool rises = !dtrain__is_share(how->warmup_ratio) || how->warmup_ratio < how->topk_ratio;
-    const dtrain__bound bounds[] = {
+    const struct {
+        bool wrong;
+        const char *field;
+        double value;
+        const char *expected;
+    } bounds[] = {
+        {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
+        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR, "missing_gradient",
+         (double)desc->missing_gradient, "a dtrain_missing_gradient"},
+        {desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY, "accumulation",
+         (double)desc->accumulation, "a dtrain_accumulation"},
+        {desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS, "offload", (double)desc->offload,
+         "a sum of DTRAIN_OFFLOAD_*"},
+        {desc->whole_below < 0, "whole_below", (double)desc->whole_below, "a number of elements"},
+        {desc->kept_unit_count && !desc->kept_units, "kept_unit_count",
+         (double)desc->kept_unit_count, "0, for kept_units is NULL"},
         {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
          "a dtrain_compression"},
         {how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED, "sparse_exchange",
@@ -87,65 +49,69 @@ static dtrain_result dtrain__check_compression(const dtrain_compression_desc *ho
         {topk && how->warmup_steps && rises, "warmup_ratio", (double)how->warmup_ratio,
          "at most 1, and a warm-up begins at topk_ratio or above"},
         {topk && !momentum, "topk_momentum", (double)how->topk_momentum, "0 (off) or below 1"},
+        {!topk && how->topk_momentum != 0, "topk_momentum", (double)how->topk_momentum,
+         "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
+        {!topk && how->sparse_exchange, "sparse_exchange", (double)how->sparse_exchange,
+         "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
+        {!topk && how->warmup_steps, "warmup_steps", (double)how->warmup_steps,
+         "0: the kind of compression is not DTRAIN_COMPRESSION_TOPK"},
+        {!how->kind && how->no_error_feedback, "no_error_feedback", 1,
+         "false: there is no compression"},
         {how->dense_below < 0, "dense_below", (double)how->dense_below, "a number of elements"},
     };
-    DTRAIN__TRY(dtrain__check_bounds(bounds, sizeof bounds / sizeof bounds[0]));
-    if (!topk && (how->topk_momentum != 0 || how->sparse_exchange || how->warmup_steps))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_strategy_create: topk_momentum, sparse_exchange or warmup_steps "
-                           "is set, and the kind of compression is not DTRAIN_COMPRESSION_TOPK");
-    if (!how->kind && how->no_error_feedback)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_strategy_create: no_error_feedback is set, and there is no "
-                           "compression");
-    return DTRAIN_OK;
+    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
+        if (bounds[i].wrong)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %s is %.9g; expected %s", call,
+                               bounds[i].field, bounds[i].value, bounds[i].expected);
+    if (dtrain__is_float_dtype(desc->param_dtype) && dtrain__is_float_dtype(desc->reduce_dtype))
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: param_dtype is %s and reduce_dtype %s; expected f32, bf16 or f16", call,
+                       dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
+                       dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
 }
 
-static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc)
-{
-    const char *const call = "dtrain_strategy_create";
-    const dtrain__bound bounds[] = {
-        {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
-        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR, "missing_gradient",
-         (double)desc->missing_gradient, "a dtrain_missing_gradient"},
-        {desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY, "accumulation",
-         (double)desc->accumulation, "a dtrain_accumulation"},
-        {desc->whole_below < 0, "whole_below", (double)desc->whole_below, "a number of elements"},
-        {desc->kept_unit_count && !desc->kept_units, "kept_unit_count",
-         (double)desc->kept_unit_count, "0, for kept_units is NULL"},
-    };
-    DTRAIN__TRY(dtrain__check_bounds(bounds, sizeof bounds / sizeof bounds[0]));
-    if (!dtrain__is_float_dtype(desc->param_dtype) || !dtrain__is_float_dtype(desc->reduce_dtype))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: param_dtype is %s and reduce_dtype %s; expected f32, bf16 or f16",
-                           call, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
-                           dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype));
-    if (desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: offload 0x%x has bits that mean nothing",
-                           call, (unsigned)desc->offload);
-    return desc->compression ? dtrain__check_compression(desc->compression) : DTRAIN_OK;
-}
+/* ---- Defaults ---------------------------------------------------------------------------------*/
 
-/* *desc = the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
- * checked one by one. *compression must live as long as *desc. */
+static uint32_t dtrain__or(uint32_t value, uint32_t usual) { return value ? value : usual; }
+
+/* Make *desc the desc that was given (NULL: a zeroed one), its defaults filled in and its fields
+ * checked one by one. *how, memory for a copy of the desc's compression, must live as long. */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
-                                                   dtrain_compression_desc *compression)
+                                                   dtrain_compression_desc *how)
 {
     memset(desc, 0, sizeof *desc);
+    memset(how, 0, sizeof *how);
     if (given) *desc = *given;
-    dtrain__resolve_zeros(desc, compression);
-    DTRAIN__TRY(dtrain__check_fields(desc));
-    if (desc->compression && !desc->compression->kind) desc->compression = NULL;
-    return DTRAIN_OK;
+    desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
+    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
+    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
+    desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
+    if (!desc->bucket_bytes) desc->bucket_bytes = (size_t)25 << 20;
+    if (!desc->first_bucket_bytes)
+        desc->first_bucket_bytes = (size_t)dtrain__min((int64_t)desc->bucket_bytes, 1 << 20);
+    if (desc->compression) *how = *desc->compression;
+    how->powersgd_rank = dtrain__or(how->powersgd_rank, 1);
+    if (how->topk_ratio == 0) how->topk_ratio = 0.01f;
+    if (how->warmup_ratio == 0) how->warmup_ratio = 0.25f;
+    if (!how->dense_below) how->dense_below = 1024;
+    if (!how->dense_steps) how->dense_steps = 10;
+    desc->compression = how->kind ? how : NULL;
+    return dtrain__check_fields(desc, how);
 }
 
 /* ---- Fields together --------------------------------------------------------------------------*/
 
-/* A sentence names the field, then, where it says %s, the kind. */
-DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
-                                                        const dtrain__kind_row *kind)
+/* Fill in the default of a desc whose kind is known, and refuse what does not go together. A
+ * sentence names the field, then, where it says %s, the kind. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
+                                                   const dtrain__kind_row *kind)
 {
+    if (!desc->accumulation)
+        desc->accumulation = kind->replicas       ? DTRAIN_ACCUMULATION_SHARD_EVERY
+                             : kind->shards.grads ? DTRAIN_ACCUMULATION_EVERY
+                                                  : DTRAIN_ACCUMULATION_LAST;
     const dtrain_compression_desc *how = desc->compression;
     const dtrain__classes *shards = &kind->shards;
     const bool last = desc->accumulation == DTRAIN_ACCUMULATION_LAST;
@@ -175,16 +141,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
          "would send the same again and again; use DTRAIN_ACCUMULATION_LAST"},
         {how && how->topk_momentum > 0 && how->no_error_feedback,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
-        {powersgd && desc->hierarchical,
-         "hierarchical cuts buckets in slices, and PowerSGD needs whole matrices; use "
-         "DTRAIN_COMPRESSION_TOPK or reduce_dtype with it"},
-        {powersgd && desc->reduce_dtype != DTRAIN_DTYPE_F32,
-         "reduce_dtype: PowerSGD's factors travel as fp32"},
-        {desc->hierarchical && kind->owners,
-         "hierarchical: %s sends whole tensors to their owners, wherever they are; use "
-         "DTRAIN_STRATEGY_FULL_SHARD"},
-        {desc->hierarchical && kind->replicas,
-         "hierarchical: %s goes node by node by itself; leave it out"},
+        {powersgd && (desc->hierarchical || desc->reduce_dtype != DTRAIN_DTYPE_F32),
+         "PowerSGD needs whole matrices, and its factors travel as fp32: use "
+         "DTRAIN_COMPRESSION_TOPK with hierarchical or reduce_dtype"},
+        {desc->hierarchical && (kind->owners || kind->replicas),
+         "hierarchical: %s sends whole tensors to their owners (zero3), or goes node by node by "
+         "itself (hybrid_shard); leave it out"},
         {desc->node_size && !kind->replicas && !desc->hierarchical,
          "node_size means something to DTRAIN_STRATEGY_HYBRID_SHARD and to hierarchical only, not "
          "to %s"},
@@ -197,11 +159,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
         {host_params && !shards->params,
          "DTRAIN_OFFLOAD_PARAMS: %s needs whole parameters on the device; use "
          "DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3 or DTRAIN_STRATEGY_HYBRID_SHARD"},
-        {host_grads && !shards->grads,
-         "DTRAIN_OFFLOAD_GRADS: %s keeps whole gradients on the device; use "
-         "DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it"},
-        {host_grads && last,
-         "DTRAIN_OFFLOAD_GRADS: DTRAIN_ACCUMULATION_LAST keeps whole gradients on the device; use "
+        {host_grads && (!shards->grads || last),
+         "DTRAIN_OFFLOAD_GRADS: %s, or DTRAIN_ACCUMULATION_LAST, keeps whole gradients on the "
+         "device; use DTRAIN_STRATEGY_SHARD_GRAD_OP or a kind below it, and "
          "DTRAIN_ACCUMULATION_EVERY"},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
@@ -215,7 +175,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_de
 
 /* ---- All ranks have the same ------------------------------------------------------------------*/
 
-/* Compares what decides which collectives a step makes and in which order, or what values it starts
+/* Compare what decides which collectives a step makes and in which order, or what values it starts
  * from. Ranks may differ in who owns the gradients, and in no_overlap where nothing is gathered: a
  * unit that is fetched ahead comes before the gradients of the one after it. */
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy)
@@ -223,12 +183,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     const dtrain_strategy_desc *desc = &strategy->desc;
     const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
     const size_t kept_bytes = (size_t)desc->kept_unit_count * sizeof *desc->kept_units;
-    dtrain_compression_desc how;
+    const dtrain_compression_desc *how = &strategy->compression;
     const bool ahead = (!kind || kind->shards.params) && !desc->no_overlap;
     static const char *const methods[] = {"none", "top-k", "PowerSGD"};
     char text[720];
-    memset(&how, 0, sizeof how);
-    if (desc->compression) how = *desc->compression;
     snprintf(
         text, sizeof text,
         "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
@@ -243,11 +201,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
         (long long)desc->whole_below, desc->first_bucket_bytes, desc->bucket_bytes,
-        (unsigned long long)desc->init_seed, ahead, methods[how.kind],
-        (unsigned)how.sparse_exchange, (unsigned)how.powersgd_rank, desc->hierarchical,
-        how.no_error_feedback, (double)how.topk_ratio, (double)how.topk_momentum,
-        (double)how.warmup_ratio, (long long)how.dense_below, (unsigned long long)how.dense_steps,
-        (unsigned long long)how.warmup_steps);
-    return dtrain__registration_compare(strategy->comm, strategy->params, strategy->param_count,
-                                        text, strategy->gathered);
+        (unsigned long long)desc->init_seed, ahead, methods[how->kind],
+        (unsigned)how->sparse_exchange, (unsigned)how->powersgd_rank, desc->hierarchical,
+        how->no_error_feedback, (double)how->topk_ratio, (double)how->topk_momentum,
+        (double)how->warmup_ratio, (long long)how->dense_below,
+        (unsigned long long)how->dense_steps, (unsigned long long)how->warmup_steps);
+    return dtrain__registration_compare(strategy, text);
 }

@@ -18,14 +18,11 @@
  * is added or put from there. */
 
 #include "core/platform_internal.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 /* ---- The alternating buffers ------------------------------------------------------------------*/
 
-/* Empties the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
+/* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
  * has reduced it, if what travels between nodes is the shard. */
 static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 {
@@ -41,7 +38,7 @@ static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
     return DTRAIN_OK;
 }
 
-/* Makes the alternating buffer of a unit's gradients free for them: what the unit before the last
+/* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
  * left there has been reduced. A unit without gradients needs no buffer. */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
 {
@@ -56,7 +53,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint
     return dtrain__vacate_work(strategy, bucket);
 }
 
-/* Does one of the alternating buffers hold gradients that have not been launched? */
+/* Tell whether one of the alternating buffers holds gradients that have not been launched. */
 static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -64,11 +61,11 @@ static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
     const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
     if (b == DTRAIN__NONE || b < strategy->launched) return false;
     for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && dtrain__holds_part(&strategy->params[i])) return true;
+        if (layout->entries[i].bucket == b && strategy->params[i].state.grad_written) return true;
     return false;
 }
 
-/* Does another unit make gradients where this bucket's would be made? */
+/* Tell whether another unit makes gradients where this bucket's would be made. */
 DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket)
 {
@@ -77,7 +74,7 @@ DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
     return strategy->working[turn] != bucket->unit && dtrain__work_is_live(strategy, turn);
 }
 
-/* Reduces zeros for a unit that lies behind the one in which this backward has begun. Its own
+/* Reduce zeros for a unit that lies behind the one in which this backward has begun. Its own
  * buffer is taken: it borrows the other, and gives it back at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
@@ -95,7 +92,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy
     for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
         if (strategy->layout.entries[i].bucket == index) strategy->layout.entries[i].pending = 0;
     bucket->pending = 0;
-    bucket->grads = strategy->layout.work_grads[other];
+    bucket->grads = strategy->layout.turns.grads[other];
     dtrain_result result = strategy->device->ops->zero(strategy->device, bucket->grads,
                                                        (size_t)bucket->count * sizeof(float));
     if (result == DTRAIN_OK) result = dtrain__reduce_start(strategy, index);
@@ -107,7 +104,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy
 
 /* ---- To the shard -----------------------------------------------------------------------------*/
 
-/* The place where the fp32 result of this backward is to be. */
+/* Return the place where the fp32 result of this backward is to be. */
 static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
     if (bucket->work && (strategy->accumulated || bucket->grad_home->host))
@@ -145,15 +142,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
-    float *target = dtrain__reduce_target(strategy, bucket);
-    DTRAIN__TRY(
-        dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, target));
-    if (strategy->kind->replicas) return DTRAIN_OK;
-    return dtrain__scale(strategy, bucket, target, bucket->shard_count);
+    return dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
+                             bucket->shard_first, bucket->shard_count, !strategy->kind->replicas);
 }
 
-/* The end of a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is
- * also put there when the result is of the first. */
+/* End a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is also put
+ * there when the result is of the first. */
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     const float *result = dtrain__reduce_target(strategy, bucket);
@@ -170,42 +164,36 @@ DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrai
  * With HYBRID_SHARD the shards of a node are summed with those of the other nodes: either every
  * micro-batch's result (REPLICAS), or at last what the shard has summed up (REPLICAS_AT_LAST). */
 
-static bool dtrain__sums_shard(const dtrain_strategy *strategy)
+/* Tell whether it is the shard, and return the place in device memory where this node's sum becomes
+ * that of all nodes. */
+static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                  bool *at_last)
 {
-    return strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-}
-
-/* The place in device memory where this node's sum becomes that of all nodes. */
-static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    if (dtrain__sums_shard(strategy) && !bucket->grad_home->host) return bucket->grad_shard;
+    *at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (*at_last && !bucket->grad_home->host) return bucket->grad_shard;
     return dtrain__reduce_target(strategy, bucket);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
                                                      dtrain__bucket *bucket)
 {
-    const dtrain__home *home = bucket->grad_home;
-    float *sum = dtrain__replica_sum(strategy, bucket);
-    void *wire;
-    if (dtrain__sums_shard(strategy) && strategy->accumulated) {
+    bool at_last;
+    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
+    if (at_last && strategy->accumulated) {
         DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
-        if (home->get) DTRAIN__TRY(home->get(strategy, bucket, sum));
+        if (bucket->grad_home->get) DTRAIN__TRY(bucket->grad_home->get(strategy, bucket, sum));
     }
-    DTRAIN__TRY(
-        dtrain__to_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, &wire));
-    return dtrain_all_reduce(strategy->groups[DTRAIN__ACROSS], wire, wire,
-                             (size_t)bucket->shard_count, (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy, bucket), bucket->reduces);
+    return dtrain__reduce_all(strategy, bucket, strategy->groups[DTRAIN__ACROSS], sum,
+                              bucket->shard_first, bucket->shard_count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
                                                    dtrain__bucket *bucket)
 {
-    const dtrain__home *home = bucket->grad_home;
-    float *sum = dtrain__replica_sum(strategy, bucket);
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->shard_first, bucket->shard_count, sum));
-    DTRAIN__TRY(dtrain__scale(strategy, bucket, sum, bucket->shard_count));
-    if (!dtrain__sums_shard(strategy) || !home->put) return DTRAIN_OK;
-    return home->put(strategy, bucket, sum, false);
+    bool at_last;
+    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
+    DTRAIN__TRY(
+        dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
+    if (!at_last || !bucket->grad_home->put) return DTRAIN_OK;
+    return bucket->grad_home->put(strategy, bucket, sum, false);
 }

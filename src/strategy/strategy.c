@@ -30,69 +30,49 @@
  * another: HYBRID_SHARD has its own bits.) */
 
 #include "core/platform_internal.h"
-#include "core/core_internal.h"
-#include "comm/comm.h"
-#include "strategy/compression_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/strategy_internal.h"
-#include "device/backend.h"
 
 /* ---- The kinds --------------------------------------------------------------------------------*/
 
 /* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
- * need them; and whether every node has a replica, so that shards are summed across nodes. */
+ * need them; and whether every node has a replica, so that shards are summed across nodes. In the
+ * order of their numbers, from DTRAIN_STRATEGY_DDP on. */
 static const dtrain__kind_row dtrain__kind_rows[] = {
-    /* kind, name, {state, grads, params are sharded}, owners, replicas */
-    {DTRAIN_STRATEGY_DDP, "ddp", {false, false, false}, false, false},
-    {DTRAIN_STRATEGY_ZERO1, "zero1", {true, false, false}, false, false},
-    {DTRAIN_STRATEGY_SHARD_GRAD_OP, "shard_grad_op", {true, true, false}, false, false},
-    {DTRAIN_STRATEGY_FULL_SHARD, "full_shard", {true, true, true}, false, false},
-    {DTRAIN_STRATEGY_ZERO3, "zero3", {true, true, true}, true, false},
-    {DTRAIN_STRATEGY_HYBRID_SHARD, "hybrid_shard", {true, true, true}, false, true},
+    /* name, {state, grads, params are sharded}, owners, replicas */
+    {"ddp", {false, false, false}, false, false},
+    {"zero1", {true, false, false}, false, false},
+    {"shard_grad_op", {true, true, false}, false, false},
+    {"full_shard", {true, true, true}, false, false},
+    {"zero3", {true, true, true}, true, false},
+    {"hybrid_shard", {true, true, true}, false, true},
 };
 
-/* Finds the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
+/* Find the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 {
-    const size_t count = sizeof dtrain__kind_rows / sizeof dtrain__kind_rows[0];
-    if (kind == DTRAIN_STRATEGY_DEFAULT) kind = DTRAIN_STRATEGY_DDP;
-    for (size_t i = 0; i < count; i++)
-        if (dtrain__kind_rows[i].kind == kind) return &dtrain__kind_rows[i];
-    return NULL;
+    if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
+    return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
 }
 
-enum {
-    DTRAIN__BY_NOTHING,
-    DTRAIN__BY_ALL_REDUCE,
-    DTRAIN__BY_REDUCE_SCATTER,
-    DTRAIN__BY_REPLICAS,
-    DTRAIN__BY_REPLICAS_AT_LAST,
-    DTRAIN__BY_NODE_SCATTER,
-    DTRAIN__BY_NODE_GATHER,
-    DTRAIN__BY_TOPK_GATHER,
-    DTRAIN__BY_TOPK_TRADE,
-    DTRAIN__BY_TOPK_PUBLISH,
-    DTRAIN__BY_P,
-    DTRAIN__BY_Q
-};
-
-/* Begin and end of each; the order is that of the numbers above. */
-static const dtrain__step dtrain__steps[] = {
-    {NULL, NULL, false}, /* one rank: its mean is what it has */
-    {dtrain__all_reduce_begin, dtrain__all_reduce_end, false},
-    {dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, false},
+/* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
+static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
+static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
+                                                   false};
+static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
+                                                       dtrain__reduce_scatter_end, false};
+static const dtrain__step dtrain__by_replicas[] = {
     {dtrain__replicas_begin, dtrain__replicas_end, false},
-    {dtrain__replicas_begin, dtrain__replicas_end, true},
-    {dtrain__node_scatter_begin, NULL, false},
-    {dtrain__node_gather_begin, NULL, false},
-    {dtrain__topk_gather_begin, dtrain__topk_gather_end, false},
-    {dtrain__topk_trade_begin, dtrain__topk_trade_end, false},
-    {dtrain__topk_publish_begin, dtrain__topk_publish_end, false},
-    {dtrain__p_begin, dtrain__p_end, false},
-    {dtrain__q_begin, dtrain__q_end, false},
+    {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
 };
+static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
+static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
+static const dtrain__step dtrain__by_topk = {dtrain__topk_begin, dtrain__topk_end, false};
+static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
+                                                     dtrain__topk_publish_end, false};
+static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
+static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
 
-/* Chooses the ways of the step that begins:
+/* Choose the ways of the step that begins:
  *
  *                    whole buckets                           sharded buckets
  *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
@@ -103,30 +83,27 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
-    const dtrain__step *steps = dtrain__steps;
     const dtrain_compression_desc *how = layout->compression;
     const bool nodes = layout->node_ranks > 1;
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
     if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
     memset(strategy->ways, 0, sizeof strategy->ways);
     if (layout->all == 1) {
-        *whole = *sharded = &steps[DTRAIN__BY_NOTHING];
+        *whole = *sharded = &dtrain__by_nothing;
         return;
     }
-    if (nodes) *whole++ = *sharded++ = &steps[DTRAIN__BY_NODE_SCATTER];
-    if (!how) *whole++ = &steps[DTRAIN__BY_ALL_REDUCE];
+    if (nodes) *whole++ = *sharded++ = &dtrain__by_node_scatter;
+    if (!how) *whole++ = &dtrain__by_all_reduce;
     else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        *whole++ = &steps[DTRAIN__BY_P];
-        *whole++ = &steps[DTRAIN__BY_Q];
-    } else if (dtrain__is_balanced(how)) {
-        *whole++ = &steps[DTRAIN__BY_TOPK_TRADE];
-        *whole++ = &steps[DTRAIN__BY_TOPK_PUBLISH];
-    } else *whole++ = &steps[DTRAIN__BY_TOPK_GATHER];
-    if (nodes) *whole++ = &steps[DTRAIN__BY_NODE_GATHER];
-    *sharded++ = &steps[DTRAIN__BY_REDUCE_SCATTER];
-    if (strategy->kind->replicas)
-        *sharded++ = &steps[strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY
-                                ? DTRAIN__BY_REPLICAS_AT_LAST
-                                : DTRAIN__BY_REPLICAS];
+        *whole++ = &dtrain__by_p;
+        *whole++ = &dtrain__by_q;
+    } else {
+        *whole++ = &dtrain__by_topk;
+        if (dtrain__is_balanced(how)) *whole++ = &dtrain__by_topk_publish;
+    }
+    if (nodes) *whole++ = &dtrain__by_node_gather;
+    *sharded++ = &dtrain__by_reduce_scatter;
+    if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
@@ -137,15 +114,7 @@ static bool dtrain__only_adds(const dtrain_strategy *strategy)
     return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
 }
 
-/* Does a storage's grad hold a part of this step's gradient? The tape says so at its first write,
- * ready for a host with its own backward; dtrain__rewind takes it back when the gradient has been
- * moved on. A gradient of which nobody holds a part in the whole step counts as zero. */
-DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage)
-{
-    return storage->state.grad_written;
-}
-
-/* Copies a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
+/* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
  * there. */
 static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
                                        bool back)
@@ -158,7 +127,8 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? place : storage->grad, bytes);
 }
 
-/* Constant time: three counters tell what became final, no list is searched. */
+/* Count a final gradient, in constant time: three counters tell what became final, no list is
+ * searched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
 {
     dtrain__layout *layout = &strategy->layout;
@@ -175,7 +145,10 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     return dtrain__progress(strategy);
 }
 
-/* While gradients only add up, nothing tells where one backward ends and the next begins: marks
+/* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
+ * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
+ * on. A gradient of which nobody holds a part in the whole step counts as zero.
+ * While gradients only add up, nothing tells where one backward ends and the next begins: marks
  * are not kept. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
@@ -215,24 +188,26 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Launches complete buckets in their order, up to the first that waits for a gradient. Frozen
+/* Launch complete buckets in their order, up to the first that waits for a gradient. Frozen
  * buckets have no gradients. */
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
 {
     for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
         if (bucket->pending) break;
-        if (bucket->trainable && dtrain__steps_are_placed(strategy))
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, strategy->launched));
-        if (bucket->trainable) DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
-        else bucket->stage = DTRAIN__REDUCED;
+        bucket->stage = DTRAIN__REDUCED;
+        if (!bucket->trainable) continue;
+        if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
+            for (size_t b = strategy->oldest; b < strategy->launched; b++)
+                DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
     }
     return DTRAIN_OK;
 }
 
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
-/* Step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
+/* Return step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
@@ -240,7 +215,7 @@ static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
-/* Begins the first step of a bucket's way. */
+/* Begin the first step of a bucket's way. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -249,7 +224,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, si
     return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
 }
 
-/* Waits for the collectives of a bucket's step, ends it and begins the next one. */
+/* Wait for the collectives of a bucket's step, end it and begin the next one. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b)
 {
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -271,14 +246,7 @@ DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
     return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
 }
 
-/* Takes all buckets under way one step further, in their order: called at such a place. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end)
-{
-    for (size_t b = strategy->oldest; b < end; b++) DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-    return DTRAIN_OK;
-}
-
-/* Gives the communicator a turn at every ready: without a progress thread, buckets move only then.
+/* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
  * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
  * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
  * step when all of those have. */
@@ -293,7 +261,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
         while (bucket->stage != DTRAIN__REDUCED) {
             if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
                 break;
-            DTRAIN__TRY(dtrain__test_works(strategy, bucket->reduces, &done));
+            done = true;
+            for (size_t i = 0; i < strategy->works_per_bucket && done; i++)
+                DTRAIN__TRY(dtrain_work_test(bucket->reduces[i], &done));
             if (!done) break;
             DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         }
@@ -304,17 +274,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Finishes buckets in their order; while one is waited for, those behind it go on. */
+/* Finish buckets in their order; while one is waited for, those behind it go on. Where steps are
+ * placed, this is such a place: all buckets under way go one step further. */
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
     while (strategy->oldest < end) {
-        if (dtrain__steps_are_placed(strategy)) {
-            DTRAIN__TRY(dtrain__reduce_step_all(strategy, end));
-        } else {
-            DTRAIN__TRY(dtrain__progress(strategy));
-            if (strategy->oldest < end)
-                DTRAIN__TRY(dtrain__reduce_await(strategy, strategy->oldest));
-        }
+        DTRAIN__TRY(dtrain__progress(strategy));
+        const size_t stop = dtrain__steps_are_placed(strategy) ? end : strategy->oldest + 1;
+        for (size_t b = strategy->oldest; b < stop && b < end; b++)
+            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
         while (strategy->oldest < end &&
                strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
             strategy->oldest++;
@@ -339,26 +307,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
     return strategy->device->ops->convert(strategy->device, &args);
 }
 
-/* *wire = x (count elements of the bucket, from `first` on) as it travels. */
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              float *x, int64_t first, int64_t count, void **wire)
-{
-    *wire = x;
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
-                           strategy->desc.reduce_dtype);
-}
-
-/* x (count elements of the bucket, from `first` on) = what has come. */
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                int64_t first, int64_t count, float *x)
-{
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    return dtrain__convert(strategy, count, bucket->low_grads + first, strategy->desc.reduce_dtype,
-                           x, DTRAIN_DTYPE_F32);
-}
-
 /* Do two collectives make this bucket's mean? Then they sum, and one factor follows at the end. In
  * fp16 a sum may be too large where the mean is not: there each of them makes a mean. */
 DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
@@ -375,7 +323,7 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
     return dtrain__sums_first(strategy, bucket) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
 }
 
-/* Applies the factor of sums: x (count elements of the bucket) becomes the mean. */
+/* Apply the factor of sums: x (count elements of the bucket) becomes the mean. */
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count)
 {
@@ -385,30 +333,60 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
     return strategy->device->ops->axpby(strategy->device, &mean);
 }
 
+/* Make *wire x (count elements of the bucket, from `first` on) as it travels. */
+DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                              float *x, int64_t first, int64_t count, void **wire)
+{
+    *wire = x;
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    *wire = bucket->low_grads + first;
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
+}
+
+/* Make x (count elements of the bucket, from `first` on) what has come, or if that was the last
+ * collective the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                float *x, int64_t first, int64_t count, bool last)
+{
+    if (dtrain__reduces_low(strategy))
+        DTRAIN__TRY(dtrain__convert(strategy, count, bucket->low_grads + first,
+                                    strategy->desc.reduce_dtype, x, DTRAIN_DTYPE_F32));
+    return last ? dtrain__scale(strategy, bucket, x, count) : DTRAIN_OK;
+}
+
+/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 dtrain_comm *comm, float *x, int64_t first,
+                                                 int64_t count)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
+    return dtrain_all_reduce(comm, wire, wire, (size_t)count,
+                             (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), bucket->reduces);
+}
+
 /* ALL_REDUCE of a whole bucket: everything among all ranks, or between nodes this rank's slice, its
  * hop. */
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
-                                bucket->hop_first, bucket->hop_count, &wire));
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), wire, wire,
-                             (size_t)bucket->hop_count, (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy, bucket), bucket->reduces);
+    return dtrain__reduce_all(strategy, bucket, dtrain__hop_comm(strategy, bucket),
+                              bucket->grads + bucket->hop_first, bucket->hop_first,
+                              bucket->hop_count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
                                                      dtrain__bucket *bucket)
 {
-    float *hop = bucket->grads + bucket->hop_first;
-    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, bucket->hop_first, bucket->hop_count, hop));
-    return dtrain__scale(strategy, bucket, hop, bucket->hop_count);
+    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->hop_first, bucket->hop_first,
+                             bucket->hop_count, true);
 }
 
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
 
-/* Makes a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
+/* Make a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
  * or another use has left counts, the rest is zero. */
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
@@ -421,7 +399,7 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
         dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
-        if (dtrain__holds_part(p)) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
@@ -431,7 +409,7 @@ static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__buc
     return DTRAIN_OK;
 }
 
-/* Closes and launches buckets up to `end`, one by one: a buffer is zeroed for the next only when
+/* Close and launch buckets up to `end`, one by one: a buffer is zeroed for the next only when
  * the one before it has been launched. */
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
@@ -442,49 +420,39 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
     return DTRAIN_OK;
 }
 
-/* Names at most eight parameters that ready has not seen in this step; returns how many there
- * are. An empty tensor misses nothing. only_new: leave out those that were named before. */
-static size_t dtrain__list_missing(dtrain_strategy *strategy, bool only_new, char *text,
-                                   size_t room)
+/* Report parameters that ready has not seen in this step, at most eight by name; a warning names
+ * one once, and an empty tensor misses nothing. All buckets have been launched: whatever this rank
+ * lacks, the others are not left waiting. */
+static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
+    const char *const call = "dtrain_strategy_finish";
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
+    char names[640] = "";
     size_t count = 0, used = 0;
-    text[0] = 0;
+    dtrain_result result = DTRAIN_OK;
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || entry->seen || !p->count) continue;
-        if (only_new && entry->warned) continue;
+        if (!entry->trainable || entry->seen || !p->count || (entry->warned && !strict)) continue;
         entry->warned = true;
-        if (count++ < 8 && used < room)
-            used += (size_t)snprintf(text + used, room - used, "%s\"%.60s\"", used ? ", " : "",
-                                     p->name);
+        if (count++ < 8) /* 64 bytes each: there is room for them */
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
+                                     used ? ", " : "", p->name);
     }
-    if (count > 8 && used < room) snprintf(text + used, room - used, " and %zu more", count - 8);
-    return count;
-}
-
-/* All buckets have been launched: whatever this rank lacks, the others are not left waiting. */
-static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
-{
-    char names[640];
-    dtrain_result result = DTRAIN_OK;
-    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
-    const size_t count = dtrain__list_missing(strategy, !strict, names, sizeof names);
+    if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
     if (count && !strict)
         dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
-                   "dtrain_strategy_finish: no gradient from this backward, zero is used: %s",
-                   names);
+                   "%s: no gradient from this backward, zero is used: %s", call, names);
     if (!strict) return DTRAIN_OK;
     if (count)
-        result = dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_strategy_finish: no gradient from this backward: %s; mark them with "
-            "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
-            names);
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: no gradient from this backward: %s; mark them with "
+                             "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
+                             call, names);
     return dtrain__agree(strategy->comm, result);
 }
 
-/* Copies whole gradients back to the arrays of a host that has its own. */
+/* Copy whole gradients back to the arrays of a host that has its own. */
 static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -496,7 +464,7 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Sets the state between two backwards, and between two steps. Work buffers have been emptied: the
+/* Set the state between two backwards, and between two steps. Work buffers have been emptied: the
  * next backward overwrites them. Whole gradients go on until the step ends. */
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
@@ -544,17 +512,14 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     return missing;
 }
 
-/* Between finish and publish: what the optimizer updates on this rank. */
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count)
 {
     if (shards) *shards = NULL;
     if (count) *count = 0;
     if (!strategy || !shards || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_strategy_shards: %s is NULL",
-                           !strategy ? "strategy"
-                           : !shards ? "shards"
-                                     : "count");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_shards: strategy, shards or count is NULL");
     *shards = strategy->shards;
     *count = strategy->shard_count;
     return DTRAIN_OK;
@@ -570,14 +535,13 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
     if (!strategy->layout.shards.state) return DTRAIN_OK;
     if (!strategy->layout.shards.params)
         return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__settle_gathers(strategy)));
-    dtrain__forget_units(strategy);
-    return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
 }
 
 /* ---- Handles ----------------------------------------------------------------------------------*/
 
-/* Every handle goes back, also after an error: waiting on a failed communicator returns at once. */
+/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
+ * returns at once. */
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works)
 {
@@ -590,15 +554,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
     return result;
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
-                                                 dtrain_work **works, bool *done)
-{
-    *done = true;
-    for (size_t i = 0; i < strategy->works_per_bucket && *done; i++)
-        if (works[i]) DTRAIN__TRY(dtrain_work_test(works[i], done));
-    return DTRAIN_OK;
-}
-
 /* ---- Failure ----------------------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
@@ -609,7 +564,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
     return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
 }
 
-/* Fails all communicators, wherever other ranks may be waiting; returns the error that stands. */
+/* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text)
 {

@@ -127,7 +127,7 @@ typedef struct dtrain_strategy_desc {
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
-/* Makes a strategy. Collective. Compares the registration of all ranks (names, shapes, units,
+/* Make a strategy. Collective. It compares the registration of all ranks (names, shapes, units,
  * flags, initialisation and the desc, except no_overlap where parameters are whole; a difference is
  * DTRAIN_ERROR_MISMATCH naming the first parameter that differs), allocates what the host left
  * NULL, initialises or broadcasts rank 0's values, plans the buckets. An error on one rank is an
@@ -141,33 +141,34 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 size_t param_count,
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
-/* Frees a strategy and the memory that the library owns; the params' pointers to it become NULL.
+/* Free a strategy and the memory that the library owns; the params' pointers to it become NULL.
  * Local. With buckets still in flight the communicator fails, so that the other ranks do not
  * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Called before and after a unit's forward or backward: its parameters are whole in between.
+/* Gather a unit's parameters before its forward or backward: they are whole until release.
  * Collective where parameters are sharded. A unit that is not due (a pass begins with the first,
  * forward goes to the next, backward to an earlier one) is an error that names the one that is. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
+/* Release a unit's parameters after its forward or backward. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
-/* params[index]'s gradient is final for this backward; communication of its bucket may start.
+/* Mark params[index]'s gradient final for this backward; communication of its bucket may start.
  * Every trainable entry is marked once per backward, an alias and its target each. Marking one
  * twice between two finishes is an error that names it. Never blocks for other ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
-/* Ends a backward: handles parameters that were not marked, waits for all buckets; after a step's
- * last backward the gradients, or this rank's shards of them, hold the mean over the ranks.
+/* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
+ * backward the gradients, or this rank's shards of them, hold the mean over the ranks.
  * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
  * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 
-/* Gradient accumulation: true before every micro-batch but the last, false before the last (and
- * where there is only one). While true, finish leaves the step open and gradients add up, here or
- * in shards as desc.accumulation says (a host's own backward must add where
- * param->state.grad_written, the tape does it by itself). Changing it in the middle of a backward
- * is an error. */
+/* Say whether further micro-batches of this step follow the next backward: true before every
+ * micro-batch but the last, false before the last (and where there is only one). While true, finish
+ * leaves the step open and gradients add up, here or in shards as desc.accumulation says (a host's
+ * own backward must add where param->state.grad_written, the tape does it by itself). Changing it
+ * in the middle of a backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
@@ -180,15 +181,19 @@ typedef struct dtrain_shard {
     float *value;
     const float *grad;
 } dtrain_shard;
+
+/* List what the optimizer updates on this rank, between finish and publish. Local. The list is
+ * valid until the strategy is destroyed. */
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
-/* Brings updated shards to where the next forward reads them. Collective. */
+/* Bring updated shards to where the next forward reads them. Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy);
 
 typedef struct dtrain_strategy_info {
     dtrain_strategy_desc desc; /* as resolved: kind is never AUTO; compression is the strategy's */
     const char *name;          /* "full_shard" */
+    dtrain_comm *comm;         /* all its ranks: those over which gradients are averaged */
     size_t param_count, bucket_count, unit_count;
     int shard_ranks, replicas;                   /* N = shard_ranks * replicas */
     uint64_t trainable_elements, total_elements; /* aliases counted once */
@@ -202,15 +207,15 @@ typedef struct dtrain_strategy_info {
     uint64_t sync_count;   /* steps that were reduced */
     char reason[400];      /* AUTO: why this kind; empty otherwise */
 } dtrain_strategy_info;
+
+/* Fill in what a strategy is and what it holds on this rank; zeros for NULL. Local. */
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
-DTRAIN_API dtrain_comm *dtrain_strategy_comm(dtrain_strategy *strategy);
-
-/* Copies the whole value of params[index] to host (its count elements), on every rank.
+/* Copy the whole value of params[index] to host (its count elements), on every rank.
  * Collective. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
-/* Hashes the bits of every parameter and compares the hashes across ranks (collective): replicas
+/* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
  * the same model under every kind. *hash may be NULL. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);

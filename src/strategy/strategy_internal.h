@@ -1,9 +1,12 @@
 /* The strategy, and what its files call of one another
  *
+ * Every file of the room includes it, and with it the interfaces of core, world, communicator and
+ * device that they share.
+ *
  * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
  * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
- * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c, values.c,
- * settings.c, create.c (how it all comes to be), query.c, plan.c, auto.c. */
+ * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c,
+ * settings.c, create.c (how it all comes to be), query.c, plan.c. */
 
 #pragma once
 
@@ -11,28 +14,22 @@
 #include "core/core_internal.h"
 #include "core/dtype.h"
 #include "core/log.h"
-#include "core/result.h"
 #include "world/world_internal.h"
-#include "comm/backend.h"
 #include "comm/comm.h"
-#include "strategy/compression.h"
 #include "strategy/layout_internal.h"
 #include "strategy/memory.h"
-#include "strategy/params.h"
-#include "strategy/strategy.h"
 #include "device/backend.h"
-#include "device/device.h"
 
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
 
-typedef dtrain_result (*dtrain__step_fn)(dtrain_strategy *strategy, dtrain__bucket *bucket);
+typedef dtrain_result dtrain__step_fn(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* One collective, or a few at once, of a bucket on its way from gradients to their mean: begin does
  * what has to be done before and starts them, end what has to be done when they are over. NULL:
  * nothing. */
 typedef struct dtrain__step {
-    dtrain__step_fn begin, end;
+    dtrain__step_fn *begin, *end;
     bool last_only; /* in a step's last micro-batch only, on the shard that sums all of them up */
 } dtrain__step;
 
@@ -89,11 +86,10 @@ struct dtrain_strategy {
 
     /* Memory. */
     dtrain_allocator allocator;
-    size_t block_bytes[DTRAIN__CLASSES]; /* allocated */
-    dtrain_work **works;                 /* (param_count, 2 works_per_bucket): those of buckets */
-    dtrain_shard *shards;                /* (param_count), shard_count in use */
-    int64_t *gathered;                   /* (ranks): scratch */
-    double *sum_squares;                 /* (1) device memory: of the gradients, for clipping */
+    dtrain_work **works;  /* (param_count, 2 works_per_bucket): those of buckets */
+    dtrain_shard *shards; /* (param_count), shard_count in use */
+    int64_t *gathered;    /* (ranks): scratch */
+    double *sum_squares;  /* (1) device memory: of the gradients, for clipping */
     size_t works_per_bucket, shard_count;
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
@@ -101,41 +97,20 @@ struct dtrain_strategy {
     char reason[400];
 };
 
-#define DTRAIN__FIRST_BUCKET_BYTES ((size_t)1 << 20)
-#define DTRAIN__BUCKET_BYTES ((size_t)25 << 20)
-
 #define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
 
 /* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
-#define DTRAIN__STEP(name) \
-    DTRAIN__PRIVATE dtrain_result dtrain__##name(dtrain_strategy *strategy, dtrain__bucket *bucket)
-DTRAIN__STEP(all_reduce_begin);
-DTRAIN__STEP(all_reduce_end);
-DTRAIN__STEP(reduce_scatter_begin);
-DTRAIN__STEP(reduce_scatter_end);
-DTRAIN__STEP(replicas_begin);
-DTRAIN__STEP(replicas_end);
-DTRAIN__STEP(node_scatter_begin);
-DTRAIN__STEP(node_gather_begin);
-DTRAIN__STEP(topk_gather_begin);
-DTRAIN__STEP(topk_gather_end);
-DTRAIN__STEP(topk_trade_begin);
-DTRAIN__STEP(topk_trade_end);
-DTRAIN__STEP(topk_publish_begin);
-DTRAIN__STEP(topk_publish_end);
-DTRAIN__STEP(p_begin);
-DTRAIN__STEP(p_end);
-DTRAIN__STEP(q_begin);
-DTRAIN__STEP(q_end);
-#undef DTRAIN__STEP
+DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
+    dtrain__replicas_end, dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__topk_begin,
+    dtrain__topk_end, dtrain__topk_publish_begin, dtrain__topk_publish_end, dtrain__p_begin,
+    dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
-DTRAIN__PRIVATE bool dtrain__holds_part(const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_step_all(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
@@ -145,7 +120,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t
 DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                               float *x, int64_t first, int64_t count, void **wire);
 DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                int64_t first, int64_t count, float *x);
+                                                float *x, int64_t first, int64_t count, bool last);
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 dtrain_comm *comm, float *x, int64_t first,
+                                                 int64_t count);
 DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
                                         const dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
@@ -156,8 +134,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works);
-DTRAIN__PRIVATE dtrain_result dtrain__test_works(const dtrain_strategy *strategy,
-                                                 dtrain_work **works, bool *done);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
@@ -173,10 +149,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy
                                                        dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
+/* strategy/params.c */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings);
+
 /* strategy/gather.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
-DTRAIN__PRIVATE void dtrain__forget_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype);
@@ -186,12 +166,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
 /* strategy/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_slices(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, const void *shard,
-                                                    void *values, dtrain_dtype dtype);
-DTRAIN__PRIVATE dtrain_result dtrain__gather_inside(dtrain_strategy *strategy,
-                                                    dtrain__bucket *bucket, void *values,
-                                                    dtrain_dtype dtype);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
@@ -202,17 +176,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
                                                   dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE uint64_t dtrain__offloaded_state(const dtrain__layout *layout, size_t states,
+DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
                                                  int64_t *stage);
+
+/* strategy/compression.c */
+DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work);
+DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/settings.c */
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *given,
                                                    dtrain_strategy_desc *desc,
-                                                   dtrain_compression_desc *compression);
-DTRAIN__PRIVATE void dtrain__resolve_accumulation(dtrain_strategy_desc *desc,
-                                                  const dtrain__kind_row *kind);
-DTRAIN__PRIVATE dtrain_result dtrain__check_combination(const dtrain_strategy_desc *desc,
-                                                        const dtrain__kind_row *kind);
+                                                   dtrain_compression_desc *how);
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
+                                                   const dtrain__kind_row *kind);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/query.c */
@@ -222,13 +200,7 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
                                                 dtrain_comm_info *info);
 
 /* strategy/plan.c */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_kind(const dtrain_allocator *a,
-                                                const dtrain_param *params, size_t count,
-                                                const dtrain_strategy_desc *given, int ranks,
-                                                dtrain_memory *memory, uint64_t *step_bytes);
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
-
-/* strategy/auto.c */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left);

@@ -286,7 +286,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->world = world;
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
-    trainer->comm = dtrain_strategy_comm(desc->strategy);
+    trainer->comm = desc->strategy->comm;
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;

@@ -491,8 +491,8 @@ static int refused_main(dtrain_world *world, void *user)
         dtrain_result code;
         const char *says;
     } list[] = {
-        {DTRAIN_STRATEGY_DDP, 8, 0, DTRAIN_ERROR_ARGUMENT, "0x8"},
-        {DTRAIN_STRATEGY_DDP, 0x80000001u, 0, DTRAIN_ERROR_ARGUMENT, "0x80000001"},
+        {DTRAIN_STRATEGY_DDP, 8, 0, DTRAIN_ERROR_ARGUMENT, "offload is 8"},
+        {DTRAIN_STRATEGY_DDP, 0x80000001u, 0, DTRAIN_ERROR_ARGUMENT, "offload is 2"},
         {DTRAIN_STRATEGY_FULL_SHARD, OG & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED,
          "without DTRAIN_OFFLOAD_OPTIMIZER"},
         {DTRAIN_STRATEGY_FULL_SHARD, OP & ~1u, 0, DTRAIN_ERROR_UNSUPPORTED,

@@ -410,8 +410,10 @@ static inline dtrain_result strategy_job_shards(strategy_job *job)
 static inline dtrain_result strategy_job_run(strategy_job *job)
 {
     const int steps = job->c->steps ? job->c->steps : MODEL_STEPS;
+    dtrain_strategy_info info;
     dtrain_comm_info before, after;
     int step;
+    dtrain_strategy_query(job->strategy, &info);
     for (step = 0; step < steps; step++) {
         dtrain_result result = DTRAIN_OK;
         if (step == 2) {
@@ -419,10 +421,10 @@ static inline dtrain_result strategy_job_run(strategy_job *job)
                                    &job->out->eval_loss[job->rank]);
         }
         if (step == 3) result = strategy_job_read(job); /* as a checkpoint would */
-        dtrain_comm_query(dtrain_strategy_comm(job->strategy), &before);
+        dtrain_comm_query(info.comm, &before);
         if (result == DTRAIN_OK) result = strategy_step(job, step);
         if (result != DTRAIN_OK) return result;
-        dtrain_comm_query(dtrain_strategy_comm(job->strategy), &after);
+        dtrain_comm_query(info.comm, &after);
         job->out->wire_bytes[job->rank] = after.wire_bytes - before.wire_bytes;
     }
     dtrain_strategy_query(job->strategy, &job->out->info[job->rank]);

@@ -902,6 +902,7 @@ static int misuse_main(dtrain_world *world, void *user)
 {
     config c = usual(0);
     dtrain_strategy *ddp;
+    dtrain_strategy_info info;
     model *m = (model *)malloc(sizeof *m);
     (void)user;
     model_init(m, &c, 0);
@@ -921,8 +922,10 @@ static int misuse_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_finish(ddp));
     RANKS_TRY(dtrain_strategy_ready(ddp, B2)); /* a new backward */
     RANKS_TRY(dtrain_strategy_finish(ddp));
-    CHECK(dtrain_strategy_comm(ddp) == dtrain_world_comm(world) &&
-          dtrain_strategy_comm(NULL) == NULL);
+    dtrain_strategy_query(ddp, &info);
+    CHECK(info.comm == dtrain_world_comm(world));
+    dtrain_strategy_query(NULL, &info);
+    CHECK(info.comm == NULL);
     dtrain_strategy_destroy(ddp);
     free(m);
     return 0;

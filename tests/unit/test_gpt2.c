@@ -334,8 +334,10 @@ static dtrain_strategy *watched;
 static uint64_t sent_then;
 static uint64_t sent(void)
 {
+    dtrain_strategy_info strategy;
     dtrain_comm_info info;
-    dtrain_comm_query(dtrain_strategy_comm(watched), &info);
+    dtrain_strategy_query(watched, &strategy);
+    dtrain_comm_query(strategy.comm, &info);
     return info.operation_count;
 }
 static dtrain_result watching_embedding_backward(dtrain_device *device,
