@@ -3297,17 +3297,12 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * lives; page.c moves ranks of one host to a shared control page, after which the link is silent
  * and only notices that a rank has died.
  *
- * Everything on a connection is a frame: a header of 32 bytes in the byte order of the machine
- * (the hello refuses another one by its magic number) and at most 4096 bytes of data.
+ * A frame is a header, in the byte order of the machine, and data:
  *
- *     frame      from                  number          value          data
- *     HELLO      a rank                protocol        -              dtrain__hello
- *     WELCOME    rank 0, at once       keyed hash      -              -
- *     BEGIN      rank 0, all are here  -               -              -
- *     REFUSED    rank 0                -               dtrain_result  a sentence
- *     GATHER     any rank              sequence        -              its record of an all-gather
- *     EXIT       any rank              dtrain__end     exit status    its last error
- *     ABORT      any rank              -               dtrain_result  a sentence */
+ *     frame      data
+ *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
+ *     EXIT       its dtrain__exit_record
+ *     ABORT      its dtrain__abort_record */
 
 /* ================================================================================================
  * src/world/environment_internal.h
@@ -3342,33 +3337,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
 DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name);
 
 typedef enum dtrain__frame_kind {
-    DTRAIN__FRAME_HELLO = 1,
-    DTRAIN__FRAME_WELCOME = 2,
-    DTRAIN__FRAME_BEGIN = 3,
-    DTRAIN__FRAME_REFUSED = 4,
-    DTRAIN__FRAME_GATHER = 5,
-    DTRAIN__FRAME_EXIT = 6,
-    DTRAIN__FRAME_ABORT = 7
+    DTRAIN__FRAME_GATHER = 1,
+    DTRAIN__FRAME_EXIT = 2,
+    DTRAIN__FRAME_ABORT = 3
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
-    uint32_t magic, kind;
-    int32_t rank; /* the rank that the frame is about */
-    int32_t value;
-    uint64_t number;
-    uint32_t bytes; /* of data that follow */
-    uint32_t unused;
+    uint32_t kind, bytes; /* of data that follow */
+    int32_t rank;         /* the rank that the frame is about */
 } dtrain__frame;
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
 typedef struct dtrain__connection {
-    int socket;         /* -1: closed */
-    int rank;           /* of the other end; -1: pending, not known yet */
-    int32_t pid;        /* on rank 0: what the rank's hello said */
-    uint64_t opened_ns; /* while pending: when it was accepted */
-    size_t sent;        /* bytes of link->out that this end has been sent */
-    char name[96];      /* "10.0.0.7 port 4711", for messages */
+    int socket;    /* -1: closed */
+    char name[96]; /* of the other end, for messages */
+    size_t sent;   /* bytes of link->out that this end has been sent */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -3379,29 +3363,20 @@ typedef struct dtrain__connection {
  *     out:   | frame | frame | frame | frame |
  *              ^ ends[2].sent  ^ ends[1].sent ^ out_bytes */
 typedef struct dtrain__link {
-    int count;          /* connections: on rank 0 the world's size (the first is unused), else 1 */
-    bool met;           /* the rendezvous is over: the other ranks know this one */
-    bool shared;        /* the control page is shared memory: nothing is sent any more */
-    uint64_t polled_ns; /* last poll from inside a wait */
-    dtrain__connection *ends; /* (count) */
-    struct pollfd *polls;     /* (count) */
-    char *out;                /* (out_room) frames that not all ends have been sent */
-    size_t out_bytes, out_room;
+    bool shared;              /* the control page is shared memory: nothing is sent any more */
+    uint64_t polled_ns;       /* last poll from inside a wait */
+    int count;                /* of ends: on rank 0 the world's size, else 1 */
+    dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
+    char *out;                /* (count, 3 frames) frames that not all ends have been sent */
+    size_t out_bytes;
 } dtrain__link;
 
 /* world/link.c */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__connection_close(dtrain__connection *end);
-DTRAIN__PRIVATE void dtrain__frame_send(dtrain__connection *end, dtrain__frame_kind kind, int rank,
-                                        int value, uint64_t number, const void *data, size_t bytes);
-DTRAIN__PRIVATE bool dtrain__frame_receive(dtrain__connection *end);
-DTRAIN__PRIVATE int dtrain__frame_get(const dtrain__connection *end, dtrain__frame *frame);
-DTRAIN__PRIVATE void dtrain__frame_drop(dtrain__connection *end, const dtrain__frame *frame);
-DTRAIN__PRIVATE void dtrain__frame_text(const dtrain__frame *frame, const char *data, char *text,
-                                        size_t room);
+DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
-                                       int value, uint64_t number, const void *data, size_t bytes);
+                                       const void *data, size_t bytes);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
@@ -3611,8 +3586,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
     const char *sentence = text ? dtrain__bare(text) : "";
     if (!dtrain__record_abort(world->control, world->rank, code, sentence)) return;
-    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, code, 0, sentence,
-                      strlen(world->control->aborted.text));
+    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, &world->control->aborted,
+                      sizeof world->control->aborted);
 }
 
 /* Find the first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
@@ -3702,7 +3677,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     slots[world->rank].bytes[half] = bytes;
     if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
     dtrain__store(&slots[world->rank].sequence, sequence);
-    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, 0, sequence, mine, bytes);
+    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, mine, bytes);
     for (int i = 0; i < world->size; i++) {
         DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
         if (slots[i].bytes[half] != bytes)
@@ -4521,21 +4496,20 @@ DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name)
  * host that has gone.
  *
  * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
- * blocks. Frames come from ranks that know the key of the run (rendezvous.c). They are checked all
- * the same, and a rank that sends nonsense is cut off, because a damaged process should end its run
- * with a sentence instead of damaging the others.
+ * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
+ * far as no memory can be damaged: lengths, rank numbers and the order of records are checked, and
+ * a rank that breaks them is cut off.
  *
  * The buffer of frames to send is never full. An all-gather returns when the buffer is empty, and a
- * record is taken only if its number is at most one ahead of this rank's own; so at any time the
- * buffer holds at most two records and one exit of each rank, and one abort: less than three
- * frames of full size per rank. A rank that does not read is thus a timeout of the all-gather. */
+ * rank's record is at most one ahead of this rank's own, because nobody finishes an all-gather
+ * without this rank; so at any time the buffer holds at most two records and one exit of each rank,
+ * and one abort: less than three frames of full size per rank. A rank that does not read is thus a
+ * timeout of the all-gather. */
 
-#define DTRAIN__FRAME_MAGIC 0x4c4b5444u /* "DTKL" */
-
-DTRAIN__PRIVATE void dtrain__connection_close(dtrain__connection *end)
+DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
 {
-    if (end->socket >= 0) close(end->socket);
-    end->socket = -1;
+    if (*socket >= 0) close(*socket);
+    *socket = -1;
 }
 
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
@@ -4543,15 +4517,13 @@ DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
     dtrain__link *link = world->link;
     if (!link) return;
     const size_t count = (size_t)link->count;
-    for (size_t i = 0; link->ends && i < count; i++) dtrain__connection_close(&link->ends[i]);
-    dtrain__free(&world->allocator, link->out, link->out_room, 1);
-    dtrain__free(&world->allocator, link->polls, count, sizeof *link->polls);
+    for (size_t i = 0; link->ends && i < count; i++) dtrain__socket_close(&link->ends[i].socket);
+    dtrain__free(&world->allocator, link->out, count, 3 * DTRAIN__FRAME_ROOM);
     dtrain__free(&world->allocator, link->ends, count, sizeof *link->ends);
     dtrain__free(&world->allocator, link, 1, sizeof *link);
     world->link = NULL;
 }
 
-/* On failure, what has been made is freed with the world. */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 {
     const dtrain_allocator *allocator = &world->allocator;
@@ -4560,84 +4532,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
     if (!link) return DTRAIN_ERROR_MEMORY;
     world->link = link;
     link->count = (int)count;
-    link->out_room = 3 * count * DTRAIN__FRAME_ROOM;
     link->ends = (dtrain__connection *)dtrain__alloc(allocator, count, sizeof *link->ends,
                                                      "connections of the link");
-    link->polls = (struct pollfd *)dtrain__alloc(allocator, count, sizeof *link->polls,
-                                                 "connections of the link");
-    link->out = (char *)dtrain__alloc(allocator, link->out_room, 1, "frames of the link");
-    for (size_t i = 0; link->ends && i < count; i++) {
-        link->ends[i].socket = -1;
-        link->ends[i].rank = (int)i; /* on ranks other than 0: rank 0 */
-    }
-    return link->ends && link->polls && link->out ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-
-/* ---- Frames -----------------------------------------------------------------------------------*/
-
-static size_t dtrain__frame_write(char *out, dtrain__frame_kind kind, int rank, int value,
-                                  uint64_t number, const void *data, size_t bytes)
-{
-    dtrain__frame frame;
-    memset(&frame, 0, sizeof frame);
-    frame.magic = DTRAIN__FRAME_MAGIC;
-    frame.kind = (uint32_t)kind;
-    frame.rank = rank;
-    frame.value = value;
-    frame.number = number;
-    frame.bytes = (uint32_t)bytes;
-    memcpy(out, &frame, sizeof frame);
-    if (bytes) memcpy(out + sizeof frame, data, bytes);
-    return sizeof frame + bytes;
-}
-
-/* Send one frame past the link's buffer, during the rendezvous: its few frames are the first bytes
- * of a connection and fit in the kernel's buffer. If the connection is broken, the next receive
- * says so. */
-DTRAIN__PRIVATE void dtrain__frame_send(dtrain__connection *end, dtrain__frame_kind kind, int rank,
-                                        int value, uint64_t number, const void *data, size_t bytes)
-{
-    char out[DTRAIN__FRAME_ROOM];
-    const size_t length = dtrain__frame_write(out, kind, rank, value, number, data, bytes);
-    (void)!send(end->socket, out, length, MSG_NOSIGNAL);
-}
-
-/* Receive once what is there; false when the other end has closed or failed. */
-DTRAIN__PRIVATE bool dtrain__frame_receive(dtrain__connection *end)
-{
-    const ssize_t got =
-        recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
-    if (got > 0) end->in_bytes += (size_t)got;
-    return got > 0 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
-}
-
-/* Look for a frame at the start of what was received: 1 it is there, 0 not all of it yet, -1 these
- * bytes are no frame. */
-DTRAIN__PRIVATE int dtrain__frame_get(const dtrain__connection *end, dtrain__frame *frame)
-{
-    const uint32_t magic = DTRAIN__FRAME_MAGIC;
-    const size_t seen = end->in_bytes < sizeof magic ? end->in_bytes : sizeof magic;
-    if (memcmp(end->in, &magic, seen) != 0) return -1;
-    if (end->in_bytes < sizeof *frame) return 0;
-    memcpy(frame, end->in, sizeof *frame);
-    if (frame->bytes > DTRAIN_WORLD_ALL_GATHER_BYTES) return -1;
-    return end->in_bytes >= sizeof *frame + frame->bytes;
-}
-
-DTRAIN__PRIVATE void dtrain__frame_drop(dtrain__connection *end, const dtrain__frame *frame)
-{
-    const size_t bytes = sizeof *frame + frame->bytes;
-    end->in_bytes -= bytes;
-    memmove(end->in, end->in + bytes, end->in_bytes);
-}
-
-/* Copy the text that a frame carries and end it by a zero. */
-DTRAIN__PRIVATE void dtrain__frame_text(const dtrain__frame *frame, const char *data, char *text,
-                                        size_t room)
-{
-    const size_t length = frame->bytes < room ? frame->bytes : room - 1;
-    memcpy(text, data, length);
-    text[length] = 0;
+    link->out =
+        (char *)dtrain__alloc(allocator, count, 3 * DTRAIN__FRAME_ROOM, "frames of the link");
+    for (size_t i = 0; link->ends && i < count; i++) link->ends[i].socket = -1;
+    if (link->ends && link->out) return DTRAIN_OK;
+    dtrain__link_destroy(world);
+    return DTRAIN_ERROR_MEMORY;
 }
 
 /* ---- Sending ----------------------------------------------------------------------------------*/
@@ -4649,43 +4551,19 @@ static void dtrain__link_flush(dtrain__link *link)
     size_t done = link->out_bytes;
     for (int i = 0; i < link->count; i++) {
         dtrain__connection *end = &link->ends[i];
-        while (end->socket >= 0 && end->sent < link->out_bytes) {
+        if (end->socket < 0) end->sent = link->out_bytes;
+        while (end->sent < link->out_bytes) {
             const ssize_t sent =
                 send(end->socket, link->out + end->sent, link->out_bytes - end->sent, MSG_NOSIGNAL);
             if (sent > 0) end->sent += (size_t)sent;
-            else if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-            else if (sent == 0 || errno != EINTR) end->sent = link->out_bytes;
+            else if (errno == EAGAIN || errno == EWOULDBLOCK) break;
+            else end->sent = link->out_bytes;
         }
-        if (end->socket >= 0 && end->sent < done) done = end->sent;
+        if (end->sent < done) done = end->sent;
     }
     link->out_bytes -= done;
     if (done) memmove(link->out, link->out + done, link->out_bytes);
-    for (int i = 0; i < link->count; i++)
-        link->ends[i].sent -= link->ends[i].socket >= 0 ? done : link->ends[i].sent;
-}
-
-/* Put one frame behind those that are being sent. Do nothing in a world without a link and where
- * the control page is shared. There is room: see the top of this file. */
-static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank, int value,
-                                uint64_t number, const void *data, size_t bytes)
-{
-    dtrain__link *link = world->link;
-    if (!dtrain__is_remote(world)) return;
-    link->out_bytes +=
-        dtrain__frame_write(link->out + link->out_bytes, kind, rank, value, number, data, bytes);
-}
-
-/* Send one frame to rank 0 or, from there, to all: as much of it as the sockets take now. */
-DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
-                                       int value, uint64_t number, const void *data, size_t bytes)
-{
-    dtrain__link_append(world, kind, rank, value, number, data, bytes);
-    if (world->link) dtrain__link_flush(world->link);
-}
-
-DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
-{
-    return !dtrain__is_remote(world) || world->link->out_bytes == 0;
+    for (int i = 0; i < link->count; i++) link->ends[i].sent -= done;
 }
 
 /* Say whether the control page is this rank's alone, so that news must come through the link. */
@@ -4694,93 +4572,117 @@ DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
     return world->link && !world->link->shared;
 }
 
+/* Put one frame behind those that are being sent. Do nothing in a world without a link and where
+ * the control page is shared. There is room: see the top of this file. */
+static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank,
+                                const void *data, size_t bytes)
+{
+    dtrain__link *link = world->link;
+    dtrain__frame frame;
+    if (!dtrain__is_remote(world)) return;
+    frame.kind = (uint32_t)kind;
+    frame.bytes = (uint32_t)bytes;
+    frame.rank = rank;
+    memcpy(link->out + link->out_bytes, &frame, sizeof frame);
+    if (bytes) memcpy(link->out + link->out_bytes + sizeof frame, data, bytes);
+    link->out_bytes += sizeof frame + bytes;
+}
+
+/* Send one frame to rank 0 or, from there, to all: as much of it as the sockets take now. */
+DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
+                                       const void *data, size_t bytes)
+{
+    dtrain__link_append(world, kind, rank, data, bytes);
+    if (world->link) dtrain__link_flush(world->link);
+}
+
+DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
+{
+    return !dtrain__is_remote(world) || world->link->out_bytes == 0;
+}
+
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
-/* Write a record into the page. Its number must be next, and not more than one ahead of this rank's
- * own: nobody can have finished an all-gather in which this rank has not taken part. */
-static bool dtrain__take_record(dtrain_world *world, const dtrain__frame *frame, const char *data)
+/* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
+ * when it makes no sense. */
+static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
+                                const char *data)
 {
-    dtrain__gather_slot *slot = &world->control->slots[frame->rank];
-    const uint64_t number = frame->number, own = world->control->slots[world->rank].sequence;
-    if (world->link->shared || number != slot->sequence + 1 || number > own + 1) return false;
-    slot->bytes[number % 2] = frame->bytes;
-    memcpy(slot->data[number % 2], data, frame->bytes);
-    dtrain__store(&slot->sequence, number);
-    return true;
-}
-
-/* Bring the control page up to what the frame says and, on rank 0, send it on; false when it makes
- * no sense. */
-static bool dtrain__frame_apply(dtrain_world *world, const dtrain__connection *end,
-                                const dtrain__frame *frame, const char *data)
-{
+    dtrain__control *control = world->control;
     const int rank = frame->rank;
-    bool fresh = true;
-    char text[DTRAIN__EXIT_TEXT];
-    if (world->rank == 0 ? rank != end->rank : rank < 0 || rank >= world->size) return false;
+    bool news = true;
+    if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
     if (rank == world->rank) return true; /* rank 0 sends it to all */
-    dtrain__frame_text(frame, data, text, sizeof text);
-    switch (frame->kind) {
-    case DTRAIN__FRAME_GATHER:
-        if (!dtrain__take_record(world, frame, data)) return false;
-        break;
-    case DTRAIN__FRAME_EXIT:
-        if (frame->number < DTRAIN__LEFT || frame->number > DTRAIN__LOST) return false;
-        fresh = dtrain__load(&world->control->exits[rank].how) == DTRAIN__RUNNING;
-        if (fresh)
-            dtrain__record_end(world->control, rank, (dtrain__end)frame->number, frame->value,
-                               text);
-        break;
-    case DTRAIN__FRAME_ABORT:
-        fresh = dtrain__record_abort(world->control, rank, (dtrain_result)frame->value, text);
-        break;
-    default: return false;
-    }
-    if (world->rank == 0 && fresh)
-        dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, frame->value,
-                            frame->number, data, frame->bytes);
+    if (frame->kind == DTRAIN__FRAME_GATHER) {
+        dtrain__gather_slot *slot = &control->slots[rank];
+        const uint64_t number = slot->sequence + 1;
+        if (world->link->shared || number > control->slots[world->rank].sequence + 1) return false;
+        slot->bytes[number % 2] = frame->bytes;
+        memcpy(slot->data[number % 2], data, frame->bytes);
+        dtrain__store(&slot->sequence, number);
+    } else if (frame->kind == DTRAIN__FRAME_EXIT && frame->bytes == sizeof(dtrain__exit_record)) {
+        dtrain__exit_record end;
+        memcpy(&end, data, sizeof end);
+        end.error[sizeof end.error - 1] = 0;
+        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST) return false;
+        news = dtrain__load(&control->exits[rank].how) == DTRAIN__RUNNING;
+        if (news) dtrain__record_end(control, rank, (dtrain__end)end.how, end.value, end.error);
+    } else if (frame->kind == DTRAIN__FRAME_ABORT && frame->bytes == sizeof(dtrain__abort_record)) {
+        dtrain__abort_record abort;
+        memcpy(&abort, data, sizeof abort);
+        abort.text[sizeof abort.text - 1] = 0;
+        news = dtrain__record_abort(control, rank, (dtrain_result)abort.code, abort.text);
+    } else return false;
+    if (world->rank == 0 && news)
+        dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, data, frame->bytes);
     return true;
 }
 
-/* Close a connection. A rank that has ended properly has sent its exit before, or written it in the
- * shared page; any other one is lost. */
-static void dtrain__link_lost(dtrain_world *world, dtrain__connection *end)
+/* Receive once what is there from rank `from`, and apply whole frames. Close the connection when
+ * the other end has, or has sent nonsense. A rank that has ended properly has sent its exit before,
+ * or written it in the shared page; any other one is then lost. */
+static void dtrain__link_receive(dtrain_world *world, int from)
 {
-    dtrain__connection_close(end);
-    if (!dtrain__record_lost(world->control, end->rank) || world->rank) return;
-    dtrain__link_append(world, DTRAIN__FRAME_EXIT, end->rank, 0, DTRAIN__LOST, NULL, 0);
-}
-
-static void dtrain__link_receive(dtrain_world *world, dtrain__connection *end)
-{
+    dtrain__connection *end = &world->link->ends[from];
     dtrain__frame frame;
-    int there;
-    const bool open = dtrain__frame_receive(end);
-    while ((there = dtrain__frame_get(end, &frame)) == 1) {
-        if (!dtrain__frame_apply(world, end, &frame, end->in + sizeof frame)) break;
-        dtrain__frame_drop(end, &frame);
+    bool sane = true;
+    const ssize_t got =
+        recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
+    const bool open = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+    if (got > 0) end->in_bytes += (size_t)got;
+    while (sane && end->in_bytes >= sizeof frame) {
+        memcpy(&frame, end->in, sizeof frame);
+        const size_t whole = sizeof frame + frame.bytes;
+        sane = frame.bytes <= DTRAIN_WORLD_ALL_GATHER_BYTES;
+        if (!sane || end->in_bytes < whole) break;
+        sane = dtrain__frame_apply(world, from, &frame, end->in + sizeof frame);
+        end->in_bytes -= whole;
+        memmove(end->in, end->in + whole, end->in_bytes);
     }
-    if (there)
+    if (sane && open) return;
+    if (!sane)
         dtrain_log(world, DTRAIN_LOG_ERROR,
-                   "rank %d (%s) sent a frame that makes no sense; it is cut off", end->rank,
-                   end->name);
-    if (there || !open) dtrain__link_lost(world, end);
+                   "rank %d (%s) sent a frame that makes no sense; it is cut off", from, end->name);
+    dtrain__socket_close(&end->socket);
+    if (dtrain__record_lost(world->control, from) && world->rank == 0)
+        dtrain__link_append(world, DTRAIN__FRAME_EXIT, from, &world->control->exits[from],
+                            sizeof world->control->exits[from]);
 }
 
 /* Send and receive what can be, waiting up to nap_ms for something to happen. */
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
 {
     dtrain__link *link = world->link;
+    struct pollfd polls[DTRAIN_MAX_RANKS];
     dtrain__link_flush(link);
     for (int i = 0; i < link->count; i++) {
-        link->polls[i].fd = link->ends[i].socket; /* poll() skips -1 */
-        link->polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
-        link->polls[i].revents = 0;
+        polls[i].fd = link->ends[i].socket; /* poll() skips -1 */
+        polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
+        polls[i].revents = 0;
     }
-    const int ready = poll(link->polls, (nfds_t)link->count, nap_ms);
+    const int ready = poll(polls, (nfds_t)link->count, nap_ms);
     for (int i = 0; ready > 0 && i < link->count; i++)
-        if (link->polls[i].revents & ~POLLOUT && link->ends[i].socket >= 0)
-            dtrain__link_receive(world, &link->ends[i]);
+        if (polls[i].revents & ~POLLOUT) dtrain__link_receive(world, i);
     dtrain__link_flush(link);
 }
 
@@ -4801,8 +4703,7 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     const dtrain__exit_record *own = &world->control->exits[world->rank];
     uint64_t end_ns = 0, now;
     bool all = false;
-    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own->value, dtrain__load(&own->how),
-                      own->error, strlen(own->error));
+    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own, sizeof *own);
     while (!all) {
         dtrain__link_pump(world, 20);
         dtrain__world_comm_linger(world);
@@ -4822,92 +4723,107 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 
 /* The rendezvous: how ranks of a launcher meet
  *
- *     rank r                                          rank 0, listening
- *     HELLO: protocol, version, layout, rank,   ->
+ *     rank r                                           rank 0, listening
+ *     hello: magic, version, layout, rank,       ->
  *            size, pid, host, proof
- *                                               <-    WELCOME: a hash of the proof, at once
- *                                               <-    BEGIN when all ranks are there, or REFUSED
- *                                                     with the sentence that ends the run
+ *                                                <-    reply: wait, at once
+ *                                                <-    reply: how the rendezvous went, with a
+ *                                                      sentence when it failed
  *
- * The proof is the hash of the hello under the key of the run (DTRAIN_JOB_KEY, else what the
- * launcher calls the run), and the hash in the WELCOME is one that only the same key can make; so
- * both ends know that they belong together, and the key itself is not sent.
+ * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else what the launcher calls the
+ * run): that of a hello over its other fields, that of a reply over its other fields and the proof
+ * of the hello that it answers. So both ends know that they belong together, and the key itself is
+ * not sent.
  *
  * This is defended against:
  * - Strangers: a port scanner, a web browser, a rank of another run, another user who does not know
  *   the key. They are turned away, and the run goes on waiting: a stranger must not end it.
- * - Slow or silent strangers: rank 0 waits for nobody. It reads from up to 64 pending connections
- *   at a time, each has ten seconds to send its hello, and a hello has a fixed size.
+ * - Slow or silent strangers: rank 0 waits for nobody. It reads from 64 pending connections at a
+ *   time, and a further one takes the place of the oldest.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
  * This is not: the traffic is not encrypted, and a recorded hello is as good as the key. Who can
  * read or change the traffic must be kept away by the network. */
 
-#define DTRAIN__PROTOCOL 2u
-#define DTRAIN__PENDING_MOST 64        /* further ones wait in the kernel's backlog */
-#define DTRAIN__HELLO_NS 10000000000u  /* from connect to the hello, or to the WELCOME */
-#define DTRAIN__REFUSAL_NS 3000000000u /* after a failure, for ranks that have yet to come */
-#define DTRAIN__RENDEZVOUS_MS 300000u  /* and not more than timeout_ms */
+#define DTRAIN__HELLO_MAGIC 0x334b5444u /* "DTK3": the third protocol */
+#define DTRAIN__PENDING_MOST 64u
+#define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
+#define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port, which may just be ending */
+#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
+#define DTRAIN__RENDEZVOUS_MS 300000u   /* and not more than timeout_ms */
+#define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
 
-/* The fixed hello of a rank, the data of its first frame. */
 typedef struct dtrain__hello {
-    uint64_t proof; /* the hash of what follows */
+    uint32_t magic;
+    int32_t rank, size, pid;
     uint64_t layout;
-    int32_t rank, size, pid, unused;
     char version[24], host[72];
+    uint64_t proof;
 } dtrain__hello;
+
+typedef struct dtrain__reply {
+    int32_t result, unused; /* dtrain_result, or REPLY_WAIT */
+    char why[400];
+    uint64_t proof;
+} dtrain__reply;
+
+/* A connection that rank 0 has accepted and that has not sent its whole hello. */
+typedef struct dtrain__pending {
+    int socket; /* -1: none */
+    size_t got;
+    dtrain__hello hello;
+} dtrain__pending;
 
 typedef struct dtrain__rendezvous {
     dtrain_world *world;
     const dtrain__placement *place;
-    uint64_t start_ns, deadline_ns, logged_ns;
-    int listener;
-    dtrain__connection *pending; /* (PENDING_MOST) accepted, the hello has not come yet */
-    int joined;                  /* ranks that are here, without rank 0 */
-    int informed;                /* ranks that have been sent the failure */
-    int strangers;
-    char problem[200]; /* rank 0: the last stranger; other ranks: why the last try failed */
+    uint64_t start_ns, deadline_ns;
     dtrain_result result;
-    char why[400];
+    char why[400];     /* the sentence of result */
+    char problem[200]; /* rank 0: the last stranger; other ranks: why the last try failed */
+    /* of rank 0 */
+    int listener;
+    dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
+    uint32_t accepted;
+    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the hello of each rank that has joined */
+    int joined, informed;              /* ranks that are here; that have been told of a failure */
+    uint64_t logged_ns;
+    /* of the other ranks */
+    bool stranger;        /* what answered last was rank 0 of another run */
+    uint64_t stranger_ns; /* when one answered for the first time, or 0 */
 } dtrain__rendezvous;
 
-static uint64_t dtrain__hello_proof(const dtrain__placement *place, const dtrain__hello *hello)
+/* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
+ * the proof that a reply answers, 0 for a hello. */
+static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, const void *message,
+                              size_t bytes)
 {
-    dtrain__hello rest = *hello;
-    rest.proof = 0;
-    return dtrain__siphash(place->key, &rest, sizeof rest);
-}
-
-static uint64_t dtrain__welcome_proof(const dtrain__placement *place, const dtrain__hello *hello)
-{
-    return dtrain__siphash(place->key, &hello->proof, sizeof hello->proof);
-}
-
-/* Hash the sizes that must be equal for ranks to share memory and frames. */
-static uint64_t dtrain__struct_layout(void)
-{
-    const uint64_t none[2] = {0, 0};
-    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
-                               sizeof(dtrain__hello), sizeof(void *)};
-    return dtrain__siphash(none, sizes, sizeof sizes);
+    const uint64_t *key = r->place->key;
+    const uint64_t chain[2] = {dtrain__siphash(key, &challenge, sizeof challenge), key[1]};
+    return dtrain__siphash(chain, message, bytes - sizeof(uint64_t));
 }
 
 static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
 {
+    /* these must be equal for ranks to share memory and frames */
+    const uint64_t none[2] = {0, 0};
+    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
+                               sizeof(dtrain__hello), sizeof(void *)};
     dtrain__hello hello;
     memset(&hello, 0, sizeof hello);
-    hello.layout = dtrain__struct_layout();
+    hello.magic = DTRAIN__HELLO_MAGIC;
     hello.rank = r->world->rank;
     hello.size = r->world->size;
     hello.pid = (int32_t)getpid();
+    hello.layout = dtrain__siphash(none, sizes, sizeof sizes);
     snprintf(hello.version, sizeof hello.version, "%s", DTRAIN_VERSION_STRING);
     if (gethostname(hello.host, sizeof hello.host - 1) != 0) hello.host[0] = 0;
-    hello.proof = dtrain__hello_proof(r->place, &hello);
+    hello.proof = dtrain__proof(r, 0, &hello, sizeof hello);
     return hello;
 }
 
-/* The first failure stands. */
+/* Record how the rendezvous failed. The first failure stands. */
 DTRAIN__PRINTF(3, 4)
 static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
                                        const char *format, ...)
@@ -4919,8 +4835,6 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     va_end(args);
     return r->result = code;
 }
-
-/* ---- Sockets ----------------------------------------------------------------------------------*/
 
 static void dtrain__name_address(const struct sockaddr *address, socklen_t length, char *text,
                                  size_t room)
@@ -4937,6 +4851,8 @@ static void dtrain__name_address(const struct sockaddr *address, socklen_t lengt
 static void dtrain__socket_tune(int socket)
 {
     const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
+    fcntl(socket, F_SETFD, FD_CLOEXEC);
+    fcntl(socket, F_SETFL, O_NONBLOCK);
     setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
@@ -4945,80 +4861,14 @@ static void dtrain__socket_tune(int socket)
     setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
 }
 
-/* Resolve the name of rank 0's host; NULL, and r->problem says why. "[::1]" is "::1". */
-static struct addrinfo *dtrain__resolve(dtrain__rendezvous *r)
-{
-    struct addrinfo wanted, *found = NULL;
-    char host[sizeof r->place->address], port[16];
-    const char *from = r->place->address;
-    const size_t length = strlen(from);
-    const bool bracketed = length > 2 && from[0] == '[' && from[length - 1] == ']';
-    snprintf(host, sizeof host, "%.*s", (int)(bracketed ? length - 2 : length), from + bracketed);
-    snprintf(port, sizeof port, "%u", r->place->port);
-    memset(&wanted, 0, sizeof wanted);
-    wanted.ai_socktype = SOCK_STREAM;
-    wanted.ai_flags = AI_NUMERICSERV;
-    const int error = getaddrinfo(host, port, &wanted, &found);
-    if (!error) return found;
-    snprintf(r->problem, sizeof r->problem, "the name cannot be resolved: %s", gai_strerror(error));
-    return NULL;
-}
-
-/* Sleep, but not beyond the deadline; false when it has passed. */
-static bool dtrain__meet_nap(const dtrain__rendezvous *r, int ms)
-{
-    const uint64_t now = dtrain__now_ns();
-    if (now >= r->deadline_ns) return false;
-    const uint64_t left = (r->deadline_ns - now) / 1000000u + 1;
-    (void)poll(NULL, 0, left < (uint64_t)ms ? (int)left : ms);
-    return true;
-}
-
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Listen at one address. True when that decides it, by success or by a failure of the run; false
- * when another address should be tried. */
-static bool dtrain__listen_at(dtrain__rendezvous *r, const struct sockaddr *address,
-                              socklen_t length)
+/* Listen at all addresses of this host, of both families where there are two; when rank 0's address
+ * is that of the loopback, which only this host can call, at that one alone. */
+static dtrain_result dtrain__listen(dtrain__rendezvous *r)
 {
+    const char *host = r->place->address;
     const int on = 1, off = 0;
-    char name[96];
-    const int listener = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (listener < 0) return false;
-    dtrain__name_address(address, length, name, sizeof name);
-    setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (address->sa_family == AF_INET6) /* :: answers for IPv4 too */
-        setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    if (bind(listener, address, length) == 0 && listen(listener, SOMAXCONN) == 0) {
-        r->listener = listener;
-        return true;
-    }
-    const int error = errno;
-    close(listener);
-    if (error == EADDRNOTAVAIL) return false;
-    dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM,
-                      "rank 0 cannot listen at %s: %s; is another run there? Set DTRAIN_PORT, the "
-                      "same on all ranks, to a free port",
-                      name, strerror(error));
-    return true;
-}
-
-/* Find names that lead to a loopback address: many systems give one to their own host name, and
- * other hosts cannot call it. */
-static bool dtrain__is_alias(const char *host, const struct sockaddr *address)
-{
-    const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)address;
-    const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)address;
-    char number[sizeof(struct in6_addr)];
-    const bool loopback = address->sa_family == AF_INET ? ntohl(four->sin_addr.s_addr) >> 24 == 127
-                                                        : IN6_IS_ADDR_LOOPBACK(&six->sin6_addr);
-    return loopback && strcmp(host, "localhost") != 0 && host[0] != '[' &&
-           inet_pton(AF_INET, host, number) != 1 && inet_pton(AF_INET6, host, number) != 1;
-}
-
-/* Listen at all addresses of this host, of both families where there are two. */
-static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
-{
     struct sockaddr_in6 six;
     struct sockaddr_in four;
     memset(&six, 0, sizeof six);
@@ -5026,385 +4876,324 @@ static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
     six.sin6_family = AF_INET6;
     four.sin_family = AF_INET;
     six.sin6_port = four.sin_port = htons((uint16_t)r->place->port);
-    dtrain_log(r->world, DTRAIN_LOG_INFO,
-               "%s leads to no address of this host that others can call: rank 0 listens at all",
-               r->place->address);
-    return dtrain__listen_at(r, (const struct sockaddr *)(const void *)&six, sizeof six) ||
-           dtrain__listen_at(r, (const struct sockaddr *)(const void *)&four, sizeof four);
+    if (strcmp(host, "::1") == 0) six.sin6_addr = in6addr_loopback;
+    if (strcmp(host, "localhost") == 0) host = "127.0.0.1";
+    const bool loopback = strncmp(host, "127.", 4) == 0;
+    if (loopback) inet_pton(AF_INET, host, &four.sin_addr);
+    const int type = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
+    r->listener = loopback ? -1 : socket(AF_INET6, type, 0);
+    const bool both = r->listener >= 0;
+    if (!both) r->listener = socket(AF_INET, type, 0);
+    if (both) setsockopt(r->listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    const struct sockaddr *address = (const struct sockaddr *)(both ? (void *)&six : (void *)&four);
+    if (r->listener >= 0 &&
+        setsockopt(r->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+        bind(r->listener, address, both ? sizeof six : sizeof four) == 0 &&
+        listen(r->listener, SOMAXCONN) == 0)
+        return DTRAIN_OK;
+    return dtrain__meet_fail(
+        r, DTRAIN_ERROR_SYSTEM,
+        "rank 0 cannot listen at %s port %u: %s; is another run there? Set DTRAIN_PORT, the same "
+        "on all ranks, to a free port",
+        host, r->place->port, strerror(errno));
 }
 
-/* Listen at the address that the others will call, so that no other one is opened. */
-static dtrain_result dtrain__listen(dtrain__rendezvous *r)
+/* Answer the hello that had this proof. A reply fits in the kernel's buffer; if the connection is
+ * broken, its next receive says so. */
+static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
+                             int result, const char *why)
 {
-    struct addrinfo *found = dtrain__resolve(r);
-    while (!found && dtrain__meet_nap(r, 500)) found = dtrain__resolve(r);
-    if (!found)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "rank 0's address %s: %s",
-                                 r->place->address, r->problem);
-    bool done = false;
-    for (const struct addrinfo *at = found; at && !done; at = at->ai_next)
-        if (!dtrain__is_alias(r->place->address, at->ai_addr))
-            done = dtrain__listen_at(r, at->ai_addr, at->ai_addrlen);
-    freeaddrinfo(found);
-    if (!done && !dtrain__listen_everywhere(r))
-        dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM, "rank 0 has no socket: %s", strerror(errno));
-    return r->result;
+    dtrain__reply reply;
+    memset(&reply, 0, sizeof reply);
+    reply.result = result;
+    snprintf(reply.why, sizeof reply.why, "%s", why);
+    reply.proof = dtrain__proof(r, challenge, &reply, sizeof reply);
+    (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
 }
 
 /* Close the connection of a stranger and remember it for the sentence of a timeout. */
-static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__connection *end, const char *why)
+static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
-    snprintf(r->problem, sizeof r->problem, "%s %s", end->name, why);
-    if (r->strangers++ == 0)
+    const bool first = !r->problem[0];
+    struct sockaddr_storage address;
+    struct sockaddr *from = (struct sockaddr *)(void *)&address;
+    socklen_t length = sizeof address;
+    char name[96];
+    if (getpeername(pending->socket, from, &length) != 0) length = 0;
+    dtrain__name_address(from, length, name, sizeof name);
+    snprintf(r->problem, sizeof r->problem, "%s %s", name, why);
+    if (first)
         dtrain_log(
             r->world, DTRAIN_LOG_WARNING,
             "rendezvous: a connection from %s was turned away (only the first one is logged)",
             r->problem);
-    dtrain__connection_close(end);
-}
-
-/* Tell a rank the sentence that ends the run. Nothing that the rank has sent is unread, so closing
- * does not reset the connection, and the sentence arrives. */
-static void dtrain__refuse(dtrain__rendezvous *r, dtrain__connection *end)
-{
-    dtrain__frame_send(end, DTRAIN__FRAME_REFUSED, 0, r->result, 0, r->why, strlen(r->why));
-    dtrain__connection_close(end);
-    r->informed++;
+    dtrain__socket_close(&pending->socket);
 }
 
 /* Check that a rank of this run fits in. */
-static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__connection *end,
-                                         const dtrain__hello *hello)
+static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__hello *hello)
 {
-    const dtrain__connection *seats = r->world->link->ends;
-    const int size = r->world->size;
-    if (strcmp(hello->version, DTRAIN_VERSION_STRING) != 0 ||
-        hello->layout != dtrain__struct_layout())
+    const dtrain__hello own = dtrain__hello_make(r);
+    const int rank = hello->rank;
+    if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) was built with another dtrain, version %s; "
                                  "rank 0 has %s: start the same program on all ranks",
-                                 hello->rank, hello->host, hello->pid, hello->version,
-                                 DTRAIN_VERSION_STRING);
-    if (hello->size != size)
+                                 rank, hello->host, hello->pid, hello->version, own.version);
+    if (hello->size != own.size || rank < 0 || rank >= own.size)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
-                                 hello->rank, hello->host, hello->pid, hello->size, size);
-    if (hello->rank < 0 || hello->rank >= size)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "a rank %d joins (%s, pid %d) in a world of %d", hello->rank,
-                                 hello->host, hello->pid, size);
-    if (hello->rank == 0 || seats[hello->rank].socket >= 0)
-        return dtrain__meet_fail(
-            r, DTRAIN_ERROR_MISMATCH,
-            "rank %d was started twice: as pid %d from %s and as pid %d from %s", hello->rank,
-            hello->rank ? seats[hello->rank].pid : (int32_t)getpid(),
-            hello->rank ? seats[hello->rank].name : "rank 0's host", hello->pid, end->name);
-    return DTRAIN_OK;
+                                 rank, hello->host, hello->pid, hello->size, own.size);
+    if (rank && r->world->link->ends[rank].socket < 0) return DTRAIN_OK;
+    return dtrain__meet_fail(
+        r, DTRAIN_ERROR_MISMATCH, "rank %d was started twice: as %s and as %s, pid %d", rank,
+        rank ? r->world->link->ends[rank].name : "this rank 0", hello->host, hello->pid);
 }
 
-/* Give the pending connection to its rank, if its hello is one of this run. */
-static void dtrain__admit(dtrain__rendezvous *r, dtrain__connection *end, const char *data)
+/* Read on from a pending connection. Give it to its rank when it has sent a whole hello of this
+ * run. */
+static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending)
 {
-    dtrain__hello hello;
-    memcpy(&hello, data, sizeof hello);
-    dtrain__frame_send(end, DTRAIN__FRAME_WELCOME, 0, 0, dtrain__welcome_proof(r->place, &hello),
-                       NULL, 0);
-    if (hello.proof != dtrain__hello_proof(r->place, &hello)) {
-        dtrain__turn_away(r, end,
+    dtrain__hello *hello = &pending->hello;
+    const ssize_t got =
+        recv(pending->socket, (char *)hello + pending->got, sizeof *hello - pending->got, 0);
+    if (got > 0) pending->got += (size_t)got;
+    if (pending->got >= sizeof hello->magic && hello->magic != DTRAIN__HELLO_MAGIC) {
+        dtrain__turn_away(r, pending, "does not begin as a rank does");
+        return;
+    }
+    if (got <= 0) dtrain__socket_close(&pending->socket);
+    if (pending->got < sizeof *hello) return;
+    if (hello->proof != dtrain__proof(r, 0, hello, sizeof *hello)) {
+        dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN_ERROR_MISMATCH, "");
+        dtrain__turn_away(r, pending,
                           "has another DTRAIN_JOB_KEY than rank 0 or belongs to another run");
         return;
     }
-    hello.version[sizeof hello.version - 1] = hello.host[sizeof hello.host - 1] = 0;
-    if (r->result != DTRAIN_OK || dtrain__check_hello(r, end, &hello) != DTRAIN_OK) {
-        dtrain__refuse(r, end);
+    hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
+    if (r->result != DTRAIN_OK || dtrain__check_hello(r, hello) != DTRAIN_OK) {
+        dtrain__reply_to(r, pending->socket, hello->proof, r->result, r->why);
+        dtrain__socket_close(&pending->socket);
+        r->informed++;
         return;
     }
-    dtrain__connection *seat = &r->world->link->ends[hello.rank];
-    seat->socket = end->socket;
-    seat->pid = hello.pid;
-    memcpy(seat->name, end->name, sizeof seat->name);
-    end->socket = -1;
+    dtrain__connection *end = &r->world->link->ends[hello->rank];
+    dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_WAIT, "");
+    snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
+    end->socket = pending->socket;
+    r->proofs[hello->rank] = hello->proof;
     r->joined++;
+    pending->socket = -1;
 }
 
-static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__connection *end)
-{
-    dtrain__frame frame;
-    const bool open = dtrain__frame_receive(end);
-    const int there = dtrain__frame_get(end, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_HELLO && frame.number != DTRAIN__PROTOCOL) {
-        static const char why[] =
-            "speaks another protocol: all ranks need the same version of dtrain";
-        dtrain__frame_send(end, DTRAIN__FRAME_REFUSED, 0, DTRAIN_ERROR_MISMATCH, 0, why,
-                           sizeof why - 1);
-        dtrain__turn_away(r, end, why);
-    } else if (there == 1 && frame.kind == DTRAIN__FRAME_HELLO &&
-               frame.bytes == sizeof(dtrain__hello)) {
-        dtrain__admit(r, end, end->in + sizeof frame);
-    } else if (there) {
-        dtrain__turn_away(r, end, "does not begin as a rank does");
-    } else if (!open) {
-        dtrain__connection_close(end);
-    }
-}
-
+/* Accept one connection. It takes the place of the oldest pending one: a rank sends its hello at
+ * once, so that is a stranger. */
 static void dtrain__accept_pending(dtrain__rendezvous *r)
 {
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) {
-        dtrain__connection *end = &r->pending[i];
-        struct sockaddr_storage address;
-        struct sockaddr *from = (struct sockaddr *)(void *)&address;
-        socklen_t length = sizeof address;
-        if (end->socket >= 0) continue;
-        const int socket = accept(r->listener, from, &length); /* accept4 may be hidden */
-        if (socket < 0) return;
-        fcntl(socket, F_SETFD, FD_CLOEXEC);
-        fcntl(socket, F_SETFL, O_NONBLOCK);
-        end->socket = socket;
-        end->in_bytes = 0;
-        end->opened_ns = dtrain__now_ns();
-        dtrain__socket_tune(socket);
-        dtrain__name_address(from, length, end->name, sizeof end->name);
-    }
+    const int socket = accept(r->listener, NULL, NULL); /* accept4 may be hidden */
+    if (socket < 0) return;
+    dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
+    dtrain__socket_close(&pending->socket);
+    dtrain__socket_tune(socket);
+    pending->socket = socket;
+    pending->got = 0;
 }
 
-/* "2, 5 and 7" */
-static void dtrain__missing_ranks(const dtrain__rendezvous *r, char *text, size_t room)
-{
-    size_t used = 0;
-    int left = r->world->size - 1 - r->joined;
-    text[0] = 0;
-    for (int i = 1; i < r->world->size && used + 24 < room; i++) {
-        if (r->world->link->ends[i].socket >= 0) continue;
-        left--;
-        used += (size_t)snprintf(text + used, room - used, "%s%d",
-                                 used ? left ? ", " : " and " : "", i);
-    }
-    if (left) snprintf(text + used, room - used, " and %d more", left);
-}
-
-/* Keep the deadlines: of each pending connection and of the rendezvous. */
+/* Say now and then who is missing, and fail when the deadline has passed. */
 static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
     const uint64_t now = dtrain__now_ns();
-    char missing[160];
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++)
-        if (r->pending[i].socket >= 0 && now - r->pending[i].opened_ns > DTRAIN__HELLO_NS)
-            dtrain__turn_away(r, &r->pending[i], "did not say in time what it wants");
-    if (r->result != DTRAIN_OK || (now < r->deadline_ns && now - r->logged_ns < 10000000000u))
-        return;
+    const bool late = now >= r->deadline_ns;
+    char missing[160] = "";
+    size_t used = 0;
+    if (r->result != DTRAIN_OK || (!late && now - r->logged_ns < 10000000000u)) return;
     r->logged_ns = now;
-    dtrain__missing_ranks(r, missing, sizeof missing);
-    if (now < r->deadline_ns)
-        dtrain_log(r->world, DTRAIN_LOG_INFO, "rank 0 waits at %s port %u for rank %s of %d",
-                   r->place->address, r->place->port, missing, r->world->size);
-    else
+    for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
+        if (r->world->link->ends[i].socket < 0)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
+                                     used ? ", " : "", i);
+    if (late)
         dtrain__meet_fail(
             r, DTRAIN_ERROR_TIMEOUT,
-            "rank 0 waited %.1f s at %s port %u, and of %d ranks these have not come: %s%s%s",
-            1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port, r->world->size,
-            missing, r->strangers ? "; last turned away: " : "", r->strangers ? r->problem : "");
+            "rank 0 waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
+            1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
+            r->world->size - 1 - r->joined, r->world->size, missing,
+            r->problem[0] ? "; last turned away: " : "", r->problem);
+    else
+        dtrain_log(r->world, DTRAIN_LOG_INFO, "rank 0 waits at %s port %u for %d of %d ranks: %s",
+                   r->place->address, r->place->port, r->world->size - 1 - r->joined,
+                   r->world->size, missing);
 }
 
-/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say
- * before BEGIN, so its socket can only have been closed. */
+/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
+ * so its socket can only have been closed. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
-    dtrain__connection *ends[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
-    const int seats = 1 + DTRAIN__PENDING_MOST, count = seats + r->world->size;
-    bool room = false;
-    for (int i = 1; i < count; i++) {
-        ends[i] = i < seats ? &r->pending[i - 1] : &r->world->link->ends[i - seats];
-        polls[i].fd = ends[i]->socket;
+    dtrain__connection *ends = r->world->link->ends;
+    const int first = 1 + (int)DTRAIN__PENDING_MOST, count = first + r->world->size;
+    for (int i = 0; i < count; i++) {
+        polls[i].fd = i >= first ? ends[i - first].socket
+                      : i        ? r->pending[i - 1].socket
+                                 : r->listener;
         polls[i].events = POLLIN;
-        if (i < seats && polls[i].fd < 0) room = true;
+        polls[i].revents = 0;
     }
-    polls[0].fd = room ? r->listener : -1;
-    polls[0].events = POLLIN;
-    const int ready = poll(polls, (nfds_t)count, 100);
-    for (int i = 1; ready > 0 && i < count; i++) {
+    (void)poll(polls, (nfds_t)count, 100);
+    for (int i = 1; i < count; i++) {
         if (!polls[i].revents) continue;
-        if (i < seats) {
-            dtrain__hear_pending(r, ends[i]);
+        if (i < first) {
+            dtrain__hear_pending(r, &r->pending[i - 1]);
             continue;
         }
         dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
-                          i - seats, ends[i]->name);
-        dtrain__connection_close(ends[i]);
+                          i - first, ends[i - first].name);
+        dtrain__socket_close(&ends[i - first].socket);
         r->informed++;
     }
-    if (ready > 0 && polls[0].revents) dtrain__accept_pending(r);
+    if (polls[0].revents) dtrain__accept_pending(r);
     dtrain__meet_clock(r);
 }
 
 /* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
  * have yet to come and be told. */
-static void dtrain__meet_all(dtrain__rendezvous *r)
+static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
+    for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
+    dtrain_result result = dtrain__listen(r);
     while (r->result == DTRAIN_OK && r->joined < others) dtrain__meet_round(r);
     for (int i = 1; i <= others; i++) {
         dtrain__connection *end = &r->world->link->ends[i];
         if (end->socket < 0) continue;
-        if (r->result != DTRAIN_OK) dtrain__refuse(r, end);
-        else dtrain__frame_send(end, DTRAIN__FRAME_BEGIN, 0, 0, 0, NULL, 0);
+        dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
+        if (r->result == DTRAIN_OK) continue;
+        dtrain__socket_close(&end->socket);
+        r->informed++;
     }
     const uint64_t most = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
     const uint64_t end_ns = most < r->deadline_ns ? most : r->deadline_ns;
-    while (r->result != DTRAIN_OK && r->informed < others && dtrain__now_ns() < end_ns)
+    while (result == DTRAIN_OK && r->result != DTRAIN_OK && r->informed < others &&
+           dtrain__now_ns() < end_ns)
         dtrain__meet_round(r);
-}
-
-static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
-{
-    const dtrain_allocator *allocator = &r->world->allocator;
-    r->pending = (dtrain__connection *)dtrain__alloc(allocator, DTRAIN__PENDING_MOST,
-                                                     sizeof *r->pending, "pending connections");
-    if (!r->pending)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MEMORY, "no memory for the rendezvous");
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    if (dtrain__listen(r) == DTRAIN_OK) dtrain__meet_all(r);
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__connection_close(&r->pending[i]);
-    if (r->listener >= 0) close(r->listener);
-    dtrain__free(allocator, r->pending, DTRAIN__PENDING_MOST, sizeof *r->pending);
+    for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
+    dtrain__socket_close(&r->listener);
     return r->result;
 }
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
 
-/* Note what was wrong with the last try; it may get better until the deadline. */
+/* Note what was wrong with the last try; it may get better until the deadline. That another run has
+ * answered says more than that later nobody does. */
 DTRAIN__PRINTF(2, 3)
 static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    vsnprintf(r->problem, sizeof r->problem, format, args);
+    if (r->stranger || !r->stranger_ns) vsnprintf(r->problem, sizeof r->problem, format, args);
     va_end(args);
-    dtrain__connection_close(&r->world->link->ends[0]);
+    dtrain__socket_close(&r->world->link->ends[0].socket);
     return false;
 }
 
-/* Wait for the next frame from rank 0, at most until `until_ns`: 1 it is there; 0 none came; -1 the
- * connection was closed or what came is no frame. */
-static int dtrain__await_frame(dtrain__connection *end, uint64_t until_ns, dtrain__frame *frame)
+/* Wait for a reply, at most until `until_ns`: 1 it is there, 0 not all of it, -1 the connection was
+ * closed. */
+static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
 {
-    for (;;) {
-        const int there = dtrain__frame_get(end, frame);
+    size_t got = 0;
+    while (got < sizeof *reply) {
         const uint64_t now = dtrain__now_ns();
         struct pollfd one;
-        if (there) return there;
-        if (now >= until_ns) return 0;
-        one.fd = end->socket;
+        one.fd = socket;
         one.events = POLLIN;
-        const int ready =
-            poll(&one, 1, (int)dtrain__min((int64_t)(until_ns - now) / 1000000 + 1, 1000));
-        if (ready > 0 && !dtrain__frame_receive(end)) return -1;
+        if (now >= until_ns) return 0;
+        if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
+        const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
+        if (more <= 0) return -1;
+        got += (size_t)more;
     }
+    reply->why[sizeof reply->why - 1] = 0;
+    return 1;
 }
 
-static bool dtrain__dial(dtrain__rendezvous *r, const struct addrinfo *at, uint64_t until_ns)
-{
-    dtrain__connection *end = &r->world->link->ends[0];
-    int error = 0;
-    socklen_t length = sizeof error;
-    struct pollfd one;
-    end->in_bytes = 0;
-    dtrain__name_address(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name);
-    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
-    dtrain__socket_tune(end->socket);
-    if (connect(end->socket, at->ai_addr, at->ai_addrlen) == 0) return true;
-    if (errno != EINPROGRESS) return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
-    one.fd = end->socket;
-    one.events = POLLOUT;
-    while (poll(&one, 1, 100) <= 0)
-        if (dtrain__now_ns() >= until_ns)
-            return dtrain__try_failed(r, "%s does not answer", end->name);
-    if (getsockopt(end->socket, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
-    return error ? dtrain__try_failed(r, "%s: %s", end->name, strerror(error)) : true;
-}
-
-/* Say hello and read the WELCOME; true when rank 0 was found. *stranger: it is one of another run.
- * A REFUSED is left to await_begin, which knows what to do with it. */
-static bool dtrain__introduce(dtrain__rendezvous *r, uint64_t until_ns, bool *stranger)
+/* Call rank 0 at one of its addresses, say hello, and stay until it says how the rendezvous went.
+ * True when that settles it, false when another try makes sense. */
+static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
     const dtrain__hello hello = dtrain__hello_make(r);
-    dtrain__frame frame;
-    dtrain__frame_send(end, DTRAIN__FRAME_HELLO, hello.rank, 0, DTRAIN__PROTOCOL, &hello,
-                       sizeof hello);
-    const int there = dtrain__await_frame(end, until_ns, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_REFUSED) return true;
-    if (there != 1 || frame.kind != DTRAIN__FRAME_WELCOME)
+    const uint64_t now = dtrain__now_ns(), most = now + DTRAIN__ANSWER_NS;
+    const uint64_t until_ns = most < r->deadline_ns ? most : r->deadline_ns;
+    const uint64_t left_us = (until_ns - (now < until_ns ? now : until_ns)) / 1000u + 1;
+    dtrain__reply reply;
+    struct timeval left; /* connect keeps the deadline of a send */
+    left.tv_sec = (time_t)(left_us / 1000000u);
+    left.tv_usec = (suseconds_t)(left_us % 1000000u);
+    dtrain__name_address(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name);
+    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
+    setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
+    if (connect(end->socket, at->ai_addr, at->ai_addrlen) != 0)
+        return dtrain__try_failed(r, "%s: %s", end->name,
+                                  strerror(errno == EINPROGRESS ? ETIMEDOUT : errno));
+    dtrain__socket_tune(end->socket);
+    (void)!send(end->socket, &hello, sizeof hello, MSG_NOSIGNAL);
+    int there = dtrain__await_reply(end->socket, until_ns, &reply);
+    if (there != 1)
         return dtrain__try_failed(r, "what listens at %s does not answer as rank 0 does",
                                   end->name);
-    dtrain__frame_drop(end, &frame);
-    *stranger = frame.number != dtrain__welcome_proof(r->place, &hello);
-    if (!*stranger) return true;
-    return dtrain__try_failed(r,
-                              "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
-                              "belongs to another run",
-                              end->name);
-}
-
-/* Wait for BEGIN: rank 0 knows this rank, now the others have to come. */
-static dtrain_result dtrain__await_begin(dtrain__rendezvous *r)
-{
-    dtrain__connection *end = &r->world->link->ends[0];
-    dtrain__frame frame;
-    char text[400];
+    r->stranger = reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply);
+    if (r->stranger)
+        return dtrain__try_failed(r,
+                                  "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
+                                  "belongs to another run",
+                                  end->name);
     const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
-    const int there = dtrain__await_frame(end, r->deadline_ns + slack, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_BEGIN) {
-        dtrain__frame_drop(end, &frame);
-        return DTRAIN_OK;
-    }
-    if (there == 1 && frame.kind == DTRAIN__FRAME_REFUSED) {
-        dtrain__frame_text(&frame, end->in + sizeof frame, text, sizeof text);
-        return dtrain__meet_fail(r, frame.value ? (dtrain_result)frame.value : DTRAIN_ERROR_PEER,
-                                 "%s", text);
-    }
-    if (there)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
-                                 end->name);
-    return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
-                             "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
-                             1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+    if (reply.result == DTRAIN__REPLY_WAIT)
+        there = dtrain__await_reply(end->socket, r->deadline_ns + slack, &reply);
+    if (there < 0)
+        dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
+                          end->name);
+    else if (there == 0)
+        dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
+                          "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
+                          1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+    else if (reply.result != DTRAIN_OK)
+        dtrain__meet_fail(r, (dtrain_result)reply.result, "%s", reply.why);
+    return true;
 }
 
-/* Call rank 0 at all its addresses until it answers. It may not have started yet, and something
- * else may still be at its port: a run that just ends is given five seconds to go. */
+/* Call rank 0 at all its addresses until one call settles it. It may not have started yet, and
+ * another run may still be at its port. */
 static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
 {
-    char other_run[sizeof r->problem] = "";
-    uint64_t patience_ns = 0;
-    bool joined = false;
-    while (!joined) {
-        bool stranger = false;
-        struct addrinfo *found = dtrain__resolve(r);
-        for (const struct addrinfo *at = found; at && !joined; at = at->ai_next) {
-            const uint64_t most = dtrain__now_ns() + DTRAIN__HELLO_NS;
-            const uint64_t until = most < r->deadline_ns ? most : r->deadline_ns;
-            joined = dtrain__dial(r, at, until) && dtrain__introduce(r, until, &stranger);
-        }
+    struct addrinfo wanted;
+    char port[16];
+    snprintf(port, sizeof port, "%u", r->place->port);
+    memset(&wanted, 0, sizeof wanted);
+    wanted.ai_socktype = SOCK_STREAM;
+    wanted.ai_flags = AI_NUMERICSERV;
+    for (;; (void)poll(NULL, 0, 50)) {
+        struct addrinfo *found = NULL;
+        bool settled = false;
+        const int error = getaddrinfo(r->place->address, port, &wanted, &found);
+        if (error) dtrain__try_failed(r, "the name cannot be resolved: %s", gai_strerror(error));
+        r->stranger = false;
+        for (const struct addrinfo *at = found; at && !settled && !r->stranger; at = at->ai_next)
+            settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
+        if (settled) return r->result;
         const uint64_t now = dtrain__now_ns();
-        if (joined) break;
-        if (stranger) memcpy(other_run, r->problem, sizeof other_run);
-        if (stranger && !patience_ns) patience_ns = now + 5000000000u;
-        if (stranger && now >= patience_ns)
-            return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "%s", other_run);
-        if (!dtrain__meet_nap(r, stranger ? 500 : 50))
-            return dtrain__meet_fail(r, patience_ns ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-                                     "rank 0 was not found at %s port %u for %.1f s: %s",
-                                     r->place->address, r->place->port,
-                                     1e-9 * (double)(now - r->start_ns),
-                                     patience_ns ? other_run : r->problem);
+        if (r->stranger && !r->stranger_ns) r->stranger_ns = now;
+        if (now >= r->deadline_ns || (r->stranger && now >= r->stranger_ns + DTRAIN__PATIENCE_NS))
+            return dtrain__meet_fail(
+                r, r->stranger_ns ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
+                "rank 0 was not found at %s port %u for %.1f s: %s", r->place->address,
+                r->place->port, 1e-9 * (double)(now - r->start_ns), r->problem);
     }
-    return dtrain__await_begin(r);
 }
 
+/* Connect all ranks of a world that another launcher has started: link->ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     dtrain__rendezvous r;
@@ -5412,7 +5201,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     const uint64_t most = (uint64_t)DTRAIN__RENDEZVOUS_MS * 1000000u;
     r.world = world;
     r.place = place;
-    r.listener = -1;
     r.start_ns = r.logged_ns = dtrain__now_ns();
     r.deadline_ns = r.start_ns + (world->timeout_ns < most ? world->timeout_ns : most);
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
@@ -5503,16 +5291,11 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-/* Where rank 0 has put the region. */
+/* Where rank 0 has put the region; bytes = 0: it could not. */
 typedef struct dtrain__offer {
-    uint64_t address, bytes, device, inode;
-    int32_t pid, file; /* file < 0: rank 0 could not make it */
+    uint64_t address, bytes, inode;
+    int32_t pid, file;
 } dtrain__offer;
-
-typedef struct dtrain__region_reply {
-    int32_t good;
-    char why[180];
-} dtrain__region_reply;
 
 /* Propose addresses far from where programs, libraries and stacks are put, and from the shadow
  * memory of sanitizers; after three of them, the kernel chooses for rank 0. */
@@ -5526,21 +5309,13 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
                                           dtrain__region *region, dtrain__offer *offer)
 {
     struct stat status;
-    memset(offer, 0, sizeof *offer);
     offer->file = (int)syscall(SYS_memfd_create, "dtrain", 1u /* MFD_CLOEXEC; libc may hide it */);
-    if (offer->file < 0)
+    if (offer->file < 0 || fstat(offer->file, &status) != 0)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-    const dtrain_result result = dtrain__map_region(
-        reserve_bytes, (uint32_t)world->size, dtrain__region_hint(attempt), offer->file, region);
-    if (result != DTRAIN_OK || fstat(offer->file, &status) != 0) {
-        close(offer->file);
-        offer->file = -1;
-        return result != DTRAIN_OK ? result
-                                   : dtrain_fail(DTRAIN_ERROR_SYSTEM, "fstat: %s", strerror(errno));
-    }
+    DTRAIN__TRY(dtrain__map_region(reserve_bytes, (uint32_t)world->size,
+                                   dtrain__region_hint(attempt), offer->file, region));
     offer->address = (uint64_t)(uintptr_t)region->control;
     offer->bytes = region->bytes;
-    offer->device = (uint64_t)status.st_dev;
     offer->inode = (uint64_t)status.st_ino;
     offer->pid = (int32_t)getpid();
     return DTRAIN_OK;
@@ -5553,83 +5328,61 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     char path[64];
     struct stat status;
     void *const wanted = (void *)(uintptr_t)offer->address;
+    const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = open(path, O_RDWR | O_CLOEXEC);
     if (file < 0) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
-    if (fstat(file, &status) != 0 || (uint64_t)status.st_dev != offer->device ||
-        (uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
+    if (fstat(file, &status) != 0 || (uint64_t)status.st_ino != offer->inode ||
+        (uint64_t)status.st_size != offer->bytes) {
         close(file);
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     }
-    void *memory = mmap(wanted, (size_t)offer->bytes, PROT_READ | PROT_WRITE,
+    void *memory = mmap(wanted, bytes, PROT_READ | PROT_WRITE,
                         MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, file, 0);
-    const int error = errno;
+    const int error = memory == MAP_FAILED ? errno : EEXIST;
     close(file);
-    if (memory != MAP_FAILED && memory != wanted) munmap(memory, (size_t)offer->bytes);
+    if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes); /* an older kernel */
     if (memory != wanted)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%llu bytes at %p are not free here: %s",
-                           (unsigned long long)offer->bytes, wanted,
-                           memory == MAP_FAILED ? strerror(error) : "other memory is there");
-    dtrain__no_dump(memory, (size_t)offer->bytes);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,
+                           wanted, strerror(error));
+    dtrain__no_dump(memory, bytes);
     region->control = (dtrain__control *)memory;
-    region->bytes = (size_t)offer->bytes;
+    region->bytes = bytes;
     return DTRAIN_OK;
 }
 
-/* Make one attempt, all ranks together; *good says whether every rank has mapped the region. An
- * error is the failure of an all-gather itself. */
+/* Make one attempt, all ranks together: rank 0 offers, the others accept, and all hear what went
+ * wrong, "" for nothing. An error is the failure of an all-gather itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
-                                        dtrain__region *region, bool *good)
+                                        dtrain__region *region)
 {
     dtrain__offer offer, offers[DTRAIN_MAX_RANKS];
-    dtrain__region_reply mine, replies[DTRAIN_MAX_RANKS];
+    char why[sizeof world->no_region] = "", whys[DTRAIN_MAX_RANKS][sizeof why];
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
-    memset(&mine, 0, sizeof mine);
-    memset(region, 0, sizeof *region);
     offer.file = -1;
     if (world->rank == 0)
         result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
     dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
     if (gathered == DTRAIN_OK) {
-        if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
-        mine.good = result == DTRAIN_OK && offers[0].file >= 0;
+        if (world->rank && offers[0].bytes) result = dtrain__accept_region(&offers[0], region);
         if (result != DTRAIN_OK)
-            snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain_last_error()));
-        gathered = dtrain_world_all_gather(world, &mine, sizeof mine, replies);
+            snprintf(why, sizeof why, "rank %d: %.160s", world->rank,
+                     dtrain__bare(dtrain_last_error()));
+        gathered = dtrain_world_all_gather(world, why, sizeof why, whys);
     }
     if (offer.file >= 0) close(offer.file);
-    *good = gathered == DTRAIN_OK;
-    for (int i = world->size - 1; i >= 0 && gathered == DTRAIN_OK; i--) {
-        if (replies[i].good) continue;
-        *good = false;
-        replies[i].why[sizeof replies[i].why - 1] = 0;
-        if (replies[i].why[0])
-            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, replies[i].why);
-    }
-    if (!*good && region->control) munmap(region->control, region->bytes);
+    world->no_region[0] = 0;
+    for (int i = 0; i < world->size && gathered == DTRAIN_OK && !world->no_region[0]; i++)
+        memcpy(world->no_region, whys[i], sizeof why);
+    if ((gathered == DTRAIN_OK && !world->no_region[0]) || !region->control) return gathered;
+    munmap(region->control, region->bytes);
     return gathered;
 }
 
-/* Move from a control page of this rank's own to the shared one. Where no address is free in every
- * rank, they go on without shared memory, as on several hosts. */
-static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_bytes)
-{
-    bool good = false;
-    for (int attempt = 0; attempt < 6 && !good; attempt++) {
-        dtrain__region region;
-        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region, &good));
-        if (!good) continue;
-        munmap(world->page.control, world->page.bytes);
-        world->page = region;
-        world->control = region.control;
-        world->gather_count = 0;
-        world->link->shared = true;
-    }
-    return DTRAIN_OK;
-}
-
-/* Do all that makes a rank of another launcher a rank like any other. */
+/* Do all that makes a rank of another launcher a rank like any other: meet, find out who is on this
+ * host, and there move from a control page of this rank's own to a shared one. Where no address is
+ * free in every rank, they go on without shared memory, as on several hosts. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)
@@ -5637,10 +5390,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     DTRAIN__TRY(dtrain__map_page(&world->page));
     world->control = world->page.control;
     DTRAIN__TRY(dtrain__link_create(world));
-    DTRAIN__TRY(dtrain__meet(world, place));
-    world->link->met = true;
+    const dtrain_result met = dtrain__meet(world, place);
+    if (met != DTRAIN_OK) dtrain__link_destroy(world); /* no other rank knows this one */
+    DTRAIN__TRY(met);
     DTRAIN__TRY(dtrain__find_hosts(world, place));
-    return world->node_count == 1 ? dtrain__share_region(world, reserve_bytes) : DTRAIN_OK;
+    for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
+         attempt++) {
+        dtrain__region region;
+        memset(&region, 0, sizeof region);
+        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region));
+        if (world->no_region[0]) continue;
+        munmap(world->page.control, world->page.bytes);
+        world->page = region;
+        world->control = region.control;
+        world->gather_count = 0;
+        world->link->shared = true;
+    }
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -5779,7 +5545,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
 {
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    const bool met = launch->joins && world && world->link && world->link->met;
+    const bool met = launch->joins && world && world->link;
     if (!met || !launch->here) dtrain__record_end(launch->control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);

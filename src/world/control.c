@@ -206,8 +206,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
     const char *sentence = text ? dtrain__bare(text) : "";
     if (!dtrain__record_abort(world->control, world->rank, code, sentence)) return;
-    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, code, 0, sentence,
-                      strlen(world->control->aborted.text));
+    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, &world->control->aborted,
+                      sizeof world->control->aborted);
 }
 
 /* Find the first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
@@ -297,7 +297,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     slots[world->rank].bytes[half] = bytes;
     if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
     dtrain__store(&slots[world->rank].sequence, sequence);
-    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, 0, sequence, mine, bytes);
+    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, mine, bytes);
     for (int i = 0; i < world->size; i++) {
         DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
         if (slots[i].bytes[half] != bytes)

@@ -141,7 +141,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
 {
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    const bool met = launch->joins && world && world->link && world->link->met;
+    const bool met = launch->joins && world && world->link;
     if (!met || !launch->here) dtrain__record_end(launch->control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
