@@ -369,10 +369,9 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 /* Settle who starts the ranks: this call, another launcher, or this call on its node. */
 static dtrain_result dtrain__settle(dtrain__launch *launch)
 {
-    const dtrain__environment env = {dtrain__getenv, NULL};
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
-    DTRAIN__TRY(dtrain__recognise(&env, place));
+    DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (!place->family) {
         if (!desc->rank_count) desc->rank_count = desc->default_rank_count;
         if (!desc->rank_count) desc->rank_count = 1;
