@@ -2503,53 +2503,11 @@ static inline uint64_t dtrain__now_ns(void)
 static inline int64_t dtrain__min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-#include <errno.h>
-#include <fcntl.h>
-#include <float.h>
-#include <limits.h>
-#include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/types.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
-#ifdef __linux__
-#include <sys/prctl.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#ifdef DTRAIN_USE_CBLAS
-#include <cblas.h>
-#endif
-#ifdef DTRAIN_USE_MPI
-#ifndef OMPI_SKIP_MPICXX
-#define OMPI_SKIP_MPICXX 1 /* the C++ bindings that MPI no longer has */
-#endif
-#ifndef MPICH_SKIP_MPICXX
-#define MPICH_SKIP_MPICXX 1
-#endif
-#include <mpi.h>
-#endif
-
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
 #error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
 #endif
 
 DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns(); }
-
-/* Results, version
- *
- * The last error is thread-local, as errno is: ranks may be threads, and a rank's helper threads
- * hand their errors to the thread that asked. The rank is put in front of every sentence so that
- * the output of many ranks stays readable. */
 
 /* ================================================================================================
  * src/core/result.c
@@ -2643,7 +2601,7 @@ DTRAIN_API const char *dtrain_result_text(dtrain_result result)
     }
 }
 
-/* Records the sentence and returns code, so that a check is one line:
+/* Record the sentence and return code, so that a check is one line:
  *     if (count < 0) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_x: count is %lld", ...);
  * The text may quote the last error: it is built aside first. */
 DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...)
@@ -2660,15 +2618,13 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     return code;
 }
 
-/* Logging, allocator, checked sizes. */
-
 /* ================================================================================================
  * src/core/log.c
  * ==============================================================================================*/
 
 /* Log, allocator, checked sizes. */
 
-/* Sizes that come from outside are multiplied and added here only. False on overflow. */
+/* Multiply sizes that come from outside, here only; false on overflow. */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out)
 {
     return !__builtin_mul_overflow(a, b, out);
@@ -2677,7 +2633,7 @@ DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t 
 {
     return !__builtin_add_overflow(a, b, out);
 }
-/* Rounds up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
+/* Round up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
 DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit)
 {
     return (bytes + unit - 1) & ~(unit - 1);
@@ -2708,8 +2664,8 @@ DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocato
     return result;
 }
 
-/* Zeroed memory for count items, or NULL with the last error set. count == 0 gives memory too, so
- * that NULL always means failure. */
+/* Allocate zeroed memory for count items; NULL with the last error set. count == 0 gives memory too,
+ * so that NULL always means failure. */
 DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
                                     size_t item_bytes, const char *what)
 {
@@ -2751,38 +2707,31 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     else dtrain__log_stderr(NULL, level, sink->rank, text);
 }
 
-/* Data types, random numbers. */
-
 /* ================================================================================================
  * src/core/dtype.c
  * ==============================================================================================*/
 
 /* Data types. */
 
+static const struct {
+    const char *name;
+    size_t bytes;
+} dtrain__dtypes[] = {{"?", 0}, {"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}};
+
+/* Return the row of a type in the table; that of none for an unknown one. */
+static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
+{
+    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : 0;
+}
+
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 {
-    switch (dtype) {
-    case DTRAIN_DTYPE_F32:
-    case DTRAIN_DTYPE_I32: return 4;
-    case DTRAIN_DTYPE_BF16:
-    case DTRAIN_DTYPE_F16: return 2;
-    case DTRAIN_DTYPE_I64: return 8;
-    case DTRAIN_DTYPE_NONE: break;
-    }
-    return 0;
+    return dtrain__dtypes[dtrain__dtype_row(dtype)].bytes;
 }
 
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 {
-    switch (dtype) {
-    case DTRAIN_DTYPE_F32: return "f32";
-    case DTRAIN_DTYPE_BF16: return "bf16";
-    case DTRAIN_DTYPE_F16: return "f16";
-    case DTRAIN_DTYPE_I32: return "i32";
-    case DTRAIN_DTYPE_I64: return "i64";
-    case DTRAIN_DTYPE_NONE: break;
-    }
-    return "?";
+    return dtrain__dtypes[dtrain__dtype_row(dtype)].name;
 }
 
 DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value)
@@ -3013,15 +2962,6 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
             out[i++] = low + width * dtrain__uniform_from_bits(block[word]);
     }
 }
-/* Device
- *
- * The CPU device in six parts, each a review sitting:
- *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
- *     S24.2  exp, tanh    instruction sets, and functions that vectorise in any of them
- *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
- *     S24.4  kernels      everything else; the same text is compiled once per instruction set
- *     S24.5  attention    likewise
- *     S24.6  device       memory, launchers, the CPU table and the plan table */
 
 /* ================================================================================================
  * src/world/world.c
@@ -3071,14 +3011,9 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-
-#ifndef MAP_FIXED_NOREPLACE
-#define MAP_FIXED_NOREPLACE 0x100000 /* an older kernel takes the address as a hint */
-#endif
 
 typedef enum dtrain__end {
     DTRAIN__RUNNING = 0,
@@ -3171,9 +3106,7 @@ struct dtrain_world {
     dtrain__log_sink log;
     dtrain_device *device;
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
-    uint32_t math;
-    bool tune;
-    dtrain_comm *comm; /* all ranks */
+    dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
@@ -3221,8 +3154,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
 /* world/arena.c */
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
-DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region);
+DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file);
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region);
 DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);
@@ -3403,29 +3335,26 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     }
 }
 
+/* Say how a rank ended. */
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room)
 {
+    static const char *const said[] = {
+        "is running",
+        "left (returned 0)",
+        "returned",
+        "was killed by signal",
+        "could not start",
+        "was killed by the launcher: it did not end in time",
+        "is gone: its connection closed without a word; it exited, crashed or was killed, or its "
+        "host is lost"};
     const dtrain__exit_record *end = &control->exits[rank];
-    switch (dtrain__load(&end->how)) {
-    case DTRAIN__LEFT: snprintf(text, room, "rank %d left (returned 0)", rank); break;
-    case DTRAIN__RETURNED: snprintf(text, room, "rank %d returned %d", rank, end->value); break;
-    case DTRAIN__SIGNALED:
-        snprintf(text, room, "rank %d was killed by signal %d (%s)", rank, end->value,
+    const uint32_t how = dtrain__load(&end->how);
+    const int used = snprintf(text, room, "rank %d %s", rank, said[how]);
+    if (how == DTRAIN__RETURNED) snprintf(text + used, room - (size_t)used, " %d", end->value);
+    if (how == DTRAIN__SIGNALED)
+        snprintf(text + used, room - (size_t)used, " %d (%s)", end->value,
                  dtrain__signal_name(end->value));
-        break;
-    case DTRAIN__UNSTARTED: snprintf(text, room, "rank %d could not start", rank); break;
-    case DTRAIN__STOPPED:
-        snprintf(text, room, "rank %d was killed by the launcher: it did not end in time", rank);
-        break;
-    case DTRAIN__LOST:
-        snprintf(text, room,
-                 "rank %d is gone: its connection closed without a word; it exited, crashed or was "
-                 "killed, or its host is lost",
-                 rank);
-        break;
-    default: snprintf(text, room, "rank %d is running", rank); break;
-    }
 }
 
 /* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
@@ -3629,17 +3558,25 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
     return dtrain__wait_poll(world, wait);
 }
 
-/* Wait until `rank` has written record number `sequence`. Whether it has left is asked before its
- * slot is read for the last time, because a record that it wrote before leaving counts. */
+/* Say whether record number `sequence` of a rank is here. This rank's own is done with when the link
+ * has nothing left to send, on rank 0 the others' records too: the caller may not wait here again
+ * for long. */
+static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
+{
+    if (rank == world->rank) return dtrain__link_all_sent(world);
+    return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
+}
+
+/* Wait for a record. Whether its rank has left is asked before its slot is read for the last time,
+ * because a record that it wrote before leaving counts. */
 static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
                                           dtrain__wait *wait)
 {
-    const dtrain__gather_slot *slot = &world->control->slots[rank];
-    while (dtrain__load(&slot->sequence) < sequence) {
+    while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
-        if (dtrain__load(&slot->sequence) >= sequence) break;
+        if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (left)
             return dtrain__abort_with(
@@ -3647,9 +3584,10 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(world, turn,
-                                      "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
-                                      world->rank, 1e-9 * (double)world->timeout_ns, rank);
+            return dtrain__abort_with(
+                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
+                world->rank, 1e-9 * (double)world->timeout_ns, rank,
+                rank == world->rank ? " to be heard: a rank does not read" : "");
     }
     return DTRAIN_OK;
 }
@@ -3672,7 +3610,8 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
     dtrain__store(&slots[world->rank].sequence, sequence);
     dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, mine, bytes);
-    for (int i = 0; i < world->size; i++) {
+    for (int k = 1; k <= world->size; k++) { /* this rank is the last */
+        const int i = (world->rank + k) % world->size;
         DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
         if (slots[i].bytes[half] != bytes)
             return dtrain__abort_with(
@@ -3680,16 +3619,6 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                 "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
                 (unsigned long long)slots[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
-    }
-    while (!dtrain__link_all_sent(world)) { /* the caller may not wait here again for long */
-        const dtrain_result turn = dtrain__gather_turn(world, &wait);
-        if (turn == DTRAIN_ERROR_PEER) return turn;
-        if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(
-                world, turn,
-                "dtrain_world_all_gather: rank %d could not tell the others in %.1f s: a rank does "
-                "not read",
-                world->rank, 1e-9 * (double)world->timeout_ns);
     }
     return DTRAIN_OK;
 }
@@ -3756,33 +3685,10 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
-/* Keep the reserve out of core files, where it would fill the disk and help nobody. */
-DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
-{
-#ifdef MADV_DONTDUMP
-    madvise(memory, bytes, MADV_DONTDUMP);
-#else
-    (void)memory, (void)bytes;
-#endif
-}
-
-/* Map a control page that has no arenas. */
-DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
-{
-    const size_t bytes = dtrain__round_up(sizeof(dtrain__control), dtrain__page_bytes());
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "dtrain_launch: %zu bytes could not be mapped: %s",
-                           bytes, strerror(errno));
-    region->control = (dtrain__control *)memory;
-    region->bytes = bytes;
-    return DTRAIN_OK;
-}
-
 /* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
- * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. */
-static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
+ * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. The
+ * reserve is kept out of core files, where it would fill the disk and help nobody. */
+DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
     int flags = MAP_SHARED | MAP_NORESERVE;
@@ -3791,10 +3697,15 @@ static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
         errno = EFBIG;
         return MAP_FAILED;
     } else if (ftruncate(file, (off_t)bytes) != 0) return MAP_FAILED;
-    return mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+    void *memory = mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+#ifdef MADV_DONTDUMP
+    if (memory != MAP_FAILED) madvise(memory, bytes, MADV_DONTDUMP);
+#endif
+    return memory;
 }
 
-/* Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
+/* Map a control page and, behind it, the arenas of so many ranks; with 0 ranks no memory is shared.
+ * Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
  * Where that much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to
  * 64 MiB; an explicit size does not. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
@@ -3813,10 +3724,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
         if (memory != MAP_FAILED) {
             region->control = (dtrain__control *)memory;
             region->bytes = bytes;
-            region->control->arenas = (char *)memory + control;
-            region->control->arena_bytes = arena;
+            region->control->arenas = ranks ? (char *)memory + control : NULL;
+            region->control->arena_bytes = ranks ? arena : 0;
             region->control->free_at_start = dtrain__free_memory();
-            dtrain__no_dump(memory, bytes);
             return DTRAIN_OK;
         }
         if (given || arena == least)
@@ -3879,14 +3789,9 @@ static dtrain_device *dtrain__arena_device(const dtrain_world *world)
 /* Hand out zeroed whole pages of this rank's arena, first fit. */
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
-    const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
+    const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
     *out = NULL;
-    if (bytes > all)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "shared memory: %zu bytes needed, %zu reserved per rank; raise "
-                           "reserve_bytes of dtrain_launch_desc",
-                           bytes, all);
-    bytes = dtrain__round_up(bytes ? bytes : 1, page);
+    bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
     dtrain_device *device = dtrain__arena_device(world);
     if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
@@ -3897,7 +3802,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
                            "reserve_bytes of dtrain_launch_desc",
-                           bytes, all);
+                           asked, all);
     DTRAIN__TRY(dtrain__promise(world->control, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,
             (world->range_count - i) * sizeof *world->ranges);
@@ -4599,7 +4504,7 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 #define DTRAIN__HELLO_MAGIC 0x334b5444u /* "DTK3": the third protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
-#define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port, which may just be ending */
+#define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
 #define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
 #define DTRAIN__RENDEZVOUS_MS 300000u   /* and not more than timeout_ms */
 #define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
@@ -4628,20 +4533,15 @@ typedef struct dtrain__pending {
 typedef struct dtrain__rendezvous {
     dtrain_world *world;
     const dtrain__placement *place;
-    uint64_t start_ns, deadline_ns;
+    uint64_t start_ns, deadline_ns, logged_ns;
     dtrain_result result;
-    char why[400];     /* the sentence of result */
-    char problem[200]; /* rank 0: the last stranger; other ranks: why the last try failed */
-    /* of rank 0 */
-    int listener;
+    char why[400];      /* the sentence of result */
+    char problem[200];  /* rank 0: the last stranger; other ranks: why the last try failed */
+    bool stranger;      /* other ranks: what answered was rank 0 of another run */
+    int listener, came; /* rank 0: ranks that joined or were refused */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
     uint32_t accepted;
     uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the hello of each rank that has joined */
-    int joined, informed;              /* ranks that are here; that have been told of a failure */
-    uint64_t logged_ns;
-    /* of the other ranks */
-    bool stranger;        /* what answered last was rank 0 of another run */
-    uint64_t stranger_ns; /* when one answered for the first time, or 0 */
 } dtrain__rendezvous;
 
 /* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
@@ -4673,7 +4573,8 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     return hello;
 }
 
-/* Record how the rendezvous failed. The first failure stands. */
+/* Record how the rendezvous failed; the first failure stands. Ranks that have yet to come are given
+ * a little time to come and be told. */
 DTRAIN__PRINTF(3, 4)
 static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
                                        const char *format, ...)
@@ -4683,6 +4584,8 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     va_start(args, format);
     vsnprintf(r->why, sizeof r->why, format, args);
     va_end(args);
+    const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
+    if (end_ns < r->deadline_ns) r->deadline_ns = end_ns;
     return r->result = code;
 }
 
@@ -4700,15 +4603,17 @@ static void dtrain__name_address(const struct sockaddr *address, socklen_t lengt
  * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
-    const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
+    static const int options[][2] = {{TCP_NODELAY, 1},
+                                     {TCP_KEEPIDLE, 10},
+                                     {TCP_KEEPINTVL, 5},
+                                     {TCP_KEEPCNT, 4},
+                                     {TCP_USER_TIMEOUT, 30000}};
+    const int on = 1;
     fcntl(socket, F_SETFD, FD_CLOEXEC);
     fcntl(socket, F_SETFL, O_NONBLOCK);
-    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        setsockopt(socket, IPPROTO_TCP, options[i][0], &options[i][1], sizeof options[i][1]);
 }
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
@@ -4741,11 +4646,13 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
         bind(r->listener, address, both ? sizeof six : sizeof four) == 0 &&
         listen(r->listener, SOMAXCONN) == 0)
         return DTRAIN_OK;
+    const int error = errno;
+    dtrain__socket_close(&r->listener);
     return dtrain__meet_fail(
         r, DTRAIN_ERROR_SYSTEM,
         "rank 0 cannot listen at %s port %u: %s; is another run there? Set DTRAIN_PORT, the same "
         "on all ranks, to a free port",
-        host, r->place->port, strerror(errno));
+        host, r->place->port, strerror(error));
 }
 
 /* Answer the hello that had this proof. A reply fits in the kernel's buffer; if the connection is
@@ -4761,10 +4668,9 @@ static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t c
     (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
 }
 
-/* Close the connection of a stranger and remember it for the sentence of a timeout. */
+/* Close the connection of a stranger and remember it for the sentence about missing ranks. */
 static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
-    const bool first = !r->problem[0];
     struct sockaddr_storage address;
     struct sockaddr *from = (struct sockaddr *)(void *)&address;
     socklen_t length = sizeof address;
@@ -4772,11 +4678,6 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     if (getpeername(pending->socket, from, &length) != 0) length = 0;
     dtrain__name_address(from, length, name, sizeof name);
     snprintf(r->problem, sizeof r->problem, "%s %s", name, why);
-    if (first)
-        dtrain_log(
-            r->world, DTRAIN_LOG_WARNING,
-            "rendezvous: a connection from %s was turned away (only the first one is logged)",
-            r->problem);
     dtrain__socket_close(&pending->socket);
 }
 
@@ -4821,19 +4722,18 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
         return;
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
+    r->came++;
     if (r->result != DTRAIN_OK || dtrain__check_hello(r, hello) != DTRAIN_OK) {
         dtrain__reply_to(r, pending->socket, hello->proof, r->result, r->why);
         dtrain__socket_close(&pending->socket);
-        r->informed++;
         return;
     }
     dtrain__connection *end = &r->world->link->ends[hello->rank];
     dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_WAIT, "");
     snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
     end->socket = pending->socket;
-    r->proofs[hello->rank] = hello->proof;
-    r->joined++;
     pending->socket = -1;
+    r->proofs[hello->rank] = hello->proof;
 }
 
 /* Accept one connection. It takes the place of the oldest pending one: a rank sends its hello at
@@ -4854,7 +4754,7 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
     const uint64_t now = dtrain__now_ns();
     const bool late = now >= r->deadline_ns;
-    char missing[160] = "";
+    char missing[160] = "", text[sizeof r->why + 400];
     size_t used = 0;
     if (r->result != DTRAIN_OK || (!late && now - r->logged_ns < 10000000000u)) return;
     r->logged_ns = now;
@@ -4862,17 +4762,13 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
         if (r->world->link->ends[i].socket < 0)
             used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
                                      used ? ", " : "", i);
-    if (late)
-        dtrain__meet_fail(
-            r, DTRAIN_ERROR_TIMEOUT,
-            "rank 0 waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
-            1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
-            r->world->size - 1 - r->joined, r->world->size, missing,
-            r->problem[0] ? "; last turned away: " : "", r->problem);
-    else
-        dtrain_log(r->world, DTRAIN_LOG_INFO, "rank 0 waits at %s port %u for %d of %d ranks: %s",
-                   r->place->address, r->place->port, r->world->size - 1 - r->joined,
-                   r->world->size, missing);
+    snprintf(text, sizeof text,
+             "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
+             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
+             r->world->size - 1 - r->came, r->world->size, missing,
+             r->problem[0] ? "; last turned away: " : "", r->problem);
+    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
+    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
 /* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
@@ -4899,33 +4795,24 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
                           i - first, ends[i - first].name);
         dtrain__socket_close(&ends[i - first].socket);
-        r->informed++;
     }
     if (polls[0].revents) dtrain__accept_pending(r);
     dtrain__meet_clock(r);
 }
 
-/* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
- * have yet to come and be told. */
+/* Wait for all ranks, after a failure until the last of them has been told or a little longer, and
+ * tell those who joined how it went. */
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
+    DTRAIN__TRY(dtrain__listen(r));
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    dtrain_result result = dtrain__listen(r);
-    while (r->result == DTRAIN_OK && r->joined < others) dtrain__meet_round(r);
+    while (r->came < others && (r->result == DTRAIN_OK || dtrain__now_ns() < r->deadline_ns))
+        dtrain__meet_round(r);
     for (int i = 1; i <= others; i++) {
         dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket < 0) continue;
-        dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
-        if (r->result == DTRAIN_OK) continue;
-        dtrain__socket_close(&end->socket);
-        r->informed++;
+        if (end->socket >= 0) dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
     }
-    const uint64_t most = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
-    const uint64_t end_ns = most < r->deadline_ns ? most : r->deadline_ns;
-    while (result == DTRAIN_OK && r->result != DTRAIN_OK && r->informed < others &&
-           dtrain__now_ns() < end_ns)
-        dtrain__meet_round(r);
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
     dtrain__socket_close(&r->listener);
     return r->result;
@@ -4940,7 +4827,7 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    if (r->stranger || !r->stranger_ns) vsnprintf(r->problem, sizeof r->problem, format, args);
+    if (!r->stranger) vsnprintf(r->problem, sizeof r->problem, format, args);
     va_end(args);
     dtrain__socket_close(&r->world->link->ends[0].socket);
     return false;
@@ -4992,12 +4879,14 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     if (there != 1)
         return dtrain__try_failed(r, "what listens at %s does not answer as rank 0 does",
                                   end->name);
-    r->stranger = reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply);
-    if (r->stranger)
-        return dtrain__try_failed(r,
-                                  "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
-                                  "belongs to another run",
-                                  end->name);
+    if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
+        dtrain__try_failed(r,
+                           "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
+                           "belongs to another run",
+                           end->name);
+        r->stranger = true;
+        return false;
+    }
     const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
     if (reply.result == DTRAIN__REPLY_WAIT)
         there = dtrain__await_reply(end->socket, r->deadline_ns + slack, &reply);
@@ -5023,23 +4912,22 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
     memset(&wanted, 0, sizeof wanted);
     wanted.ai_socktype = SOCK_STREAM;
     wanted.ai_flags = AI_NUMERICSERV;
-    for (;; (void)poll(NULL, 0, 50)) {
+    for (uint64_t now = 0;; (void)poll(NULL, 0, 50)) {
         struct addrinfo *found = NULL;
         bool settled = false;
         const int error = getaddrinfo(r->place->address, port, &wanted, &found);
         if (error) dtrain__try_failed(r, "the name cannot be resolved: %s", gai_strerror(error));
-        r->stranger = false;
-        for (const struct addrinfo *at = found; at && !settled && !r->stranger; at = at->ai_next)
+        for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
             settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
         if (settled) return r->result;
-        const uint64_t now = dtrain__now_ns();
-        if (r->stranger && !r->stranger_ns) r->stranger_ns = now;
-        if (now >= r->deadline_ns || (r->stranger && now >= r->stranger_ns + DTRAIN__PATIENCE_NS))
-            return dtrain__meet_fail(
-                r, r->stranger_ns ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-                "rank 0 was not found at %s port %u for %.1f s: %s", r->place->address,
-                r->place->port, 1e-9 * (double)(now - r->start_ns), r->problem);
+        now = dtrain__now_ns();
+        if (now < r->deadline_ns && (!r->stranger || now < r->start_ns + DTRAIN__PATIENCE_NS))
+            continue;
+        return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
+                                 "rank 0 was not found at %s port %u for %.1f s: %s",
+                                 r->place->address, r->place->port,
+                                 1e-9 * (double)(now - r->start_ns), r->problem);
     }
 }
 
@@ -5187,15 +5075,13 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
         close(file);
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     }
-    void *memory = mmap(wanted, bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, file, 0);
+    void *memory = dtrain__map_bytes(wanted, bytes, file);
     const int error = memory == MAP_FAILED ? errno : EEXIST;
     close(file);
-    if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes); /* an older kernel */
+    if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes);
     if (memory != wanted)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,
                            wanted, strerror(error));
-    dtrain__no_dump(memory, bytes);
     region->control = (dtrain__control *)memory;
     region->bytes = bytes;
     return DTRAIN_OK;
@@ -5237,7 +5123,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)
 {
-    DTRAIN__TRY(dtrain__map_page(&world->page));
+    DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
     world->control = world->page.control;
     DTRAIN__TRY(dtrain__link_create(world));
     const dtrain_result met = dtrain__meet(world, place);
@@ -5280,14 +5166,12 @@ typedef struct dtrain__launch {
     bool here;               /* ... of which this process is one rank */
     dtrain_result joined;    /* here: how that went */
     dtrain__region region;
-    dtrain__control *control; /* the region's */
     uint32_t cores;
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
     pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
     int forwarded, stop_count;    /* last signal passed on; how often we were asked to stop */
-    bool foreign_child;           /* a SIGCHLD that was not about a rank */
     sigset_t watched, old_mask;
     uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
 } dtrain__launch;
@@ -5333,57 +5217,46 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__launch *launch)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    dtrain_device_desc device;
-    DTRAIN__TRY(dtrain__world_mark(world));
-    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
-    if (!world->threads) world->threads = launch->cores / (uint32_t)world->local_size;
-    if (!world->threads) world->threads = 1;
-    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
-    memset(&device, 0, sizeof device);
-    device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->local_rank;
-    device.oversubscribed = world->oversubscribed;
-    device.math = world->math;
-    device.tune = world->tune;
-    device.memory_limit = desc->memory_limit;
-    device.allocator = world->allocator;
-    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    DTRAIN__TRY(dtrain__world_comm_create(world));
-    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
-    return DTRAIN_OK;
-}
-
 /* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_device_desc device;
     dtrain_world *world =
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
-    world->rank = rank;
-    world->size = launch->place.size;
-    world->local_rank = rank;
-    world->local_size = world->size;
+    world->rank = world->local_rank = rank;
+    world->size = world->local_size = launch->place.size;
     world->node_count = 1;
     world->comm_ops = desc->comm_ops;
     world->emulation = desc->emulation;
-    world->math = desc->math;
-    world->tune = desc->tune;
-    world->threads = desc->threads_per_rank;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
-    world->control = launch->control;
+    world->control = launch->region.control;
     world->allocator = desc->allocator;
     world->log.write = desc->log;
     world->log.user = desc->log_user;
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
-    return dtrain__world_parts(world, launch);
+    DTRAIN__TRY(dtrain__world_mark(world));
+    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    const uint32_t share = launch->cores / (uint32_t)world->local_size;
+    world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
+    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = (uint32_t)world->local_rank;
+    device.oversubscribed = world->oversubscribed;
+    device.math = desc->math;
+    device.tune = desc->tune;
+    device.memory_limit = desc->memory_limit;
+    device.allocator = desc->allocator;
+    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    DTRAIN__TRY(dtrain__world_comm_create(world));
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    return DTRAIN_OK;
 }
 
 /* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
@@ -5396,13 +5269,13 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
-    if (!met || !launch->here) dtrain__record_end(launch->control, rank, how, code, error);
+    if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
     dtrain__world_leave(world, launch->desc.grace_ms);
     if (!launch->here || (rank && !code)) return;
-    memcpy(launch->control->exits, world->control->exits, sizeof world->control->exits);
-    launch->control->first_failed = dtrain__load(&world->control->first_failed);
+    memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
+    launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
 }
 
 /* Run a rank from its start to its end, in a process or a thread of its own. */
@@ -5444,17 +5317,18 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
 static void dtrain__reaped(dtrain__launch *launch, int index, int status)
 {
     const int rank = launch->place.rank + index;
-    const uint32_t known = dtrain__load(&launch->control->exits[rank].how);
+    const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
     launch->pids[index] = 0;
     launch->live--;
     if (WIFSIGNALED(status)) {
         const bool ours = WTERMSIG(status) == SIGKILL && launch->kill_ns == 1;
         if (known == DTRAIN__RETURNED || known == DTRAIN__UNSTARTED) return;
-        dtrain__record_end(launch->control, rank, ours ? DTRAIN__STOPPED : DTRAIN__SIGNALED,
+        dtrain__record_end(launch->region.control, rank, ours ? DTRAIN__STOPPED : DTRAIN__SIGNALED,
                            WTERMSIG(status), "");
     } else if (known == DTRAIN__RUNNING) { /* exit() inside of rank_main */
         const int code = WEXITSTATUS(status);
-        dtrain__record_end(launch->control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT, code, "");
+        dtrain__record_end(launch->region.control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT,
+                           code, "");
     }
 }
 
@@ -5496,7 +5370,7 @@ static void dtrain__watch(dtrain__launch *launch)
         if (number > 0 && number != SIGCHLD)
             dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
         const uint64_t now = dtrain__now_ns();
-        if (!launch->kill_ns && dtrain__load(&launch->control->first_failed))
+        if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
             launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
         if (launch->kill_ns && now >= launch->kill_ns) {
             launch->kill_ns = 1; /* stays in the past, and says that the grace is over */
@@ -5519,32 +5393,23 @@ static void dtrain__child(dtrain__launch *launch, int index)
     _exit(dtrain__exit_code(code));
 }
 
-static dtrain_result dtrain__fork_failed(dtrain__launch *launch, int index, int error)
-{
-    struct rlimit limit;
-    launch->kill_ns = 1;
-    dtrain__signal_ranks(launch, SIGKILL);
-    dtrain__watch(launch);
-    if (getrlimit(RLIMIT_NPROC, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) limit.rlim_cur = 0;
-    return dtrain_fail(
-        DTRAIN_ERROR_SYSTEM,
-        "dtrain_launch: rank %d of %u could not be forked: %s (process limit, ulimit "
-        "-u: %llu, 0 = none; also look at memory and the container's pids limit)",
-        launch->place.rank + index, (uint32_t)launch->place.size, strerror(error),
-        (unsigned long long)limit.rlim_cur);
-}
-
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
-    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+    int i = 0, error = 0;
+    for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
         if (pid == 0) dtrain__child(launch, i);
-        if (pid < 0) return dtrain__fork_failed(launch, i, errno);
-        launch->pids[i] = pid;
-        launch->live++;
+        if (pid < 0) error = errno;
+        launch->pids[i] = pid > 0 ? pid : 0;
+        launch->live += pid > 0;
     }
+    if (error) launch->kill_ns = 1;
     dtrain__watch(launch);
-    return DTRAIN_OK;
+    if (!error) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_launch: rank %d of %d could not be forked: %s; look at the process "
+                       "limit (ulimit -u), at memory and at the container's pids limit",
+                       launch->place.rank + i, launch->place.size, strerror(error));
 }
 
 /* A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is put in
@@ -5656,22 +5521,15 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
     const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
     const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
     if (!asked->node_ranks && !any) return DTRAIN_OK;
-    if (!asked->node_ranks || (uint32_t)launch->place.size % asked->node_ranks != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.node_ranks is %u, expected a divisor of the "
-                           "%d ranks; 1 makes every rank a node",
-                           asked->node_ranks, launch->place.size);
-    if (!(gigabits > 0 && gigabits <= 1e6))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.gigabits_per_second is %g, expected more than "
-                           "0 and at most 1e6; 10 is a link of 10 Gb/s",
-                           gigabits);
-    if (!(latency >= 0 && latency <= 1e9))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.latency_us is %g, expected 0 to 1e9; a "
-                           "datacenter network has 5 to 50",
-                           latency);
-    return dtrain__world_comm_check(desc);
+    if (asked->node_ranks && (uint32_t)launch->place.size % asked->node_ranks == 0 &&
+        gigabits > 0 && gigabits <= 1e6 && latency >= 0 && latency <= 1e9)
+        return dtrain__world_comm_check(desc);
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: emulation.node_ranks is %u, emulation.gigabits_per_second %g, "
+        "emulation.latency_us %g; expected a divisor of the %d ranks (1 makes every rank a node), "
+        "more than 0 and at most 1e6, and 0 to 1e9",
+        asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
@@ -5682,16 +5540,12 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
             desc->rank_count ? desc->rank_count : desc->default_rank_count, DTRAIN_MAX_RANKS);
-    if (desc->mode > DTRAIN_LAUNCH_THREADS)
+    if (desc->mode > DTRAIN_LAUNCH_THREADS || desc->log_level > DTRAIN_LOG_DEBUG ||
+        desc->threads_per_rank > 4096)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: mode is %u, expected 0 (processes) or "
-                           "1 (threads)",
-                           desc->mode);
-    if (desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: log_level is %u (0 to 4 expected), "
-                           "threads_per_rank %u (0 to 4096 expected)",
-                           desc->log_level, desc->threads_per_rank);
+                           "dtrain_launch: mode is %u (0, processes, or 1, threads, expected), "
+                           "log_level is %u (0 to 4), threads_per_rank is %u (0 to 4096)",
+                           desc->mode, desc->log_level, desc->threads_per_rank);
     DTRAIN__TRY(dtrain__settle(launch));
     DTRAIN__TRY(dtrain__check_emulation(launch));
     launch->cores = dtrain__cores();
@@ -5705,7 +5559,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 /* Turn the exit records of all ranks into one result, one sentence and the info. */
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
-    dtrain__control *control = launch->control;
+    dtrain__control *control = launch->region.control;
     const int first = (int)dtrain__load(&control->first_failed) - 1;
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
@@ -5735,11 +5589,9 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
 static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
 {
     dtrain_result result = DTRAIN_OK;
-    DTRAIN__TRY(launch->joins
-                    ? dtrain__map_page(&launch->region)
-                    : dtrain__map_region(launch->desc.reserve_bytes, launch->desc.rank_count, NULL,
-                                         -1, &launch->region));
-    launch->control = launch->region.control;
+    DTRAIN__TRY(dtrain__map_region(launch->desc.reserve_bytes,
+                                   launch->joins ? 0 : launch->desc.rank_count, NULL, -1,
+                                   &launch->region));
     info->rank_count = (uint32_t)launch->place.size;
     if (launch->here) (void)dtrain__rank_run(launch, 0);
     else if (launch->launcher) result = dtrain__launch_processes(launch);
@@ -5750,8 +5602,8 @@ static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_in
         result = dtrain__conclude(launch, info);
     }
     if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
-        result =
-            dtrain_fail(launch->joined, "%s", launch->control->exits[launch->place.rank].error);
+        result = dtrain_fail(launch->joined, "%s",
+                             launch->region.control->exits[launch->place.rank].error);
     munmap(launch->region.control, launch->region.bytes);
     return result;
 }

@@ -131,15 +131,13 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
         close(file);
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     }
-    void *memory = mmap(wanted, bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, file, 0);
+    void *memory = dtrain__map_bytes(wanted, bytes, file);
     const int error = memory == MAP_FAILED ? errno : EEXIST;
     close(file);
-    if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes); /* an older kernel */
+    if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes);
     if (memory != wanted)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,
                            wanted, strerror(error));
-    dtrain__no_dump(memory, bytes);
     region->control = (dtrain__control *)memory;
     region->bytes = bytes;
     return DTRAIN_OK;
@@ -181,7 +179,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
                                                  const dtrain__placement *place,
                                                  size_t reserve_bytes)
 {
-    DTRAIN__TRY(dtrain__map_page(&world->page));
+    DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
     world->control = world->page.control;
     DTRAIN__TRY(dtrain__link_create(world));
     const dtrain_result met = dtrain__meet(world, place);

@@ -36,7 +36,7 @@
 #define DTRAIN__HELLO_MAGIC 0x334b5444u /* "DTK3": the third protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
-#define DTRAIN__PATIENCE_NS 5000000000u /* for another run at the port, which may just be ending */
+#define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
 #define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
 #define DTRAIN__RENDEZVOUS_MS 300000u   /* and not more than timeout_ms */
 #define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
@@ -65,20 +65,15 @@ typedef struct dtrain__pending {
 typedef struct dtrain__rendezvous {
     dtrain_world *world;
     const dtrain__placement *place;
-    uint64_t start_ns, deadline_ns;
+    uint64_t start_ns, deadline_ns, logged_ns;
     dtrain_result result;
-    char why[400];     /* the sentence of result */
-    char problem[200]; /* rank 0: the last stranger; other ranks: why the last try failed */
-    /* of rank 0 */
-    int listener;
+    char why[400];      /* the sentence of result */
+    char problem[200];  /* rank 0: the last stranger; other ranks: why the last try failed */
+    bool stranger;      /* other ranks: what answered was rank 0 of another run */
+    int listener, came; /* rank 0: ranks that joined or were refused */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
     uint32_t accepted;
     uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the hello of each rank that has joined */
-    int joined, informed;              /* ranks that are here; that have been told of a failure */
-    uint64_t logged_ns;
-    /* of the other ranks */
-    bool stranger;        /* what answered last was rank 0 of another run */
-    uint64_t stranger_ns; /* when one answered for the first time, or 0 */
 } dtrain__rendezvous;
 
 /* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
@@ -110,7 +105,8 @@ static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
     return hello;
 }
 
-/* Record how the rendezvous failed. The first failure stands. */
+/* Record how the rendezvous failed; the first failure stands. Ranks that have yet to come are given
+ * a little time to come and be told. */
 DTRAIN__PRINTF(3, 4)
 static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
                                        const char *format, ...)
@@ -120,6 +116,8 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     va_start(args, format);
     vsnprintf(r->why, sizeof r->why, format, args);
     va_end(args);
+    const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
+    if (end_ns < r->deadline_ns) r->deadline_ns = end_ns;
     return r->result = code;
 }
 
@@ -137,15 +135,17 @@ static void dtrain__name_address(const struct sockaddr *address, socklen_t lengt
  * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
-    const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
+    static const int options[][2] = {{TCP_NODELAY, 1},
+                                     {TCP_KEEPIDLE, 10},
+                                     {TCP_KEEPINTVL, 5},
+                                     {TCP_KEEPCNT, 4},
+                                     {TCP_USER_TIMEOUT, 30000}};
+    const int on = 1;
     fcntl(socket, F_SETFD, FD_CLOEXEC);
     fcntl(socket, F_SETFL, O_NONBLOCK);
-    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        setsockopt(socket, IPPROTO_TCP, options[i][0], &options[i][1], sizeof options[i][1]);
 }
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
@@ -178,11 +178,13 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
         bind(r->listener, address, both ? sizeof six : sizeof four) == 0 &&
         listen(r->listener, SOMAXCONN) == 0)
         return DTRAIN_OK;
+    const int error = errno;
+    dtrain__socket_close(&r->listener);
     return dtrain__meet_fail(
         r, DTRAIN_ERROR_SYSTEM,
         "rank 0 cannot listen at %s port %u: %s; is another run there? Set DTRAIN_PORT, the same "
         "on all ranks, to a free port",
-        host, r->place->port, strerror(errno));
+        host, r->place->port, strerror(error));
 }
 
 /* Answer the hello that had this proof. A reply fits in the kernel's buffer; if the connection is
@@ -198,10 +200,9 @@ static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t c
     (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
 }
 
-/* Close the connection of a stranger and remember it for the sentence of a timeout. */
+/* Close the connection of a stranger and remember it for the sentence about missing ranks. */
 static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
-    const bool first = !r->problem[0];
     struct sockaddr_storage address;
     struct sockaddr *from = (struct sockaddr *)(void *)&address;
     socklen_t length = sizeof address;
@@ -209,11 +210,6 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     if (getpeername(pending->socket, from, &length) != 0) length = 0;
     dtrain__name_address(from, length, name, sizeof name);
     snprintf(r->problem, sizeof r->problem, "%s %s", name, why);
-    if (first)
-        dtrain_log(
-            r->world, DTRAIN_LOG_WARNING,
-            "rendezvous: a connection from %s was turned away (only the first one is logged)",
-            r->problem);
     dtrain__socket_close(&pending->socket);
 }
 
@@ -258,19 +254,18 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
         return;
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
+    r->came++;
     if (r->result != DTRAIN_OK || dtrain__check_hello(r, hello) != DTRAIN_OK) {
         dtrain__reply_to(r, pending->socket, hello->proof, r->result, r->why);
         dtrain__socket_close(&pending->socket);
-        r->informed++;
         return;
     }
     dtrain__connection *end = &r->world->link->ends[hello->rank];
     dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_WAIT, "");
     snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
     end->socket = pending->socket;
-    r->proofs[hello->rank] = hello->proof;
-    r->joined++;
     pending->socket = -1;
+    r->proofs[hello->rank] = hello->proof;
 }
 
 /* Accept one connection. It takes the place of the oldest pending one: a rank sends its hello at
@@ -291,7 +286,7 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
     const uint64_t now = dtrain__now_ns();
     const bool late = now >= r->deadline_ns;
-    char missing[160] = "";
+    char missing[160] = "", text[sizeof r->why + 400];
     size_t used = 0;
     if (r->result != DTRAIN_OK || (!late && now - r->logged_ns < 10000000000u)) return;
     r->logged_ns = now;
@@ -299,17 +294,13 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
         if (r->world->link->ends[i].socket < 0)
             used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
                                      used ? ", " : "", i);
-    if (late)
-        dtrain__meet_fail(
-            r, DTRAIN_ERROR_TIMEOUT,
-            "rank 0 waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
-            1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
-            r->world->size - 1 - r->joined, r->world->size, missing,
-            r->problem[0] ? "; last turned away: " : "", r->problem);
-    else
-        dtrain_log(r->world, DTRAIN_LOG_INFO, "rank 0 waits at %s port %u for %d of %d ranks: %s",
-                   r->place->address, r->place->port, r->world->size - 1 - r->joined,
-                   r->world->size, missing);
+    snprintf(text, sizeof text,
+             "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
+             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
+             r->world->size - 1 - r->came, r->world->size, missing,
+             r->problem[0] ? "; last turned away: " : "", r->problem);
+    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
+    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
 /* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
@@ -336,33 +327,24 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
                           i - first, ends[i - first].name);
         dtrain__socket_close(&ends[i - first].socket);
-        r->informed++;
     }
     if (polls[0].revents) dtrain__accept_pending(r);
     dtrain__meet_clock(r);
 }
 
-/* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
- * have yet to come and be told. */
+/* Wait for all ranks, after a failure until the last of them has been told or a little longer, and
+ * tell those who joined how it went. */
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
+    DTRAIN__TRY(dtrain__listen(r));
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    dtrain_result result = dtrain__listen(r);
-    while (r->result == DTRAIN_OK && r->joined < others) dtrain__meet_round(r);
+    while (r->came < others && (r->result == DTRAIN_OK || dtrain__now_ns() < r->deadline_ns))
+        dtrain__meet_round(r);
     for (int i = 1; i <= others; i++) {
         dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket < 0) continue;
-        dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
-        if (r->result == DTRAIN_OK) continue;
-        dtrain__socket_close(&end->socket);
-        r->informed++;
+        if (end->socket >= 0) dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
     }
-    const uint64_t most = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
-    const uint64_t end_ns = most < r->deadline_ns ? most : r->deadline_ns;
-    while (result == DTRAIN_OK && r->result != DTRAIN_OK && r->informed < others &&
-           dtrain__now_ns() < end_ns)
-        dtrain__meet_round(r);
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
     dtrain__socket_close(&r->listener);
     return r->result;
@@ -377,7 +359,7 @@ static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    if (r->stranger || !r->stranger_ns) vsnprintf(r->problem, sizeof r->problem, format, args);
+    if (!r->stranger) vsnprintf(r->problem, sizeof r->problem, format, args);
     va_end(args);
     dtrain__socket_close(&r->world->link->ends[0].socket);
     return false;
@@ -429,12 +411,14 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     if (there != 1)
         return dtrain__try_failed(r, "what listens at %s does not answer as rank 0 does",
                                   end->name);
-    r->stranger = reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply);
-    if (r->stranger)
-        return dtrain__try_failed(r,
-                                  "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
-                                  "belongs to another run",
-                                  end->name);
+    if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
+        dtrain__try_failed(r,
+                           "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
+                           "belongs to another run",
+                           end->name);
+        r->stranger = true;
+        return false;
+    }
     const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
     if (reply.result == DTRAIN__REPLY_WAIT)
         there = dtrain__await_reply(end->socket, r->deadline_ns + slack, &reply);
@@ -460,23 +444,22 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
     memset(&wanted, 0, sizeof wanted);
     wanted.ai_socktype = SOCK_STREAM;
     wanted.ai_flags = AI_NUMERICSERV;
-    for (;; (void)poll(NULL, 0, 50)) {
+    for (uint64_t now = 0;; (void)poll(NULL, 0, 50)) {
         struct addrinfo *found = NULL;
         bool settled = false;
         const int error = getaddrinfo(r->place->address, port, &wanted, &found);
         if (error) dtrain__try_failed(r, "the name cannot be resolved: %s", gai_strerror(error));
-        r->stranger = false;
-        for (const struct addrinfo *at = found; at && !settled && !r->stranger; at = at->ai_next)
+        for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
             settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
         if (settled) return r->result;
-        const uint64_t now = dtrain__now_ns();
-        if (r->stranger && !r->stranger_ns) r->stranger_ns = now;
-        if (now >= r->deadline_ns || (r->stranger && now >= r->stranger_ns + DTRAIN__PATIENCE_NS))
-            return dtrain__meet_fail(
-                r, r->stranger_ns ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-                "rank 0 was not found at %s port %u for %.1f s: %s", r->place->address,
-                r->place->port, 1e-9 * (double)(now - r->start_ns), r->problem);
+        now = dtrain__now_ns();
+        if (now < r->deadline_ns && (!r->stranger || now < r->start_ns + DTRAIN__PATIENCE_NS))
+            continue;
+        return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
+                                 "rank 0 was not found at %s port %u for %.1f s: %s",
+                                 r->place->address, r->place->port,
+                                 1e-9 * (double)(now - r->start_ns), r->problem);
     }
 }
 

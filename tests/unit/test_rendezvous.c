@@ -1027,7 +1027,7 @@ static void apart_rank(const apart *a, int rank)
     world->log.level = DTRAIN_LOG_ERROR;
     world->log.rank = rank;
     if (CHECK(dtrain__world_mark(world) == DTRAIN_OK &&
-              dtrain__map_page(&world->page) == DTRAIN_OK)) {
+              dtrain__map_region(0, 0, NULL, -1, &world->page) == DTRAIN_OK)) {
         world->control = world->page.control;
         if (CHECK_MSG(dtrain__link_create(world) == DTRAIN_OK &&
                           dtrain__meet(world, &place) == DTRAIN_OK,
