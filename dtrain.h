@@ -3295,6 +3295,7 @@ typedef struct dtrain__link {
     dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
     char *out;                /* (count, 3 frames) frames that not all ends have been sent */
     size_t out_bytes;
+    size_t bytes; /* of all this */
 } dtrain__link;
 
 /* world/link.c */
@@ -3513,27 +3514,19 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
                       sizeof world->control->aborted);
 }
 
-/* Find the first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
-static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
-{
-    const dtrain__control *control = world->control;
-    if (!dtrain__load(&control->ended_count)) return -1;
-    const uint64_t now = dtrain__now_ns();
-    for (int i = 0; i < world->size; i++)
-        if (dtrain__load(&control->exits[i].how) == DTRAIN__LEFT &&
-            now >= control->exits[i].ended_ns + age_ns) /* it may have ended after `now` */
-            return i;
-    return -1;
-}
-
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
 {
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
-    const int left = dtrain__who_left(world, 2000000000u);
-    return left < 0 ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", left);
+    const dtrain__exit_record *exits = world->control->exits;
+    const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
+    for (int i = 0; i < ended; i++)
+        if (dtrain__load(&exits[i].how) == DTRAIN__LEFT &&
+            dtrain__now_ns() >= exits[i].ended_ns + 2000000000u)
+            return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", i);
+    return DTRAIN_OK;
 }
 
 /* Abort with a sentence and return it as this rank's own error. */
@@ -3766,19 +3759,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t b
         bytes, (unsigned long long)now, (unsigned long long)promised);
 }
 
-static dtrain_result dtrain__ranges_grow(dtrain_world *world)
-{
-    const size_t room = world->range_room ? 2 * world->range_room : 64;
-    dtrain__range *grown = (dtrain__range *)dtrain__alloc(&world->allocator, room, sizeof *grown,
-                                                          "the book of shared memory");
-    if (!grown) return DTRAIN_ERROR_MEMORY;
-    if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
-    dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
-    world->ranges = grown;
-    world->range_room = room;
-    return DTRAIN_OK;
-}
-
 /* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
  * GPU keep only copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
@@ -3794,7 +3774,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
     dtrain_device *device = dtrain__arena_device(world);
     if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
+    if (world->range_count == world->range_room) {
+        const size_t room = world->range_room ? 2 * world->range_room : 64;
+        dtrain__range *grown = (dtrain__range *)dtrain__alloc(
+            &world->allocator, room, sizeof *grown, "the book of shared memory");
+        if (!grown) return DTRAIN_ERROR_MEMORY;
+        if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
+        dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
+        world->ranges = grown;
+        world->range_room = room;
+    }
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
         at = world->ranges[i].end;
@@ -4013,18 +4002,6 @@ static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__fami
     return DTRAIN_OK;
 }
 
-/* Read the pair of family `other` into *said; *differs when it is there and says something else
- * than `taken`. */
-static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const dtrain__family *other,
-                                         const dtrain__placement *taken, dtrain__placement *said,
-                                         bool *differs)
-{
-    bool found;
-    DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, said));
-    *differs = found && (said->rank != taken->rank || said->size != taken->size);
-    return DTRAIN_OK;
-}
-
 /* Refuse RANK beside mpirun's variables that say something else: usually inherited by the shell
  * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
 static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__placement *taken)
@@ -4034,9 +4011,9 @@ static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__p
     for (int i = 0; i < 2 && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
         const dtrain__family *other = &dtrain__families[others[i]];
         dtrain__placement said;
-        bool differs;
-        DTRAIN__TRY(dtrain__env_differs(env, other, taken, &said, &differs));
-        if (differs)
+        bool found;
+        DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, &said));
+        if (found && (said.rank != taken->rank || said.size != taken->size))
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset "
@@ -4072,15 +4049,16 @@ static dtrain_result dtrain__env_slurm(dtrain__lookup_fn env, bool *found, dtrai
     const dtrain__family *family = &dtrain__families[DTRAIN__SLURM];
     const bool recent = dtrain__env_text(env, family->size) != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
+    const dtrain__family *mpich = &dtrain__families[DTRAIN__MPICH];
     dtrain__placement said;
-    bool has_nodes, differs = false;
+    bool has_nodes, has_mpich;
     int nodes = 0;
     *found = false;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_pair(env, family->rank, recent ? family->size : "SLURM_NTASKS", false,
                                  found, out));
-    DTRAIN__TRY(dtrain__env_differs(env, &dtrain__families[DTRAIN__MPICH], out, &said, &differs));
-    if (differs) *found = false;
+    DTRAIN__TRY(dtrain__env_pair(env, mpich->rank, mpich->size, false, &has_mpich, &said));
+    if (has_mpich && (said.rank != out->rank || said.size != out->size)) *found = false;
     if (!*found) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
     if (nodes == 1) out->local_size = out->size;
@@ -4271,30 +4249,26 @@ DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
 {
     dtrain__link *link = world->link;
     if (!link) return;
-    const size_t count = (size_t)link->count;
-    for (size_t i = 0; link->ends && i < count; i++) dtrain__socket_close(&link->ends[i].socket);
-    dtrain__free(&world->allocator, link->out, count, 3 * DTRAIN__FRAME_ROOM);
-    dtrain__free(&world->allocator, link->ends, count, sizeof *link->ends);
-    dtrain__free(&world->allocator, link, 1, sizeof *link);
+    for (int i = 0; i < link->count; i++) dtrain__socket_close(&link->ends[i].socket);
+    dtrain__free(&world->allocator, link, 1, link->bytes);
     world->link = NULL;
 }
 
+/* Make a link without connections, its arrays in one piece of memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 {
-    const dtrain_allocator *allocator = &world->allocator;
     const size_t count = world->rank ? 1 : (size_t)world->size;
-    dtrain__link *link = (dtrain__link *)dtrain__alloc(allocator, 1, sizeof *link, "a link");
+    const size_t each = sizeof(dtrain__connection) + 3 * DTRAIN__FRAME_ROOM;
+    const size_t bytes = sizeof(dtrain__link) + count * each;
+    dtrain__link *link = (dtrain__link *)dtrain__alloc(&world->allocator, 1, bytes, "the link");
     if (!link) return DTRAIN_ERROR_MEMORY;
-    world->link = link;
+    link->bytes = bytes;
     link->count = (int)count;
-    link->ends = (dtrain__connection *)dtrain__alloc(allocator, count, sizeof *link->ends,
-                                                     "connections of the link");
-    link->out =
-        (char *)dtrain__alloc(allocator, count, 3 * DTRAIN__FRAME_ROOM, "frames of the link");
-    for (size_t i = 0; link->ends && i < count; i++) link->ends[i].socket = -1;
-    if (link->ends && link->out) return DTRAIN_OK;
-    dtrain__link_destroy(world);
-    return DTRAIN_ERROR_MEMORY;
+    link->ends = (dtrain__connection *)(void *)(link + 1);
+    link->out = (char *)(link->ends + count);
+    for (size_t i = 0; i < count; i++) link->ends[i].socket = -1;
+    world->link = link;
+    return DTRAIN_OK;
 }
 
 /* ---- Sending ----------------------------------------------------------------------------------*/
@@ -4589,16 +4563,6 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     return r->result = code;
 }
 
-static void dtrain__name_address(const struct sockaddr *address, socklen_t length, char *text,
-                                 size_t room)
-{
-    char host[64], port[16];
-    if (getnameinfo(address, length, host, sizeof host, port, sizeof port,
-                    NI_NUMERICHOST | NI_NUMERICSERV) != 0)
-        snprintf(text, room, "an unknown address");
-    else snprintf(text, room, "%s port %s", host, port);
-}
-
 /* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
  * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
@@ -4674,10 +4638,11 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     struct sockaddr_storage address;
     struct sockaddr *from = (struct sockaddr *)(void *)&address;
     socklen_t length = sizeof address;
-    char name[96];
-    if (getpeername(pending->socket, from, &length) != 0) length = 0;
-    dtrain__name_address(from, length, name, sizeof name);
-    snprintf(r->problem, sizeof r->problem, "%s %s", name, why);
+    char host[64] = "an unknown address", port[16] = "";
+    if (getpeername(pending->socket, from, &length) == 0)
+        (void)getnameinfo(from, length, host, sizeof host, port, sizeof port,
+                          NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(r->problem, sizeof r->problem, "%s port %s %s", host, port, why);
     dtrain__socket_close(&pending->socket);
 }
 
@@ -4736,19 +4701,6 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
     r->proofs[hello->rank] = hello->proof;
 }
 
-/* Accept one connection. It takes the place of the oldest pending one: a rank sends its hello at
- * once, so that is a stranger. */
-static void dtrain__accept_pending(dtrain__rendezvous *r)
-{
-    const int socket = accept(r->listener, NULL, NULL); /* accept4 may be hidden */
-    if (socket < 0) return;
-    dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
-    dtrain__socket_close(&pending->socket);
-    dtrain__socket_tune(socket);
-    pending->socket = socket;
-    pending->got = 0;
-}
-
 /* Say now and then who is missing, and fail when the deadline has passed. */
 static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
@@ -4756,7 +4708,8 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
     const bool late = now >= r->deadline_ns;
     char missing[160] = "", text[sizeof r->why + 400];
     size_t used = 0;
-    if (r->result != DTRAIN_OK || (!late && now - r->logged_ns < 10000000000u)) return;
+    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
+    if (!late && now - r->logged_ns < 10000000000u) return;
     r->logged_ns = now;
     for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
         if (r->world->link->ends[i].socket < 0)
@@ -4772,7 +4725,8 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
 }
 
 /* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
- * so its socket can only have been closed. */
+ * so its socket can only have been closed. A new connection takes the place of the oldest pending
+ * one: a rank sends its hello at once, so that is a stranger. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -4796,23 +4750,31 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
                           i - first, ends[i - first].name);
         dtrain__socket_close(&ends[i - first].socket);
     }
-    if (polls[0].revents) dtrain__accept_pending(r);
+    const int socket = polls[0].revents ? accept(r->listener, NULL, NULL) : -1;
+    if (socket >= 0) {
+        dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
+        dtrain__socket_close(&pending->socket);
+        dtrain__socket_tune(socket);
+        pending->socket = socket;
+        pending->got = 0;
+    }
     dtrain__meet_clock(r);
 }
 
-/* Wait for all ranks, after a failure until the last of them has been told or a little longer, and
- * tell those who joined how it went. */
+/* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
+ * have yet to come and be told. */
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
     DTRAIN__TRY(dtrain__listen(r));
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    while (r->came < others && (r->result == DTRAIN_OK || dtrain__now_ns() < r->deadline_ns))
-        dtrain__meet_round(r);
+    while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
     for (int i = 1; i <= others; i++) {
         dtrain__connection *end = &r->world->link->ends[i];
         if (end->socket >= 0) dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
+        if (r->result != DTRAIN_OK) dtrain__socket_close(&end->socket);
     }
+    while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
     dtrain__socket_close(&r->listener);
     return r->result;
@@ -4866,7 +4828,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     struct timeval left; /* connect keeps the deadline of a send */
     left.tv_sec = (time_t)(left_us / 1000000u);
     left.tv_usec = (suseconds_t)(left_us % 1000000u);
-    dtrain__name_address(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name);
+    (void)getnameinfo(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name, NULL, 0,
+                      NI_NUMERICHOST);
     end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
     setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
@@ -4877,13 +4840,13 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     (void)!send(end->socket, &hello, sizeof hello, MSG_NOSIGNAL);
     int there = dtrain__await_reply(end->socket, until_ns, &reply);
     if (there != 1)
-        return dtrain__try_failed(r, "what listens at %s does not answer as rank 0 does",
-                                  end->name);
+        return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
+                                  end->name, r->place->port);
     if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
         dtrain__try_failed(r,
-                           "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
-                           "belongs to another run",
-                           end->name);
+                           "what listens at %s port %u has another DTRAIN_JOB_KEY than this rank "
+                           "or belongs to another run",
+                           end->name, r->place->port);
         r->stranger = true;
         return false;
     }
@@ -4961,17 +4924,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * boot, and the namespaces of a container. */
 static uint64_t dtrain__host_id(void)
 {
-    static const char *const spaces[] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
-    const uint64_t none[2] = {0, 0};
-    char text[512];
+    uint64_t spaces[2] = {0, 0};
+    struct stat status;
+    char text[320];
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
     const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
     if (file >= 0) close(file);
-    for (int i = 0; i < 2; i++)
-        if (readlink(spaces[i], text + 320 + 96 * i, 95) < 0) text[320 + 96 * i] = 0;
-    return dtrain__siphash(none, text, sizeof text);
+    if (stat("/proc/self/ns/net", &status) == 0) spaces[0] = (uint64_t)status.st_ino;
+    if (stat("/proc/self/ns/pid", &status) == 0) spaces[1] = (uint64_t)status.st_ino;
+    return dtrain__siphash(spaces, text, sizeof text);
 }
 
 /* The host on which a rank is, and the emulated nodes that its desc asks for. */
@@ -4991,9 +4954,8 @@ static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__h
             return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
-                "us, rank %d for %u, %g, %g; give all ranks the same desc",
-                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank,
-                mine->node_ranks, mine->gigabits_per_second, mine->latency_us);
+                "us, rank %d does not; give all ranks the same desc",
+                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank);
     }
     if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
     return dtrain__abort_with(
@@ -5313,34 +5275,27 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* Record what waitpid said about one rank. A rank that returned has left its own, better record. */
-static void dtrain__reaped(dtrain__launch *launch, int index, int status)
-{
-    const int rank = launch->place.rank + index;
-    const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
-    launch->pids[index] = 0;
-    launch->live--;
-    if (WIFSIGNALED(status)) {
-        const bool ours = WTERMSIG(status) == SIGKILL && launch->kill_ns == 1;
-        if (known == DTRAIN__RETURNED || known == DTRAIN__UNSTARTED) return;
-        dtrain__record_end(launch->region.control, rank, ours ? DTRAIN__STOPPED : DTRAIN__SIGNALED,
-                           WTERMSIG(status), "");
-    } else if (known == DTRAIN__RUNNING) { /* exit() inside of rank_main */
-        const int code = WEXITSTATUS(status);
-        dtrain__record_end(launch->region.control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT,
-                           code, "");
-    }
-}
-
+/* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
+ * record. */
 static void dtrain__reap(dtrain__launch *launch)
 {
-    for (uint32_t i = 0; i < launch->desc.rank_count; i++) {
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+        const int rank = launch->place.rank + i;
         int status = 0;
         if (launch->pids[i] <= 0) continue;
         const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
-        if (pid == launch->pids[i]) dtrain__reaped(launch, (int)i, status);
-        else if (pid < 0 && errno == ECHILD) /* another thread of the host has reaped it */
-            dtrain__reaped(launch, (int)i, 0);
+        if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
+        if (pid < 0) status = 0; /* another thread of the host has reaped it */
+        const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
+        const bool killed = WIFSIGNALED(status);
+        int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
+        dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
+        if (killed) how = DTRAIN__SIGNALED;
+        if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
+        launch->pids[i] = 0;
+        launch->live--;
+        if (known == DTRAIN__RUNNING || (killed && known == DTRAIN__LEFT))
+            dtrain__record_end(launch->region.control, rank, how, value, "");
     }
 }
 
@@ -5485,34 +5440,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Settle who starts the ranks: this call, another launcher, or this call on its node. */
-static dtrain_result dtrain__settle(dtrain__launch *launch)
-{
-    dtrain_launch_desc *desc = &launch->desc;
-    dtrain__placement *place = &launch->place;
-    DTRAIN__TRY(dtrain__recognise(getenv, place));
-    if (!place->family) {
-        if (!desc->rank_count) desc->rank_count = desc->default_rank_count;
-        if (!desc->rank_count) desc->rank_count = 1;
-        place->size = (int)desc->rank_count;
-        return DTRAIN_OK;
-    }
-    if (desc->rank_count && (int)desc->rank_count != place->size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
-                           "%d ranks; set rank_count to 0 or to the launcher's number",
-                           desc->rank_count, place->family, place->size);
-    launch->joins = place->forks != place->size;
-    launch->here = launch->joins && !place->forks;
-    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
-                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
-                           place->family, place->size);
-    desc->rank_count = place->forks ? (uint32_t)place->forks : 1;
-    return DTRAIN_OK;
-}
-
 /* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
 static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
 {
@@ -5532,21 +5459,39 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
         asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
+/* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
+ * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    dtrain__placement *place = &launch->place;
     if (given) *desc = *given;
-    if (desc->rank_count > DTRAIN_MAX_RANKS || desc->default_rank_count > DTRAIN_MAX_RANKS)
+    uint32_t most = desc->rank_count;
+    if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
+        most = desc->default_rank_count;
+    if (most > DTRAIN_MAX_RANKS || desc->mode > DTRAIN_LAUNCH_THREADS ||
+        desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
         return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
-            desc->rank_count ? desc->rank_count : desc->default_rank_count, DTRAIN_MAX_RANKS);
-    if (desc->mode > DTRAIN_LAUNCH_THREADS || desc->log_level > DTRAIN_LOG_DEBUG ||
-        desc->threads_per_rank > 4096)
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_launch: rank_count is %u (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %u (0 to "
+            "4096)",
+            most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, desc->threads_per_rank);
+    DTRAIN__TRY(dtrain__recognise(getenv, place));
+    if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: mode is %u (0, processes, or 1, threads, expected), "
-                           "log_level is %u (0 to 4), threads_per_rank is %u (0 to 4096)",
-                           desc->mode, desc->log_level, desc->threads_per_rank);
-    DTRAIN__TRY(dtrain__settle(launch));
+                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
+                           "%d ranks; set rank_count to 0 or to the launcher's number",
+                           desc->rank_count, place->family, place->size);
+    launch->joins = place->family && place->forks != place->size;
+    launch->here = launch->joins && !place->forks;
+    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
+                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
+                           place->family, place->size);
+    if (!place->family) place->size = most ? (int)most : 1;
+    desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
@@ -5564,6 +5509,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
+    info->exit_code = 0;
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
@@ -5584,28 +5530,6 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
                        info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
                        end->error);
-}
-
-static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    dtrain_result result = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__map_region(launch->desc.reserve_bytes,
-                                   launch->joins ? 0 : launch->desc.rank_count, NULL, -1,
-                                   &launch->region));
-    info->rank_count = (uint32_t)launch->place.size;
-    if (launch->here) (void)dtrain__rank_run(launch, 0);
-    else if (launch->launcher) result = dtrain__launch_processes(launch);
-    else result = dtrain__launch_threads(launch);
-    info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch->start_ns);
-    if (result == DTRAIN_OK) {
-        info->exit_code = 0;
-        result = dtrain__conclude(launch, info);
-    }
-    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
-        result = dtrain_fail(launch->joined, "%s",
-                             launch->region.control->exits[launch->place.rank].error);
-    munmap(launch->region.control, launch->region.bytes);
-    return result;
 }
 
 /* torchrun reports what stands in this file as the root cause. */
@@ -5643,7 +5567,22 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (result == DTRAIN_OK) result = dtrain__launch_all(&launch, info);
+    if (result == DTRAIN_OK)
+        result =
+            dtrain__map_region(launch.desc.reserve_bytes, launch.joins ? 0 : launch.desc.rank_count,
+                               NULL, -1, &launch.region);
+    if (result == DTRAIN_OK) {
+        info->rank_count = (uint32_t)launch.place.size;
+        if (launch.here) (void)dtrain__rank_run(&launch, 0);
+        else if (launch.launcher) result = dtrain__launch_processes(&launch);
+        else result = dtrain__launch_threads(&launch);
+        info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
+        if (result == DTRAIN_OK) result = dtrain__conclude(&launch, info);
+        if (launch.joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+            result = dtrain_fail(launch.joined, "%s",
+                                 launch.region.control->exits[launch.place.rank].error);
+        munmap(launch.region.control, launch.region.bytes);
+    }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
 }

@@ -146,19 +146,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t b
         bytes, (unsigned long long)now, (unsigned long long)promised);
 }
 
-static dtrain_result dtrain__ranges_grow(dtrain_world *world)
-{
-    const size_t room = world->range_room ? 2 * world->range_room : 64;
-    dtrain__range *grown = (dtrain__range *)dtrain__alloc(&world->allocator, room, sizeof *grown,
-                                                          "the book of shared memory");
-    if (!grown) return DTRAIN_ERROR_MEMORY;
-    if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
-    dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
-    world->ranges = grown;
-    world->range_room = room;
-    return DTRAIN_OK;
-}
-
 /* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
  * GPU keep only copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
@@ -174,7 +161,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
     bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
     dtrain_device *device = dtrain__arena_device(world);
     if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
+    if (world->range_count == world->range_room) {
+        const size_t room = world->range_room ? 2 * world->range_room : 64;
+        dtrain__range *grown = (dtrain__range *)dtrain__alloc(
+            &world->allocator, room, sizeof *grown, "the book of shared memory");
+        if (!grown) return DTRAIN_ERROR_MEMORY;
+        if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
+        dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
+        world->ranges = grown;
+        world->range_room = room;
+    }
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
         at = world->ranges[i].end;

@@ -207,27 +207,19 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
                       sizeof world->control->aborted);
 }
 
-/* Find the first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
-static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
-{
-    const dtrain__control *control = world->control;
-    if (!dtrain__load(&control->ended_count)) return -1;
-    const uint64_t now = dtrain__now_ns();
-    for (int i = 0; i < world->size; i++)
-        if (dtrain__load(&control->exits[i].how) == DTRAIN__LEFT &&
-            now >= control->exits[i].ended_ns + age_ns) /* it may have ended after `now` */
-            return i;
-    return -1;
-}
-
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
 {
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
-    const int left = dtrain__who_left(world, 2000000000u);
-    return left < 0 ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", left);
+    const dtrain__exit_record *exits = world->control->exits;
+    const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
+    for (int i = 0; i < ended; i++)
+        if (dtrain__load(&exits[i].how) == DTRAIN__LEFT &&
+            dtrain__now_ns() >= exits[i].ended_ns + 2000000000u)
+            return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", i);
+    return DTRAIN_OK;
 }
 
 /* Abort with a sentence and return it as this rank's own error. */

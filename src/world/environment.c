@@ -139,18 +139,6 @@ static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__fami
     return DTRAIN_OK;
 }
 
-/* Read the pair of family `other` into *said; *differs when it is there and says something else
- * than `taken`. */
-static dtrain_result dtrain__env_differs(dtrain__lookup_fn env, const dtrain__family *other,
-                                         const dtrain__placement *taken, dtrain__placement *said,
-                                         bool *differs)
-{
-    bool found;
-    DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, said));
-    *differs = found && (said->rank != taken->rank || said->size != taken->size);
-    return DTRAIN_OK;
-}
-
 /* Refuse RANK beside mpirun's variables that say something else: usually inherited by the shell
  * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
 static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__placement *taken)
@@ -160,9 +148,9 @@ static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__p
     for (int i = 0; i < 2 && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
         const dtrain__family *other = &dtrain__families[others[i]];
         dtrain__placement said;
-        bool differs;
-        DTRAIN__TRY(dtrain__env_differs(env, other, taken, &said, &differs));
-        if (differs)
+        bool found;
+        DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, &said));
+        if (found && (said.rank != taken->rank || said.size != taken->size))
             return dtrain_fail(
                 DTRAIN_ERROR_ARGUMENT,
                 "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset "
@@ -198,15 +186,16 @@ static dtrain_result dtrain__env_slurm(dtrain__lookup_fn env, bool *found, dtrai
     const dtrain__family *family = &dtrain__families[DTRAIN__SLURM];
     const bool recent = dtrain__env_text(env, family->size) != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
+    const dtrain__family *mpich = &dtrain__families[DTRAIN__MPICH];
     dtrain__placement said;
-    bool has_nodes, differs = false;
+    bool has_nodes, has_mpich;
     int nodes = 0;
     *found = false;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_pair(env, family->rank, recent ? family->size : "SLURM_NTASKS", false,
                                  found, out));
-    DTRAIN__TRY(dtrain__env_differs(env, &dtrain__families[DTRAIN__MPICH], out, &said, &differs));
-    if (differs) *found = false;
+    DTRAIN__TRY(dtrain__env_pair(env, mpich->rank, mpich->size, false, &has_mpich, &said));
+    if (has_mpich && (said.rank != out->rank || said.size != out->size)) *found = false;
     if (!*found) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
     if (nodes == 1) out->local_size = out->size;

@@ -173,34 +173,27 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* Record what waitpid said about one rank. A rank that returned has left its own, better record. */
-static void dtrain__reaped(dtrain__launch *launch, int index, int status)
-{
-    const int rank = launch->place.rank + index;
-    const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
-    launch->pids[index] = 0;
-    launch->live--;
-    if (WIFSIGNALED(status)) {
-        const bool ours = WTERMSIG(status) == SIGKILL && launch->kill_ns == 1;
-        if (known == DTRAIN__RETURNED || known == DTRAIN__UNSTARTED) return;
-        dtrain__record_end(launch->region.control, rank, ours ? DTRAIN__STOPPED : DTRAIN__SIGNALED,
-                           WTERMSIG(status), "");
-    } else if (known == DTRAIN__RUNNING) { /* exit() inside of rank_main */
-        const int code = WEXITSTATUS(status);
-        dtrain__record_end(launch->region.control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT,
-                           code, "");
-    }
-}
-
+/* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
+ * record. */
 static void dtrain__reap(dtrain__launch *launch)
 {
-    for (uint32_t i = 0; i < launch->desc.rank_count; i++) {
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+        const int rank = launch->place.rank + i;
         int status = 0;
         if (launch->pids[i] <= 0) continue;
         const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
-        if (pid == launch->pids[i]) dtrain__reaped(launch, (int)i, status);
-        else if (pid < 0 && errno == ECHILD) /* another thread of the host has reaped it */
-            dtrain__reaped(launch, (int)i, 0);
+        if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
+        if (pid < 0) status = 0; /* another thread of the host has reaped it */
+        const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
+        const bool killed = WIFSIGNALED(status);
+        int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
+        dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
+        if (killed) how = DTRAIN__SIGNALED;
+        if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
+        launch->pids[i] = 0;
+        launch->live--;
+        if (known == DTRAIN__RUNNING || (killed && known == DTRAIN__LEFT))
+            dtrain__record_end(launch->region.control, rank, how, value, "");
     }
 }
 
@@ -345,34 +338,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Settle who starts the ranks: this call, another launcher, or this call on its node. */
-static dtrain_result dtrain__settle(dtrain__launch *launch)
-{
-    dtrain_launch_desc *desc = &launch->desc;
-    dtrain__placement *place = &launch->place;
-    DTRAIN__TRY(dtrain__recognise(getenv, place));
-    if (!place->family) {
-        if (!desc->rank_count) desc->rank_count = desc->default_rank_count;
-        if (!desc->rank_count) desc->rank_count = 1;
-        place->size = (int)desc->rank_count;
-        return DTRAIN_OK;
-    }
-    if (desc->rank_count && (int)desc->rank_count != place->size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
-                           "%d ranks; set rank_count to 0 or to the launcher's number",
-                           desc->rank_count, place->family, place->size);
-    launch->joins = place->forks != place->size;
-    launch->here = launch->joins && !place->forks;
-    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
-                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
-                           place->family, place->size);
-    desc->rank_count = place->forks ? (uint32_t)place->forks : 1;
-    return DTRAIN_OK;
-}
-
 /* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
 static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
 {
@@ -392,21 +357,39 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
         asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
+/* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
+ * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    dtrain__placement *place = &launch->place;
     if (given) *desc = *given;
-    if (desc->rank_count > DTRAIN_MAX_RANKS || desc->default_rank_count > DTRAIN_MAX_RANKS)
+    uint32_t most = desc->rank_count;
+    if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
+        most = desc->default_rank_count;
+    if (most > DTRAIN_MAX_RANKS || desc->mode > DTRAIN_LAUNCH_THREADS ||
+        desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
         return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
-            desc->rank_count ? desc->rank_count : desc->default_rank_count, DTRAIN_MAX_RANKS);
-    if (desc->mode > DTRAIN_LAUNCH_THREADS || desc->log_level > DTRAIN_LOG_DEBUG ||
-        desc->threads_per_rank > 4096)
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_launch: rank_count is %u (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %u (0 to "
+            "4096)",
+            most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, desc->threads_per_rank);
+    DTRAIN__TRY(dtrain__recognise(getenv, place));
+    if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: mode is %u (0, processes, or 1, threads, expected), "
-                           "log_level is %u (0 to 4), threads_per_rank is %u (0 to 4096)",
-                           desc->mode, desc->log_level, desc->threads_per_rank);
-    DTRAIN__TRY(dtrain__settle(launch));
+                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
+                           "%d ranks; set rank_count to 0 or to the launcher's number",
+                           desc->rank_count, place->family, place->size);
+    launch->joins = place->family && place->forks != place->size;
+    launch->here = launch->joins && !place->forks;
+    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
+                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
+                           place->family, place->size);
+    if (!place->family) place->size = most ? (int)most : 1;
+    desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
@@ -424,6 +407,7 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
+    info->exit_code = 0;
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
@@ -444,28 +428,6 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
                        info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
                        end->error);
-}
-
-static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    dtrain_result result = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__map_region(launch->desc.reserve_bytes,
-                                   launch->joins ? 0 : launch->desc.rank_count, NULL, -1,
-                                   &launch->region));
-    info->rank_count = (uint32_t)launch->place.size;
-    if (launch->here) (void)dtrain__rank_run(launch, 0);
-    else if (launch->launcher) result = dtrain__launch_processes(launch);
-    else result = dtrain__launch_threads(launch);
-    info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch->start_ns);
-    if (result == DTRAIN_OK) {
-        info->exit_code = 0;
-        result = dtrain__conclude(launch, info);
-    }
-    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
-        result = dtrain_fail(launch->joined, "%s",
-                             launch->region.control->exits[launch->place.rank].error);
-    munmap(launch->region.control, launch->region.bytes);
-    return result;
 }
 
 /* torchrun reports what stands in this file as the root cause. */
@@ -503,7 +465,22 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (result == DTRAIN_OK) result = dtrain__launch_all(&launch, info);
+    if (result == DTRAIN_OK)
+        result =
+            dtrain__map_region(launch.desc.reserve_bytes, launch.joins ? 0 : launch.desc.rank_count,
+                               NULL, -1, &launch.region);
+    if (result == DTRAIN_OK) {
+        info->rank_count = (uint32_t)launch.place.size;
+        if (launch.here) (void)dtrain__rank_run(&launch, 0);
+        else if (launch.launcher) result = dtrain__launch_processes(&launch);
+        else result = dtrain__launch_threads(&launch);
+        info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
+        if (result == DTRAIN_OK) result = dtrain__conclude(&launch, info);
+        if (launch.joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+            result = dtrain_fail(launch.joined, "%s",
+                                 launch.region.control->exits[launch.place.rank].error);
+        munmap(launch.region.control, launch.region.bytes);
+    }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
 }

@@ -42,30 +42,26 @@ DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
 {
     dtrain__link *link = world->link;
     if (!link) return;
-    const size_t count = (size_t)link->count;
-    for (size_t i = 0; link->ends && i < count; i++) dtrain__socket_close(&link->ends[i].socket);
-    dtrain__free(&world->allocator, link->out, count, 3 * DTRAIN__FRAME_ROOM);
-    dtrain__free(&world->allocator, link->ends, count, sizeof *link->ends);
-    dtrain__free(&world->allocator, link, 1, sizeof *link);
+    for (int i = 0; i < link->count; i++) dtrain__socket_close(&link->ends[i].socket);
+    dtrain__free(&world->allocator, link, 1, link->bytes);
     world->link = NULL;
 }
 
+/* Make a link without connections, its arrays in one piece of memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 {
-    const dtrain_allocator *allocator = &world->allocator;
     const size_t count = world->rank ? 1 : (size_t)world->size;
-    dtrain__link *link = (dtrain__link *)dtrain__alloc(allocator, 1, sizeof *link, "a link");
+    const size_t each = sizeof(dtrain__connection) + 3 * DTRAIN__FRAME_ROOM;
+    const size_t bytes = sizeof(dtrain__link) + count * each;
+    dtrain__link *link = (dtrain__link *)dtrain__alloc(&world->allocator, 1, bytes, "the link");
     if (!link) return DTRAIN_ERROR_MEMORY;
-    world->link = link;
+    link->bytes = bytes;
     link->count = (int)count;
-    link->ends = (dtrain__connection *)dtrain__alloc(allocator, count, sizeof *link->ends,
-                                                     "connections of the link");
-    link->out =
-        (char *)dtrain__alloc(allocator, count, 3 * DTRAIN__FRAME_ROOM, "frames of the link");
-    for (size_t i = 0; link->ends && i < count; i++) link->ends[i].socket = -1;
-    if (link->ends && link->out) return DTRAIN_OK;
-    dtrain__link_destroy(world);
-    return DTRAIN_ERROR_MEMORY;
+    link->ends = (dtrain__connection *)(void *)(link + 1);
+    link->out = (char *)(link->ends + count);
+    for (size_t i = 0; i < count; i++) link->ends[i].socket = -1;
+    world->link = link;
+    return DTRAIN_OK;
 }
 
 /* ---- Sending ----------------------------------------------------------------------------------*/

@@ -53,6 +53,7 @@ typedef struct dtrain__link {
     dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
     char *out;                /* (count, 3 frames) frames that not all ends have been sent */
     size_t out_bytes;
+    size_t bytes; /* of all this */
 } dtrain__link;
 
 /* world/link.c */

@@ -17,17 +17,17 @@
  * boot, and the namespaces of a container. */
 static uint64_t dtrain__host_id(void)
 {
-    static const char *const spaces[] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
-    const uint64_t none[2] = {0, 0};
-    char text[512];
+    uint64_t spaces[2] = {0, 0};
+    struct stat status;
+    char text[320];
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
     const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
     if (file >= 0) close(file);
-    for (int i = 0; i < 2; i++)
-        if (readlink(spaces[i], text + 320 + 96 * i, 95) < 0) text[320 + 96 * i] = 0;
-    return dtrain__siphash(none, text, sizeof text);
+    if (stat("/proc/self/ns/net", &status) == 0) spaces[0] = (uint64_t)status.st_ino;
+    if (stat("/proc/self/ns/pid", &status) == 0) spaces[1] = (uint64_t)status.st_ino;
+    return dtrain__siphash(spaces, text, sizeof text);
 }
 
 /* The host on which a rank is, and the emulated nodes that its desc asks for. */
@@ -47,9 +47,8 @@ static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__h
             return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
-                "us, rank %d for %u, %g, %g; give all ranks the same desc",
-                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank,
-                mine->node_ranks, mine->gigabits_per_second, mine->latency_us);
+                "us, rank %d does not; give all ranks the same desc",
+                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank);
     }
     if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
     return dtrain__abort_with(

@@ -121,16 +121,6 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     return r->result = code;
 }
 
-static void dtrain__name_address(const struct sockaddr *address, socklen_t length, char *text,
-                                 size_t room)
-{
-    char host[64], port[16];
-    if (getnameinfo(address, length, host, sizeof host, port, sizeof port,
-                    NI_NUMERICHOST | NI_NUMERICSERV) != 0)
-        snprintf(text, room, "an unknown address");
-    else snprintf(text, room, "%s port %s", host, port);
-}
-
 /* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
  * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
@@ -206,10 +196,11 @@ static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, c
     struct sockaddr_storage address;
     struct sockaddr *from = (struct sockaddr *)(void *)&address;
     socklen_t length = sizeof address;
-    char name[96];
-    if (getpeername(pending->socket, from, &length) != 0) length = 0;
-    dtrain__name_address(from, length, name, sizeof name);
-    snprintf(r->problem, sizeof r->problem, "%s %s", name, why);
+    char host[64] = "an unknown address", port[16] = "";
+    if (getpeername(pending->socket, from, &length) == 0)
+        (void)getnameinfo(from, length, host, sizeof host, port, sizeof port,
+                          NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(r->problem, sizeof r->problem, "%s port %s %s", host, port, why);
     dtrain__socket_close(&pending->socket);
 }
 
@@ -268,19 +259,6 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
     r->proofs[hello->rank] = hello->proof;
 }
 
-/* Accept one connection. It takes the place of the oldest pending one: a rank sends its hello at
- * once, so that is a stranger. */
-static void dtrain__accept_pending(dtrain__rendezvous *r)
-{
-    const int socket = accept(r->listener, NULL, NULL); /* accept4 may be hidden */
-    if (socket < 0) return;
-    dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
-    dtrain__socket_close(&pending->socket);
-    dtrain__socket_tune(socket);
-    pending->socket = socket;
-    pending->got = 0;
-}
-
 /* Say now and then who is missing, and fail when the deadline has passed. */
 static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
@@ -288,7 +266,8 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
     const bool late = now >= r->deadline_ns;
     char missing[160] = "", text[sizeof r->why + 400];
     size_t used = 0;
-    if (r->result != DTRAIN_OK || (!late && now - r->logged_ns < 10000000000u)) return;
+    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
+    if (!late && now - r->logged_ns < 10000000000u) return;
     r->logged_ns = now;
     for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
         if (r->world->link->ends[i].socket < 0)
@@ -304,7 +283,8 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
 }
 
 /* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
- * so its socket can only have been closed. */
+ * so its socket can only have been closed. A new connection takes the place of the oldest pending
+ * one: a rank sends its hello at once, so that is a stranger. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
@@ -328,23 +308,31 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
                           i - first, ends[i - first].name);
         dtrain__socket_close(&ends[i - first].socket);
     }
-    if (polls[0].revents) dtrain__accept_pending(r);
+    const int socket = polls[0].revents ? accept(r->listener, NULL, NULL) : -1;
+    if (socket >= 0) {
+        dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
+        dtrain__socket_close(&pending->socket);
+        dtrain__socket_tune(socket);
+        pending->socket = socket;
+        pending->got = 0;
+    }
     dtrain__meet_clock(r);
 }
 
-/* Wait for all ranks, after a failure until the last of them has been told or a little longer, and
- * tell those who joined how it went. */
+/* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
+ * have yet to come and be told. */
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
     DTRAIN__TRY(dtrain__listen(r));
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    while (r->came < others && (r->result == DTRAIN_OK || dtrain__now_ns() < r->deadline_ns))
-        dtrain__meet_round(r);
+    while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
     for (int i = 1; i <= others; i++) {
         dtrain__connection *end = &r->world->link->ends[i];
         if (end->socket >= 0) dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
+        if (r->result != DTRAIN_OK) dtrain__socket_close(&end->socket);
     }
+    while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
     dtrain__socket_close(&r->listener);
     return r->result;
@@ -398,7 +386,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     struct timeval left; /* connect keeps the deadline of a send */
     left.tv_sec = (time_t)(left_us / 1000000u);
     left.tv_usec = (suseconds_t)(left_us % 1000000u);
-    dtrain__name_address(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name);
+    (void)getnameinfo(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name, NULL, 0,
+                      NI_NUMERICHOST);
     end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
     setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
@@ -409,13 +398,13 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     (void)!send(end->socket, &hello, sizeof hello, MSG_NOSIGNAL);
     int there = dtrain__await_reply(end->socket, until_ns, &reply);
     if (there != 1)
-        return dtrain__try_failed(r, "what listens at %s does not answer as rank 0 does",
-                                  end->name);
+        return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
+                                  end->name, r->place->port);
     if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
         dtrain__try_failed(r,
-                           "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
-                           "belongs to another run",
-                           end->name);
+                           "what listens at %s port %u has another DTRAIN_JOB_KEY than this rank "
+                           "or belongs to another run",
+                           end->name, r->place->port);
         r->stranger = true;
         return false;
     }

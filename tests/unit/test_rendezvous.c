@@ -1185,7 +1185,7 @@ static int rank_lies(dtrain_world *world, void *user)
     lie *l = (lie *)user;
     RANKS_TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     if (rank == 2) {
-        const dtrain__frame_kind kind = *(dtrain__frame_kind *)user;
+        const dtrain__frame_kind kind = l->kind;
         dtrain__exit_record end;
         dtrain__abort_record stop;
         const bool ends = kind == DTRAIN__FRAME_EXIT;
@@ -1208,10 +1208,13 @@ static int rank_lies(dtrain_world *world, void *user)
 
 static void test_lies(void)
 {
-    dtrain__frame_kind kind;
-    for (kind = DTRAIN__FRAME_GATHER; kind <= DTRAIN__FRAME_ABORT;
-         kind = (dtrain__frame_kind)(kind + 1))
-        apart_run(3, rank_lies, &kind);
+    lie *l = (lie *)ranks_shared(sizeof *l);
+    for (l->kind = DTRAIN__FRAME_GATHER; l->kind <= DTRAIN__FRAME_ABORT;
+         l->kind = (dtrain__frame_kind)(l->kind + 1)) {
+        l->heard = 0;
+        apart_run(3, rank_lies, l);
+        CHECK_MSG(l->heard == 2, "%d ranks heard of it", l->heard);
+    }
 }
 
 /* A rank that sends every record in time and reads none: rank 0 cannot tell it the others' records,
