@@ -2527,7 +2527,7 @@ DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns();
 
 #define DTRAIN__ERROR_BYTES 1024 /* of a last error, its 0 included */
 
-/* Propagates a failure; the sentence has been left already. */
+/* Propagate a failure; the sentence has been left already. */
 #define DTRAIN__TRY(call)                                       \
     do {                                                        \
         dtrain_result dtrain__status = (call);                  \
@@ -2664,8 +2664,8 @@ DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocato
     return result;
 }
 
-/* Allocate zeroed memory for count items; NULL with the last error set. count == 0 gives memory too,
- * so that NULL always means failure. */
+/* Allocate zeroed memory for count items; NULL with the last error set. count == 0 gives memory
+ * too, so that NULL always means failure. */
 DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
                                     size_t item_bytes, const char *what)
 {
@@ -3551,8 +3551,8 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
     return dtrain__wait_poll(world, wait);
 }
 
-/* Say whether record number `sequence` of a rank is here. This rank's own is done with when the link
- * has nothing left to send, on rank 0 the others' records too: the caller may not wait here again
+/* Say whether record number `sequence` of a rank is here. This rank's own is done with when the
+ * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here again
  * for long. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
@@ -3884,8 +3884,8 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
  *     PET_NNODES, PET_NODE_RANK, ...            Kubeflow TrainJob: one process a node, and we are
  *                                               the launcher of the node's ranks
  *
- * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and have
- * a function each. All is a pure function of the environment; dtrain_launch hands it getenv. */
+ * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
+ * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv. */
 
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */

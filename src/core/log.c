@@ -45,8 +45,8 @@ DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocato
     return result;
 }
 
-/* Allocate zeroed memory for count items; NULL with the last error set. count == 0 gives memory too,
- * so that NULL always means failure. */
+/* Allocate zeroed memory for count items; NULL with the last error set. count == 0 gives memory
+ * too, so that NULL always means failure. */
 DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
                                     size_t item_bytes, const char *what)
 {

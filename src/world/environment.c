@@ -14,8 +14,8 @@
  *     PET_NNODES, PET_NODE_RANK, ...            Kubeflow TrainJob: one process a node, and we are
  *                                               the launcher of the node's ranks
  *
- * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and have
- * a function each. All is a pure function of the environment; dtrain_launch hands it getenv. */
+ * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
+ * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
