@@ -3552,8 +3552,8 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
 }
 
 /* Say whether record number `sequence` of a rank is here. This rank's own is done with when the
- * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here again
- * for long. */
+ * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here
+ * again for long. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
     if (rank == world->rank) return dtrain__link_all_sent(world);
@@ -3885,7 +3885,8 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
  *                                               the launcher of the node's ranks
  *
  * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
- * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv. */
+ * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv.
+ */
 
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */

@@ -245,8 +245,8 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
 }
 
 /* Say whether record number `sequence` of a rank is here. This rank's own is done with when the
- * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here again
- * for long. */
+ * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here
+ * again for long. */
 static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
 {
     if (rank == world->rank) return dtrain__link_all_sent(world);

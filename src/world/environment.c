@@ -15,7 +15,8 @@
  *                                               the launcher of the node's ranks
  *
  * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
- * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv. */
+ * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv.
+ */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
