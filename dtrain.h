@@ -574,8 +574,8 @@ DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, con
  *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
  *     torchrun, ...   RANK WORLD_SIZE [LOCAL_RANK LOCAL_WORLD_SIZE] MASTER_ADDR MASTER_PORT
  *     Open MPI        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
- *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
  *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., where SLURM_STEP_ID is set
+ *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
  *     Indexed Job     JOB_COMPLETION_INDEX with WORLD_SIZE or DTRAIN_WORLD_SIZE
  *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once a node,
  *                     dtrain_launch forks the ranks of this node
@@ -585,10 +585,11 @@ DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, con
  * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
  * timeout_ms, and not more than five minutes.
  *
+ * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
  * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
- * own; a stranger that says nothing is dropped after ten seconds. The key itself is not sent, only
- * hashes made with it; but the traffic is not encrypted, and who can read or change it must be kept
- * away by the network.
+ * own; a stranger that says nothing holds up nobody. The key itself is not sent, only hashes made
+ * with it; but the traffic is not encrypted, and who can read or change it must be kept away by the
+ * network.
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc
@@ -2531,53 +2532,11 @@ static inline uint64_t dtrain__now_ns(void)
 static inline int64_t dtrain__min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-#include <errno.h>
-#include <fcntl.h>
-#include <float.h>
-#include <limits.h>
-#include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/types.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
-#ifdef __linux__
-#include <sys/prctl.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#ifdef DTRAIN_USE_CBLAS
-#include <cblas.h>
-#endif
-#ifdef DTRAIN_USE_MPI
-#ifndef OMPI_SKIP_MPICXX
-#define OMPI_SKIP_MPICXX 1 /* the C++ bindings that MPI no longer has */
-#endif
-#ifndef MPICH_SKIP_MPICXX
-#define MPICH_SKIP_MPICXX 1
-#endif
-#include <mpi.h>
-#endif
-
 #if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
 #error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
 #endif
 
 DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns(); }
-
-/* Results, version
- *
- * The last error is thread-local, as errno is: ranks may be threads, and a rank's helper threads
- * hand their errors to the thread that asked. The rank is put in front of every sentence so that
- * the output of many ranks stays readable. */
 
 /* ================================================================================================
  * src/core/result.c
@@ -2597,7 +2556,7 @@ DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns();
 
 #define DTRAIN__ERROR_BYTES 1024 /* of a last error, its 0 included */
 
-/* Propagates a failure; the sentence has been left already. */
+/* Propagate a failure; the sentence has been left already. */
 #define DTRAIN__TRY(call)                                       \
     do {                                                        \
         dtrain_result dtrain__status = (call);                  \
@@ -2671,7 +2630,7 @@ DTRAIN_API const char *dtrain_result_text(dtrain_result result)
     }
 }
 
-/* Records the sentence and returns code, so that a check is one line:
+/* Record the sentence and return code, so that a check is one line:
  *     if (count < 0) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_x: count is %lld", ...);
  * The text may quote the last error: it is built aside first. */
 DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...)
@@ -2688,15 +2647,13 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     return code;
 }
 
-/* Logging, allocator, checked sizes. */
-
 /* ================================================================================================
  * src/core/log.c
  * ==============================================================================================*/
 
 /* Log, allocator, checked sizes. */
 
-/* Sizes that come from outside are multiplied and added here only. False on overflow. */
+/* Multiply sizes that come from outside, here only; false on overflow. */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out)
 {
     return !__builtin_mul_overflow(a, b, out);
@@ -2705,7 +2662,7 @@ DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t 
 {
     return !__builtin_add_overflow(a, b, out);
 }
-/* Rounds up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
+/* Round up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
 DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit)
 {
     return (bytes + unit - 1) & ~(unit - 1);
@@ -2736,8 +2693,8 @@ DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocato
     return result;
 }
 
-/* Zeroed memory for count items, or NULL with the last error set. count == 0 gives memory too, so
- * that NULL always means failure. */
+/* Allocate zeroed memory for count items; NULL with the last error set. count == 0 gives memory
+ * too, so that NULL always means failure. */
 DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
                                     size_t item_bytes, const char *what)
 {
@@ -2779,38 +2736,31 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     else dtrain__log_stderr(NULL, level, sink->rank, text);
 }
 
-/* Data types, random numbers. */
-
 /* ================================================================================================
  * src/core/dtype.c
  * ==============================================================================================*/
 
 /* Data types. */
 
+static const struct {
+    const char *name;
+    size_t bytes;
+} dtrain__dtypes[] = {{"?", 0}, {"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}};
+
+/* Return the row of a type in the table; that of none for an unknown one. */
+static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
+{
+    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : 0;
+}
+
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 {
-    switch (dtype) {
-    case DTRAIN_DTYPE_F32:
-    case DTRAIN_DTYPE_I32: return 4;
-    case DTRAIN_DTYPE_BF16:
-    case DTRAIN_DTYPE_F16: return 2;
-    case DTRAIN_DTYPE_I64: return 8;
-    case DTRAIN_DTYPE_NONE: break;
-    }
-    return 0;
+    return dtrain__dtypes[dtrain__dtype_row(dtype)].bytes;
 }
 
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 {
-    switch (dtype) {
-    case DTRAIN_DTYPE_F32: return "f32";
-    case DTRAIN_DTYPE_BF16: return "bf16";
-    case DTRAIN_DTYPE_F16: return "f16";
-    case DTRAIN_DTYPE_I32: return "i32";
-    case DTRAIN_DTYPE_I64: return "i64";
-    case DTRAIN_DTYPE_NONE: break;
-    }
-    return "?";
+    return dtrain__dtypes[dtrain__dtype_row(dtype)].name;
 }
 
 DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value)
@@ -3041,15 +2991,6 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
             out[i++] = low + width * dtrain__uniform_from_bits(block[word]);
     }
 }
-/* Device
- *
- * The CPU device in six parts, each a review sitting:
- *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
- *     S24.2  exp, tanh    instruction sets, and functions that vectorise in any of them
- *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
- *     S24.4  kernels      everything else; the same text is compiled once per instruction set
- *     S24.5  attention    likewise
- *     S24.6  device       memory, launchers, the CPU table and the plan table */
 
 /* ================================================================================================
  * src/world/world.c
@@ -3099,14 +3040,9 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-
-#ifndef MAP_FIXED_NOREPLACE
-#define MAP_FIXED_NOREPLACE 0x100000 /* an older kernel takes the address as a hint */
-#endif
 
 typedef enum dtrain__end {
     DTRAIN__RUNNING = 0,
@@ -3199,9 +3135,7 @@ struct dtrain_world {
     dtrain__log_sink log;
     dtrain_device *device;
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
-    uint32_t math;
-    bool tune;
-    dtrain_comm *comm; /* all ranks */
+    dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
@@ -3249,8 +3183,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
 /* world/arena.c */
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
-DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region);
+DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file);
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region);
 DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);
@@ -3326,17 +3259,12 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * lives; page.c moves ranks of one host to a shared control page, after which the link is silent
  * and only notices that a rank has died.
  *
- * Everything on a connection is a frame: a header of 32 bytes in the byte order of the machine
- * (the hello refuses another one by its magic number) and at most 4096 bytes of data.
+ * A frame is a header, in the byte order of the machine, and data:
  *
- *     frame      from                  number          value          data
- *     HELLO      a rank                protocol        -              dtrain__hello
- *     WELCOME    rank 0, at once       keyed hash      -              -
- *     BEGIN      rank 0, all are here  -               -              -
- *     REFUSED    rank 0                -               dtrain_result  a sentence
- *     GATHER     any rank              sequence        -              its record of an all-gather
- *     EXIT       any rank              dtrain__end     exit status    its last error
- *     ABORT      any rank              -               dtrain_result  a sentence */
+ *     frame      data
+ *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
+ *     EXIT       its dtrain__exit_record
+ *     ABORT      its dtrain__abort_record */
 
 /* ================================================================================================
  * src/world/environment_internal.h
@@ -3347,12 +3275,7 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  * What a launcher has said: the result of reading the environment, which launch.c acts on and the
  * rendezvous meets by. It is a pure function of the variables, so that tests can hand it any. */
 
-typedef const char *(*dtrain__lookup_fn)(void *user, const char *name);
-
-typedef struct dtrain__environment {
-    dtrain__lookup_fn lookup;
-    void *user;
-} dtrain__environment;
+typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
 /* Where the environment places this process. */
 typedef struct dtrain__placement {
@@ -3366,38 +3289,25 @@ typedef struct dtrain__placement {
 } dtrain__placement;
 
 /* world/environment.c */
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
-                                                dtrain__placement *out);
-DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name);
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 typedef enum dtrain__frame_kind {
-    DTRAIN__FRAME_HELLO = 1,
-    DTRAIN__FRAME_WELCOME = 2,
-    DTRAIN__FRAME_BEGIN = 3,
-    DTRAIN__FRAME_REFUSED = 4,
-    DTRAIN__FRAME_GATHER = 5,
-    DTRAIN__FRAME_EXIT = 6,
-    DTRAIN__FRAME_ABORT = 7
+    DTRAIN__FRAME_GATHER = 1,
+    DTRAIN__FRAME_EXIT = 2,
+    DTRAIN__FRAME_ABORT = 3
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
-    uint32_t magic, kind;
-    int32_t rank; /* the rank that the frame is about */
-    int32_t value;
-    uint64_t number;
-    uint32_t bytes; /* of data that follow */
-    uint32_t unused;
+    uint32_t kind, bytes; /* of data that follow */
+    int32_t rank;         /* the rank that the frame is about */
 } dtrain__frame;
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
 typedef struct dtrain__connection {
-    int socket;         /* -1: closed */
-    int rank;           /* of the other end; -1: pending, not known yet */
-    int32_t pid;        /* on rank 0: what the rank's hello said */
-    uint64_t opened_ns; /* while pending: when it was accepted */
-    size_t sent;        /* bytes of link->out that this end has been sent */
-    char name[96];      /* "10.0.0.7 port 4711", for messages */
+    int socket;    /* -1: closed */
+    char name[96]; /* of the other end, for messages */
+    size_t sent;   /* bytes of link->out that this end has been sent */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -3408,29 +3318,21 @@ typedef struct dtrain__connection {
  *     out:   | frame | frame | frame | frame |
  *              ^ ends[2].sent  ^ ends[1].sent ^ out_bytes */
 typedef struct dtrain__link {
-    int count;          /* connections: on rank 0 the world's size (the first is unused), else 1 */
-    bool met;           /* the rendezvous is over: the other ranks know this one */
-    bool shared;        /* the control page is shared memory: nothing is sent any more */
-    uint64_t polled_ns; /* last poll from inside a wait */
-    dtrain__connection *ends; /* (count) */
-    struct pollfd *polls;     /* (count) */
-    char *out;                /* (out_room) frames that not all ends have been sent */
-    size_t out_bytes, out_room;
+    bool shared;              /* the control page is shared memory: nothing is sent any more */
+    uint64_t polled_ns;       /* last poll from inside a wait */
+    int count;                /* of ends: on rank 0 the world's size, else 1 */
+    dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
+    char *out;                /* (count, 3 frames) frames that not all ends have been sent */
+    size_t out_bytes;
+    size_t bytes; /* of all this */
 } dtrain__link;
 
 /* world/link.c */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
-DTRAIN__PRIVATE void dtrain__connection_close(dtrain__connection *end);
-DTRAIN__PRIVATE void dtrain__frame_send(dtrain__connection *end, dtrain__frame_kind kind, int rank,
-                                        int value, uint64_t number, const void *data, size_t bytes);
-DTRAIN__PRIVATE bool dtrain__frame_receive(dtrain__connection *end);
-DTRAIN__PRIVATE int dtrain__frame_get(const dtrain__connection *end, dtrain__frame *frame);
-DTRAIN__PRIVATE void dtrain__frame_drop(dtrain__connection *end, const dtrain__frame *frame);
-DTRAIN__PRIVATE void dtrain__frame_text(const dtrain__frame *frame, const char *data, char *text,
-                                        size_t room);
+DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
-                                       int value, uint64_t number, const void *data, size_t bytes);
+                                       const void *data, size_t bytes);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
@@ -3463,29 +3365,26 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     }
 }
 
+/* Say how a rank ended. */
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room)
 {
+    static const char *const said[] = {
+        "is running",
+        "left (returned 0)",
+        "returned",
+        "was killed by signal",
+        "could not start",
+        "was killed by the launcher: it did not end in time",
+        "is gone: its connection closed without a word; it exited, crashed or was killed, or its "
+        "host is lost"};
     const dtrain__exit_record *end = &control->exits[rank];
-    switch (dtrain__load(&end->how)) {
-    case DTRAIN__LEFT: snprintf(text, room, "rank %d left (returned 0)", rank); break;
-    case DTRAIN__RETURNED: snprintf(text, room, "rank %d returned %d", rank, end->value); break;
-    case DTRAIN__SIGNALED:
-        snprintf(text, room, "rank %d was killed by signal %d (%s)", rank, end->value,
+    const uint32_t how = dtrain__load(&end->how);
+    const int used = snprintf(text, room, "rank %d %s", rank, said[how]);
+    if (how == DTRAIN__RETURNED) snprintf(text + used, room - (size_t)used, " %d", end->value);
+    if (how == DTRAIN__SIGNALED)
+        snprintf(text + used, room - (size_t)used, " %d (%s)", end->value,
                  dtrain__signal_name(end->value));
-        break;
-    case DTRAIN__UNSTARTED: snprintf(text, room, "rank %d could not start", rank); break;
-    case DTRAIN__STOPPED:
-        snprintf(text, room, "rank %d was killed by the launcher: it did not end in time", rank);
-        break;
-    case DTRAIN__LOST:
-        snprintf(text, room,
-                 "rank %d is gone: its connection closed without a word; it exited, crashed or was "
-                 "killed, or its host is lost",
-                 rank);
-        break;
-    default: snprintf(text, room, "rank %d is running", rank); break;
-    }
 }
 
 /* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
@@ -3640,21 +3539,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
     const char *sentence = text ? dtrain__bare(text) : "";
     if (!dtrain__record_abort(world->control, world->rank, code, sentence)) return;
-    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, code, 0, sentence,
-                      strlen(world->control->aborted.text));
-}
-
-/* Find the first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
-static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
-{
-    const dtrain__control *control = world->control;
-    if (!dtrain__load(&control->ended_count)) return -1;
-    const uint64_t now = dtrain__now_ns();
-    for (int i = 0; i < world->size; i++)
-        if (dtrain__load(&control->exits[i].how) == DTRAIN__LEFT &&
-            now >= control->exits[i].ended_ns + age_ns) /* it may have ended after `now` */
-            return i;
-    return -1;
+    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, &world->control->aborted,
+                      sizeof world->control->aborted);
 }
 
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
@@ -3663,8 +3549,13 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
-    const int left = dtrain__who_left(world, 2000000000u);
-    return left < 0 ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", left);
+    const dtrain__exit_record *exits = world->control->exits;
+    const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
+    for (int i = 0; i < ended; i++)
+        if (dtrain__load(&exits[i].how) == DTRAIN__LEFT &&
+            dtrain__now_ns() >= exits[i].ended_ns + 2000000000u)
+            return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", i);
+    return DTRAIN_OK;
 }
 
 /* Abort with a sentence and return it as this rank's own error. */
@@ -3689,17 +3580,25 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
     return dtrain__wait_poll(world, wait);
 }
 
-/* Wait until `rank` has written record number `sequence`. Whether it has left is asked before its
- * slot is read for the last time, because a record that it wrote before leaving counts. */
+/* Say whether record number `sequence` of a rank is here. This rank's own is done with when the
+ * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here
+ * again for long. */
+static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
+{
+    if (rank == world->rank) return dtrain__link_all_sent(world);
+    return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
+}
+
+/* Wait for a record. Whether its rank has left is asked before its slot is read for the last time,
+ * because a record that it wrote before leaving counts. */
 static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
                                           dtrain__wait *wait)
 {
-    const dtrain__gather_slot *slot = &world->control->slots[rank];
-    while (dtrain__load(&slot->sequence) < sequence) {
+    while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
-        if (dtrain__load(&slot->sequence) >= sequence) break;
+        if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (left)
             return dtrain__abort_with(
@@ -3707,9 +3606,10 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(world, turn,
-                                      "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
-                                      world->rank, 1e-9 * (double)world->timeout_ns, rank);
+            return dtrain__abort_with(
+                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
+                world->rank, 1e-9 * (double)world->timeout_ns, rank,
+                rank == world->rank ? " to be heard: a rank does not read" : "");
     }
     return DTRAIN_OK;
 }
@@ -3731,8 +3631,9 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     slots[world->rank].bytes[half] = bytes;
     if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
     dtrain__store(&slots[world->rank].sequence, sequence);
-    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, 0, sequence, mine, bytes);
-    for (int i = 0; i < world->size; i++) {
+    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, mine, bytes);
+    for (int k = 1; k <= world->size; k++) { /* this rank is the last */
+        const int i = (world->rank + k) % world->size;
         DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
         if (slots[i].bytes[half] != bytes)
             return dtrain__abort_with(
@@ -3740,16 +3641,6 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                 "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
                 (unsigned long long)slots[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
-    }
-    while (!dtrain__link_all_sent(world)) { /* the caller may not wait here again for long */
-        const dtrain_result turn = dtrain__gather_turn(world, &wait);
-        if (turn == DTRAIN_ERROR_PEER) return turn;
-        if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(
-                world, turn,
-                "dtrain_world_all_gather: rank %d could not tell the others in %.1f s: a rank does "
-                "not read",
-                world->rank, 1e-9 * (double)world->timeout_ns);
     }
     return DTRAIN_OK;
 }
@@ -3816,33 +3707,10 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
-/* Keep the reserve out of core files, where it would fill the disk and help nobody. */
-DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
-{
-#ifdef MADV_DONTDUMP
-    madvise(memory, bytes, MADV_DONTDUMP);
-#else
-    (void)memory, (void)bytes;
-#endif
-}
-
-/* Map a control page that has no arenas. */
-DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
-{
-    const size_t bytes = dtrain__round_up(sizeof(dtrain__control), dtrain__page_bytes());
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "dtrain_launch: %zu bytes could not be mapped: %s",
-                           bytes, strerror(errno));
-    region->control = (dtrain__control *)memory;
-    region->bytes = bytes;
-    return DTRAIN_OK;
-}
-
 /* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
- * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. */
-static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
+ * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. The
+ * reserve is kept out of core files, where it would fill the disk and help nobody. */
+DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
     int flags = MAP_SHARED | MAP_NORESERVE;
@@ -3851,10 +3719,15 @@ static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
         errno = EFBIG;
         return MAP_FAILED;
     } else if (ftruncate(file, (off_t)bytes) != 0) return MAP_FAILED;
-    return mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+    void *memory = mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+#ifdef MADV_DONTDUMP
+    if (memory != MAP_FAILED) madvise(memory, bytes, MADV_DONTDUMP);
+#endif
+    return memory;
 }
 
-/* Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
+/* Map a control page and, behind it, the arenas of so many ranks; with 0 ranks no memory is shared.
+ * Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
  * Where that much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to
  * 64 MiB; an explicit size does not. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
@@ -3873,10 +3746,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
         if (memory != MAP_FAILED) {
             region->control = (dtrain__control *)memory;
             region->bytes = bytes;
-            region->control->arenas = (char *)memory + control;
-            region->control->arena_bytes = arena;
+            region->control->arenas = ranks ? (char *)memory + control : NULL;
+            region->control->arena_bytes = ranks ? arena : 0;
             region->control->free_at_start = dtrain__free_memory();
-            dtrain__no_dump(memory, bytes);
             return DTRAIN_OK;
         }
         if (given || arena == least)
@@ -3916,19 +3788,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t b
         bytes, (unsigned long long)now, (unsigned long long)promised);
 }
 
-static dtrain_result dtrain__ranges_grow(dtrain_world *world)
-{
-    const size_t room = world->range_room ? 2 * world->range_room : 64;
-    dtrain__range *grown = (dtrain__range *)dtrain__alloc(&world->allocator, room, sizeof *grown,
-                                                          "the book of shared memory");
-    if (!grown) return DTRAIN_ERROR_MEMORY;
-    if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
-    dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
-    world->ranges = grown;
-    world->range_room = room;
-    return DTRAIN_OK;
-}
-
 /* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
  * GPU keep only copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
@@ -3939,17 +3798,21 @@ static dtrain_device *dtrain__arena_device(const dtrain_world *world)
 /* Hand out zeroed whole pages of this rank's arena, first fit. */
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
-    const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
+    const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
     *out = NULL;
-    if (bytes > all)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "shared memory: %zu bytes needed, %zu reserved per rank; raise "
-                           "reserve_bytes of dtrain_launch_desc",
-                           bytes, all);
-    bytes = dtrain__round_up(bytes ? bytes : 1, page);
+    bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
     dtrain_device *device = dtrain__arena_device(world);
     if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
+    if (world->range_count == world->range_room) {
+        const size_t room = world->range_room ? 2 * world->range_room : 64;
+        dtrain__range *grown = (dtrain__range *)dtrain__alloc(
+            &world->allocator, room, sizeof *grown, "the book of shared memory");
+        if (!grown) return DTRAIN_ERROR_MEMORY;
+        if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
+        dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
+        world->ranges = grown;
+        world->range_room = room;
+    }
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
         at = world->ranges[i].end;
@@ -3957,7 +3820,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
                            "reserve_bytes of dtrain_launch_desc",
-                           bytes, all);
+                           asked, all);
     DTRAIN__TRY(dtrain__promise(world->control, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,
             (world->range_count - i) * sizeof *world->ranges);
@@ -4042,28 +3905,66 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
  *     DTRAIN_RANK, DTRAIN_WORLD_SIZE            ours: any launcher that can set variables
  *     RANK, WORLD_SIZE                          torchrun and its kin, PyTorchJob
  *     OMPI_COMM_WORLD_RANK, _SIZE               Open MPI
- *     PMI_RANK, PMI_SIZE                        MPICH and its kin
  *     SLURM_PROCID, SLURM_STEP_NUM_TASKS        srun. The sbatch shell has most SLURM variables but
  *                                               no SLURM_STEP_ID: there, nobody else comes
+ *     PMI_RANK, PMI_SIZE                        MPICH and its kin; beside other values of Slurm,
+ *                                               those of an mpirun inside of the step
  *     JOB_COMPLETION_INDEX, *WORLD_SIZE         Kubernetes Indexed Job, which does not say how many
  *     PET_NNODES, PET_NODE_RANK, ...            Kubeflow TrainJob: one process a node, and we are
  *                                               the launcher of the node's ranks
  *
- * This part is a pure function of the environment; dtrain_launch hands it getenv. */
+ * A family is a row of a table. Slurm, the Indexed Job and the TrainJob need more than that and
+ * have a function each. All is a pure function of the environment; dtrain_launch hands it getenv.
+ */
 
-#define DTRAIN__DEFAULT_PORT 29500u
-#define DTRAIN__PORT_OFFSET 100u /* torchrun's own store listens on MASTER_PORT itself */
+#define DTRAIN__DEFAULT_PORT 29500
+#define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
+
+typedef struct dtrain__family {
+    const char *name;
+    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
+    const char *address, *port;                        /* of rank 0's host */
+    const char *run, *run_part;                        /* that name the run */
+} dtrain__family;
+
+enum {
+    DTRAIN__OURS,
+    DTRAIN__TORCHRUN,
+    DTRAIN__OPEN_MPI,
+    DTRAIN__SLURM,
+    DTRAIN__MPICH,
+    DTRAIN__INDEXED,
+    DTRAIN__PET,
+    DTRAIN__FAMILIES
+};
+
+static const dtrain__family dtrain__families[] = {
+    {"DTRAIN_RANK", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK", "DTRAIN_LOCAL_SIZE",
+     "DTRAIN_MASTER_ADDR", "MASTER_PORT", NULL, NULL},
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"},
+    {"Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", NULL},
+    {"Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL, "MASTER_ADDR",
+     "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"},
+    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR",
+     "MASTER_PORT", NULL, NULL},
+    {"Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, "MASTER_ADDR", "MASTER_PORT",
+     NULL, NULL},
+    {"PET", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL,
+     NULL},
+};
 
 /* Look up a variable; NULL when it is unset or empty. */
-static const char *dtrain__env_text(const dtrain__environment *env, const char *name)
+static const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
 {
-    const char *text = name ? env->lookup(env->user, name) : NULL;
+    const char *text = name ? env(name) : NULL;
     return text && text[0] ? text : NULL;
 }
 
 /* Read a number of at most nine digits, without sign or blank; *found says whether it is set. */
-static dtrain_result dtrain__env_number(const dtrain__environment *env, const char *name,
-                                        bool *found, int *value)
+static dtrain_result dtrain__env_number(dtrain__lookup_fn env, const char *name, bool *found,
+                                        int *value)
 {
     const char *text = dtrain__env_text(env, name);
     *found = text != NULL;
@@ -4078,51 +3979,6 @@ static dtrain_result dtrain__env_number(const dtrain__environment *env, const ch
     return DTRAIN_OK;
 }
 
-typedef struct dtrain__family {
-    const char *name, *rank, *size, *local_rank, *local_size;
-    const char *run[2]; /* variables that name the run */
-} dtrain__family;
-
-static const dtrain__family dtrain__families[] = {
-    {"DTRAIN_RANK",
-     "DTRAIN_RANK",
-     "DTRAIN_WORLD_SIZE",
-     "DTRAIN_LOCAL_RANK",
-     "DTRAIN_LOCAL_SIZE",
-     {NULL, NULL}},
-    {"torchrun",
-     "RANK",
-     "WORLD_SIZE",
-     "LOCAL_RANK",
-     "LOCAL_WORLD_SIZE",
-     {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
-    {"Open MPI",
-     "OMPI_COMM_WORLD_RANK",
-     "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE",
-     {"PMIX_NAMESPACE", NULL}},
-    {"MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", {NULL, NULL}},
-    {"Slurm",
-     "SLURM_PROCID",
-     "SLURM_STEP_NUM_TASKS",
-     "SLURM_LOCALID",
-     NULL,
-     {"SLURM_JOB_ID", "SLURM_STEP_ID"}},
-    {"Indexed Job", "JOB_COMPLETION_INDEX", "WORLD_SIZE", NULL, NULL, {NULL, NULL}},
-    {"PET", "PET_NODE_RANK", "PET_NNODES", NULL, NULL, {NULL, NULL}},
-};
-enum {
-    DTRAIN__OURS,
-    DTRAIN__TORCHRUN,
-    DTRAIN__OPEN_MPI,
-    DTRAIN__MPICH,
-    DTRAIN__SLURM,
-    DTRAIN__INDEXED,
-    DTRAIN__PET,
-    DTRAIN__FAMILIES
-};
-
 /* Refuse a pair that cannot be, such as "RANK=5" beside "WORLD_SIZE=1". */
 static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char *b, int b_value,
                                           const char *rule)
@@ -4132,9 +3988,9 @@ static dtrain_result dtrain__env_conflict(const char *a, int a_value, const char
                        a_value, b, b_value, rule);
 }
 
-/* Rank and size of one family; *found when both are there. Half a family is an error, except that a
- * lone world size may belong to an Indexed Job. */
-static dtrain_result dtrain__env_pair(const dtrain__environment *env, const char *rank_name,
+/* Read rank and size of one family; *found when both are there. Half a family is an error, except
+ * that a lone world size may belong to an Indexed Job. */
+static dtrain_result dtrain__env_pair(dtrain__lookup_fn env, const char *rank_name,
                                       const char *size_name, bool size_alone, bool *found,
                                       dtrain__placement *out)
 {
@@ -4143,326 +3999,203 @@ static dtrain_result dtrain__env_pair(const dtrain__environment *env, const char
     DTRAIN__TRY(dtrain__env_number(env, rank_name, &has_rank, &out->rank));
     DTRAIN__TRY(dtrain__env_number(env, size_name, &has_size, &out->size));
     if (!has_rank && (!has_size || size_alone)) return DTRAIN_OK;
-    if (has_rank != has_size)
+    if (has_rank != has_size) {
+        const char *there = has_rank ? rank_name : size_name;
+        const char *missing = has_rank ? size_name : rank_name;
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: %s=%d is in the environment and %s is not; a launcher "
                            "sets both: set %s too or unset %s",
-                           has_rank ? rank_name : size_name, has_rank ? out->rank : out->size,
-                           has_rank ? size_name : rank_name, has_rank ? size_name : rank_name,
-                           has_rank ? rank_name : size_name);
+                           there, has_rank ? out->rank : out->size, missing, missing, there);
+    }
     if (out->rank >= out->size)
         return dtrain__env_conflict(rank_name, out->rank, size_name, out->size,
-                                    "ranks go from 0 to the world size less one");
+                                    "numbers go from 0 to the size less one");
     *found = true;
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__env_local(const dtrain__environment *env, const dtrain__family *family,
+/* Read local rank and size of one family, where it has them. */
+static dtrain_result dtrain__env_local(dtrain__lookup_fn env, const dtrain__family *family,
                                        dtrain__placement *out)
 {
     bool has_rank, has_size;
-    out->local_rank = -1;
-    out->local_size = 0;
     DTRAIN__TRY(dtrain__env_number(env, family->local_rank, &has_rank, &out->local_rank));
     DTRAIN__TRY(dtrain__env_number(env, family->local_size, &has_size, &out->local_size));
-    if (has_size && (out->local_size == 0 || out->local_size > out->size))
+    if (has_size && (out->local_size < 1 || out->local_size > out->size))
         return dtrain__env_conflict(family->local_size, out->local_size, family->size, out->size,
                                     "a node has from 1 to world size ranks");
-    if (has_rank && has_size && out->local_rank >= out->local_size)
-        return dtrain__env_conflict(family->local_rank, out->local_rank, family->local_size,
-                                    out->local_size,
-                                    "local ranks go from 0 to local size less one");
-    if (has_rank && out->local_rank >= out->size)
-        return dtrain__env_conflict(family->local_rank, out->local_rank, family->size, out->size,
-                                    "a local rank is below the world size");
+    const int limit = has_size ? out->local_size : out->size;
+    if (has_rank && out->local_rank >= limit)
+        return dtrain__env_conflict(family->local_rank, out->local_rank,
+                                    has_size ? family->local_size : family->size, limit,
+                                    "local ranks go from 0 to the local size less one");
     return DTRAIN_OK;
 }
 
-/* Refuse RANK beside another launcher's variables that say something else: usually inherited by the
- * shell that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the
- * agent. */
-static dtrain_result dtrain__env_disagreement(const dtrain__environment *env,
-                                              const dtrain__placement *taken)
+/* Refuse RANK beside mpirun's variables that say something else: usually inherited by the shell
+ * that ran mpirun. Under torchrun they describe the node on which srun or mpirun put the agent. */
+static dtrain_result dtrain__env_torchrun(dtrain__lookup_fn env, const dtrain__placement *taken)
 {
     const dtrain__family *mine = &dtrain__families[DTRAIN__TORCHRUN];
-    if (dtrain__env_text(env, "TORCHELASTIC_RUN_ID")) return DTRAIN_OK;
-    for (int i = DTRAIN__OPEN_MPI; i <= DTRAIN__MPICH; i++) {
-        const dtrain__family *other = &dtrain__families[i];
+    const int others[] = {DTRAIN__OPEN_MPI, DTRAIN__MPICH};
+    for (int i = 0; i < 2 && !dtrain__env_text(env, "TORCHELASTIC_RUN_ID"); i++) {
+        const dtrain__family *other = &dtrain__families[others[i]];
         dtrain__placement said;
         bool found;
         DTRAIN__TRY(dtrain__env_pair(env, other->rank, other->size, false, &found, &said));
-        if (!found || (said.rank == taken->rank && said.size == taken->size)) continue;
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset those "
-            "that do not come from the launcher of this run",
-            mine->rank, taken->rank, mine->size, taken->size, other->rank, said.rank, other->size,
-            said.size);
+        if (found && (said.rank != taken->rank || said.size != taken->size))
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "dtrain_launch: the environment has %s=%d, %s=%d and also %s=%d, %s=%d; unset "
+                "those that do not come from the launcher of this run",
+                mine->rank, taken->rank, mine->size, taken->size, other->rank, said.rank,
+                other->size, said.size);
     }
     return DTRAIN_OK;
 }
 
-/* ---- Slurm's lists ----------------------------------------------------------------------------*/
-
-#define DTRAIN__HOSTS_MOST 1000000
-
-/* Read one bracket, "001-003,7]": return how many numbers it stands for, -1 when malformed; write
- * number `index` of them, zeros kept, to `out` (room 16); set *end behind the bracket. */
-static int64_t dtrain__bracket(const char *text, int64_t index, char *out, const char **end)
-{
-    int64_t count = 0;
-    do {
-        const size_t width = strspn(text, "0123456789");
-        if (!width || width > 9) return -1;
-        const int64_t low = strtol(text, NULL, 10);
-        int64_t high = low;
-        text += width;
-        if (*text == '-') {
-            const size_t digits = strspn(++text, "0123456789");
-            if (!digits || digits > 9) return -1;
-            high = strtol(text, NULL, 10);
-            text += digits;
-        }
-        if (high < low || high - low >= DTRAIN__HOSTS_MOST) return -1;
-        if (index >= count && index - count <= high - low)
-            snprintf(out, 16, "%0*d", (int)width, (int)(low + index - count));
-        count += high - low + 1;
-    } while (*text++ == ',' && count <= DTRAIN__HOSTS_MOST);
-    *end = text;
-    return text[-1] == ']' ? count : -1;
-}
-
-/* Count the names for which one entry stands, up to a comma or the end: "rack[1-2]-n[08-10]" has
- * six. */
-static int64_t dtrain__host_count(const char *entry, const char **end)
-{
-    int64_t count = 1;
-    char ignored[16];
-    while (*entry && *entry != ',') {
-        if (*entry == ']') return -1;
-        if (*entry++ != '[') continue;
-        const int64_t numbers = dtrain__bracket(entry, -1, ignored, &entry);
-        if (numbers < 0 || count * numbers > DTRAIN__HOSTS_MOST) return -1;
-        count *= numbers;
-    }
-    *end = entry;
-    return count;
-}
-
-/* Write name number `index` of one entry that host_count has found well-formed; the last bracket
- * runs fastest. False when it does not fit. */
-static bool dtrain__host_write(const char *entry, int64_t index, char *out, size_t room)
+/* Write the first host of a list like "node[001-003,7],gpu[1-2]"; false when it is malformed or
+ * does not fit. */
+static bool dtrain__first_host(const char *list, char *out, size_t room)
 {
     size_t used = 0;
-    const char *end;
-    while (*entry && *entry != ',' && used + 17 < room) {
-        if (*entry != '[') {
-            out[used++] = *entry++;
-            continue;
-        }
-        char number[16];
-        (void)dtrain__bracket(entry + 1, -1, number, &end);
-        const int64_t faster = dtrain__host_count(end, &end);
-        (void)dtrain__bracket(entry + 1, index / faster, number, &entry);
-        index %= faster;
-        used += (size_t)snprintf(out + used, room - used, "%s", number);
+    for (; *list && *list != ','; list++) {
+        const bool bracket = *list == '[';
+        const size_t length = bracket ? strspn(list + 1, "0123456789") : 1;
+        if (!length || *list == ']' || used + length >= room) return false;
+        memcpy(out + used, list + bracket, length);
+        used += length;
+        if (bracket) list = strchr(list, ']');
+        if (!list) return false;
     }
     out[used] = 0;
-    return used > 0 && (!*entry || *entry == ',');
+    return used > 0;
 }
 
-/* Write host number `index` of a list like "node[001-003,7],gpu[1-2]". False when the list is
- * malformed or has no such host. */
-static bool dtrain__host_of_list(const char *list, int64_t index, char *out, size_t room)
-{
-    while (*list) {
-        const char *end;
-        const int64_t count = dtrain__host_count(list, &end);
-        if (count < 0 || end == list) return false;
-        if (index < count) return dtrain__host_write(list, index, out, room);
-        index -= count;
-        list = *end ? end + 1 : end;
-    }
-    return false;
-}
-
-/* Read the tasks of node number `node` from a list like "2(x3),1"; 0 when it cannot be told. */
-static int dtrain__tasks_of_list(const char *list, int node)
-{
-    while (list && *list) {
-        char *end;
-        const long tasks = strtol(list, &end, 10);
-        long repeat = 1;
-        if (end == list || tasks < 1 || tasks > DTRAIN__HOSTS_MOST) return 0;
-        if (end[0] == '(' && end[1] == 'x') {
-            repeat = strtol(end + 2, &end, 10);
-            if (repeat < 1 || *end++ != ')') return 0;
-        }
-        if (node < repeat) return (int)tasks;
-        node -= (int)repeat;
-        if (*end && *end != ',') return 0;
-        list = *end ? end + 1 : end;
-    }
-    return 0;
-}
-
-/* ---- Families that need more than a pair ------------------------------------------------------*/
-
-static dtrain_result dtrain__env_slurm(const dtrain__environment *env, bool *found,
-                                       dtrain__placement *out)
+/* Read Slurm's variables. srun --mpi=pmi2 sets those of MPICH too: if they say something else, this
+ * is a rank of an mpirun inside of the step. */
+static dtrain_result dtrain__env_slurm(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
 {
     const dtrain__family *family = &dtrain__families[DTRAIN__SLURM];
-    const char *size_name =
-        dtrain__env_text(env, family->size) ? family->size : "SLURM_NTASKS"; /* before 20.11 */
+    const bool recent = dtrain__env_text(env, family->size) != NULL; /* Slurm 20.11 */
     const char *hosts = dtrain__env_text(env, "SLURM_STEP_NODELIST");
-    bool has_node;
-    int node = 0;
+    const dtrain__family *mpich = &dtrain__families[DTRAIN__MPICH];
+    dtrain__placement said;
+    bool has_nodes, has_mpich;
+    int nodes = 0;
     *found = false;
     if (!dtrain__env_text(env, "SLURM_STEP_ID")) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_pair(env, family->rank, size_name, false, found, out));
+    DTRAIN__TRY(dtrain__env_pair(env, family->rank, recent ? family->size : "SLURM_NTASKS", false,
+                                 found, out));
+    DTRAIN__TRY(dtrain__env_pair(env, mpich->rank, mpich->size, false, &has_mpich, &said));
+    if (has_mpich && (said.rank != out->rank || said.size != out->size)) *found = false;
     if (!*found) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_local(env, family, out));
-    DTRAIN__TRY(dtrain__env_number(env, "SLURM_NODEID", &has_node, &node));
-    const char *tasks = dtrain__env_text(env, "SLURM_STEP_TASKS_PER_NODE");
-    if (has_node && tasks) out->local_size = dtrain__tasks_of_list(tasks, node);
-    if (out->local_size > out->size || out->local_size <= out->local_rank) out->local_size = 0;
-    if (dtrain__env_text(env, "DTRAIN_MASTER_ADDR") || dtrain__env_text(env, "MASTER_ADDR"))
-        return DTRAIN_OK; /* said otherwise */
-    if (hosts && !dtrain__host_of_list(hosts, 0, out->address, sizeof out->address))
+    DTRAIN__TRY(dtrain__env_number(env, "SLURM_STEP_NUM_NODES", &has_nodes, &nodes));
+    if (nodes == 1) out->local_size = out->size;
+    if (hosts && !dtrain__first_host(hosts, out->address, sizeof out->address))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; set "
-                           "DTRAIN_MASTER_ADDR to the host of rank 0",
+                           "dtrain_launch: SLURM_STEP_NODELIST=\"%.100s\" is not a host list; "
+                           "unset it and set MASTER_ADDR to the host of rank 0",
                            hosts);
     return DTRAIN_OK;
 }
 
-/* The pod's own name is <job>-<index>; with setHostnameAsFQDN the domain of the service is behind
- * it, and so the name of pod 0 is known. */
-static dtrain_result dtrain__env_indexed(const dtrain__environment *env, bool *found,
-                                         dtrain__placement *out)
+/* Read the variables of an Indexed Job. The pod's own name is <job>-<index>; with
+ * setHostnameAsFQDN the domain of the service is behind it, and so the name of pod 0 is known. */
+static dtrain_result dtrain__env_indexed(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
 {
-    const char *index_name = dtrain__families[DTRAIN__INDEXED].rank;
     const bool ours = dtrain__env_text(env, "DTRAIN_WORLD_SIZE") != NULL;
     const char *size_name = ours ? "DTRAIN_WORLD_SIZE" : "WORLD_SIZE";
+    const char *host = dtrain__env_text(env, "HOSTNAME");
+    char ending[16];
     *found = false;
     if (!dtrain__env_text(env, size_name)) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__env_pair(env, index_name, size_name, true, found, out));
-    const char *host = dtrain__env_text(env, "HOSTNAME");
-    const char *domain = host ? strchr(host, '.') : NULL;
-    char ending[16];
-    if (!*found || !domain) return DTRAIN_OK;
-    const size_t tail = (size_t)snprintf(ending, sizeof ending, "-%d", out->rank);
-    const size_t name = (size_t)(domain - host);
-    if (name > tail && strncmp(domain - tail, ending, tail) == 0 &&
-        strlen(host) + 2 < sizeof out->address)
-        snprintf(out->address, sizeof out->address, "%.*s-0%s", (int)(name - tail), host, domain);
+    DTRAIN__TRY(dtrain__env_pair(env, "JOB_COMPLETION_INDEX", size_name, true, found, out));
+    if (!*found || !host || strlen(host) + 2 >= sizeof out->address) return DTRAIN_OK;
+    const int tail = snprintf(ending, sizeof ending, "-%d.", out->rank);
+    const char *at = strstr(host, ending), *domain = strchr(host, '.');
+    if (at && at > host && at + tail - 1 == domain)
+        snprintf(out->address, sizeof out->address, "%.*s-0%s", (int)(at - host), host, domain);
     return DTRAIN_OK;
 }
 
-/* PET_ is torchrun's prefix for its own flags: whoever sets these wants one launcher a node. */
-static dtrain_result dtrain__env_pet(const dtrain__environment *env, bool *found,
-                                     dtrain__placement *out)
+/* Read the variables of a TrainJob. PET_ is torchrun's prefix for its own flags: whoever sets these
+ * wants one launcher a node. */
+static dtrain_result dtrain__env_pet(dtrain__lookup_fn env, bool *found, dtrain__placement *out)
 {
-    int nodes = 1, node = 0, forks = 1;
-    bool has_nodes, has_node, has_forks;
-    const char *count = dtrain__env_text(env, "PET_NPROC_PER_NODE");
-    if (count &&
-        (strcmp(count, "auto") == 0 || strcmp(count, "gpu") == 0 || strcmp(count, "cpu") == 0))
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_launch: PET_NPROC_PER_NODE=\"%s\" leaves the number of ranks "
-                           "open; set it to the ranks per node",
-                           count);
-    DTRAIN__TRY(dtrain__env_number(env, "PET_NNODES", &has_nodes, &nodes));
-    DTRAIN__TRY(dtrain__env_number(env, "PET_NODE_RANK", &has_node, &node));
+    const dtrain__family *family = &dtrain__families[DTRAIN__PET];
+    int forks = 1;
+    bool has_forks, has_nodes;
+    DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size, false, &has_nodes, out));
     DTRAIN__TRY(dtrain__env_number(env, "PET_NPROC_PER_NODE", &has_forks, &forks));
-    *found = has_nodes || has_node || has_forks;
-    if (!*found) return DTRAIN_OK;
-    if (has_node && !has_nodes)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: PET_NODE_RANK=%d is in the environment and PET_NNODES "
-                           "is not; set both or neither",
-                           node);
-    if (nodes > 1 && !has_node)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: PET_NNODES=%d is in the environment and PET_NODE_RANK "
-                           "is not; set both or neither",
-                           nodes);
-    if (node >= nodes)
-        return dtrain__env_conflict("PET_NODE_RANK", node, "PET_NNODES", nodes,
-                                    "nodes go from 0 to their number less one");
-    if (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes)
+    *found = has_nodes || has_forks;
+    const int nodes = has_nodes ? out->size : 1, node = has_nodes ? out->rank : 0;
+    if (*found && (!forks || nodes > DTRAIN_MAX_RANKS || forks > DTRAIN_MAX_RANKS / nodes))
         return dtrain__env_conflict("PET_NNODES", nodes, "PET_NPROC_PER_NODE", forks,
                                     "their product is from 1 to DTRAIN_MAX_RANKS");
-    out->forks = forks;
+    out->forks = out->local_size = forks;
     out->size = nodes * forks;
     out->rank = node * forks;
-    out->local_size = forks;
     return DTRAIN_OK;
 }
 
-/* ---- Where to meet ----------------------------------------------------------------------------*/
-
-static dtrain_result dtrain__env_port_number(const dtrain__environment *env, const char *name,
-                                             bool *found, int *port)
-{
-    DTRAIN__TRY(dtrain__env_number(env, name, found, port));
-    if (!*found || (*port >= 1 && *port <= 65535)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
-                       name, *port);
-}
-
-/* DTRAIN_PORT and DTRAIN_MASTER_PORT are the port itself; a launcher's port is its own, we use the
- * one DTRAIN__PORT_OFFSET above (below, at the end of the range). */
-static dtrain_result dtrain__env_port(const dtrain__environment *env, const char *theirs,
+/* Find the port of the rendezvous: DTRAIN_PORT or DTRAIN_MASTER_PORT itself; a launcher's port is
+ * its own, we use the one DTRAIN__PORT_OFFSET above (below, at the end of the range). */
+static dtrain_result dtrain__env_port(dtrain__lookup_fn env, const char *theirs,
                                       dtrain__placement *out)
 {
-    bool found;
-    int port = (int)DTRAIN__DEFAULT_PORT;
-    DTRAIN__TRY(dtrain__env_port_number(env, "DTRAIN_PORT", &found, &port));
-    if (!found) DTRAIN__TRY(dtrain__env_port_number(env, "DTRAIN_MASTER_PORT", &found, &port));
-    if (!found) {
-        DTRAIN__TRY(dtrain__env_port_number(env, theirs, &found, &port));
-        const int offset = (int)DTRAIN__PORT_OFFSET;
-        port += port + offset <= 65535 ? offset : -offset;
+    const char *const names[] = {"DTRAIN_PORT", "DTRAIN_MASTER_PORT", theirs};
+    int port = DTRAIN__DEFAULT_PORT, offset = 0;
+    bool found = false;
+    for (int i = 0; i < 3 && !found; i++) {
+        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &port));
+        if (port < 1 || port > 65535)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "dtrain_launch: %s=%d in the environment is not a port, expected 1 to 65535",
+                names[i], port);
+        if (i == 2)
+            offset =
+                port + DTRAIN__PORT_OFFSET <= 65535 ? DTRAIN__PORT_OFFSET : -DTRAIN__PORT_OFFSET;
     }
-    out->port = (uint32_t)port;
+    out->port = (uint32_t)(port + offset);
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__env_meeting(const dtrain__environment *env, int family,
+/* Find the address of rank 0: as said in the environment, else this host when all ranks are on it,
+ * else what the family has found out. "[::1]" is "::1". */
+static dtrain_result dtrain__env_address(dtrain__lookup_fn env, const dtrain__family *family,
                                          dtrain__placement *out)
 {
-    const bool pet = family == DTRAIN__PET;
-    const char *ours = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
-    const char *theirs = dtrain__env_text(env, pet ? "PET_MASTER_ADDR" : "MASTER_ADDR");
-    const char *address = ours ? ours : family == DTRAIN__OURS ? NULL : theirs;
-    DTRAIN__TRY(dtrain__env_port(env, pet ? "PET_MASTER_PORT" : "MASTER_PORT", out));
-    if (address && strlen(address) >= sizeof out->address)
+    const char *address = dtrain__env_text(env, "DTRAIN_MASTER_ADDR");
+    if (!address) address = dtrain__env_text(env, family->address);
+    if (!address && out->local_size == out->size) address = "127.0.0.1";
+    size_t length = address ? strlen(address) : 0;
+    if (length >= sizeof out->address)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_launch: the address of rank 0 has %zu characters, at most %zu "
                            "are possible",
-                           strlen(address), sizeof out->address - 1);
-    if (address) snprintf(out->address, sizeof out->address, "%s", address);
-    else if (out->local_size == out->size) snprintf(out->address, sizeof out->address, "127.0.0.1");
+                           length, sizeof out->address - 1);
+    if (length > 2 && address[0] == '[' && address[length - 1] == ']') {
+        address++;
+        length -= 2;
+    }
+    if (address) snprintf(out->address, sizeof out->address, "%.*s", (int)length, address);
     if (out->address[0]) return DTRAIN_OK;
     return dtrain_fail(
         DTRAIN_ERROR_ARGUMENT,
         "dtrain_launch: %s=%d in the environment, and not where rank 0 is; set %s to rank 0's host",
-        dtrain__families[family].size, pet ? out->size / out->forks : out->size,
-        pet                      ? "PET_MASTER_ADDR"
-        : family == DTRAIN__OURS ? "DTRAIN_MASTER_ADDR"
-                                 : "MASTER_ADDR");
+        family->size, out->forks ? out->size / out->forks : out->size, family->address);
 }
 
 /* Make the key of the run from DTRAIN_JOB_KEY, a secret, or else from the launcher's name for this
  * run, which at least keeps two runs apart that meet at one port. */
-static void dtrain__env_key(const dtrain__environment *env, const dtrain__family *family,
+static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
                             dtrain__placement *out)
 {
     const char *secret = dtrain__env_text(env, "DTRAIN_JOB_KEY");
-    const char *run = secret ? secret : dtrain__env_text(env, family->run[0]);
-    const char *part = secret ? NULL : dtrain__env_text(env, family->run[1]);
+    const char *run = secret ? secret : dtrain__env_text(env, family->run);
+    const char *part = secret ? NULL : dtrain__env_text(env, family->run_part);
     for (uint64_t i = 0; i < 2; i++) {
         const uint64_t plain[2] = {i, secret ? 1u : 0u};
         const uint64_t chain[2] = {dtrain__siphash(plain, run, run ? strlen(run) : 0), i};
@@ -4470,46 +4203,26 @@ static void dtrain__env_key(const dtrain__environment *env, const dtrain__family
     }
 }
 
-/* srun --mpi=pmi2 sets the rank and size of MPICH's family. Slurm's own, which also says where the
- * hosts are, is taken if it means the same. */
-static dtrain_result dtrain__env_prefer_slurm(const dtrain__environment *env, int *family,
-                                              dtrain__placement *out)
-{
-    dtrain__placement step;
-    bool found;
-    memset(&step, 0, sizeof step);
-    step.local_rank = -1;
-    DTRAIN__TRY(dtrain__env_slurm(env, &found, &step));
-    if (!found || step.rank != out->rank || step.size != out->size) return DTRAIN_OK;
-    *out = step;
-    *family = DTRAIN__SLURM;
-    return DTRAIN_OK;
-}
-
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
  * dtrain_launch does what its desc says, as if nothing were set. */
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
-                                                dtrain__placement *out)
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
 {
     const bool indexed = dtrain__env_text(env, "JOB_COMPLETION_INDEX") != NULL;
+    const dtrain__family *family = dtrain__families;
     bool found = false;
-    int i = 0;
-    memset(out, 0, sizeof *out);
-    for (; i < DTRAIN__FAMILIES; i++) {
-        const dtrain__family *family = &dtrain__families[i];
+    for (int i = 0; i < DTRAIN__FAMILIES && !found; i++) {
+        family = &dtrain__families[i];
+        memset(out, 0, sizeof *out);
         out->local_rank = -1;
         if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
         else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
         else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
-        else {
-            const bool size_alone = indexed && i <= DTRAIN__TORCHRUN;
-            DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size, size_alone, &found, out));
-            if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
-        }
-        if (found) break;
+        else
+            DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size,
+                                         indexed && i <= DTRAIN__TORCHRUN, &found, out));
+        if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
+        if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_torchrun(env, out));
     }
-    if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_disagreement(env, out));
-    if (found && i == DTRAIN__MPICH) DTRAIN__TRY(dtrain__env_prefer_slurm(env, &i, out));
     if (!found || out->size == 1) {
         memset(out, 0, sizeof *out);
         out->size = 1;
@@ -4518,16 +4231,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
-                           dtrain__families[i].size, out->size, DTRAIN_MAX_RANKS);
-    out->family = dtrain__families[i].name;
-    dtrain__env_key(env, &dtrain__families[i], out);
-    return out->forks == out->size ? DTRAIN_OK : dtrain__env_meeting(env, i, out);
-}
-
-DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name)
-{
-    (void)user;
-    return getenv(name);
+                           family->size, out->size, DTRAIN_MAX_RANKS);
+    out->family = family->name;
+    dtrain__env_key(env, family, out);
+    if (out->forks == out->size) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__env_port(env, family->port, out));
+    return dtrain__env_address(env, family, out);
 }
 
 /* ================================================================================================
@@ -4550,123 +4259,46 @@ DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name)
  * host that has gone.
  *
  * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
- * blocks. Frames come from ranks that know the key of the run (rendezvous.c). They are checked all
- * the same, and a rank that sends nonsense is cut off, because a damaged process should end its run
- * with a sentence instead of damaging the others.
+ * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
+ * far as no memory can be damaged: lengths, rank numbers and the order of records are checked, and
+ * a rank that breaks them is cut off.
  *
  * The buffer of frames to send is never full. An all-gather returns when the buffer is empty, and a
- * record is taken only if its number is at most one ahead of this rank's own; so at any time the
- * buffer holds at most two records and one exit of each rank, and one abort: less than three
- * frames of full size per rank. A rank that does not read is thus a timeout of the all-gather. */
+ * rank's record is at most one ahead of this rank's own, because nobody finishes an all-gather
+ * without this rank; so at any time the buffer holds at most two records and one exit of each rank,
+ * and one abort: less than three frames of full size per rank. A rank that does not read is thus a
+ * timeout of the all-gather. */
 
-#define DTRAIN__FRAME_MAGIC 0x4c4b5444u /* "DTKL" */
-
-DTRAIN__PRIVATE void dtrain__connection_close(dtrain__connection *end)
+DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
 {
-    if (end->socket >= 0) close(end->socket);
-    end->socket = -1;
+    if (*socket >= 0) close(*socket);
+    *socket = -1;
 }
 
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
 {
     dtrain__link *link = world->link;
     if (!link) return;
-    const size_t count = (size_t)link->count;
-    for (size_t i = 0; link->ends && i < count; i++) dtrain__connection_close(&link->ends[i]);
-    dtrain__free(&world->allocator, link->out, link->out_room, 1);
-    dtrain__free(&world->allocator, link->polls, count, sizeof *link->polls);
-    dtrain__free(&world->allocator, link->ends, count, sizeof *link->ends);
-    dtrain__free(&world->allocator, link, 1, sizeof *link);
+    for (int i = 0; i < link->count; i++) dtrain__socket_close(&link->ends[i].socket);
+    dtrain__free(&world->allocator, link, 1, link->bytes);
     world->link = NULL;
 }
 
-/* On failure, what has been made is freed with the world. */
+/* Make a link without connections, its arrays in one piece of memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world)
 {
-    const dtrain_allocator *allocator = &world->allocator;
     const size_t count = world->rank ? 1 : (size_t)world->size;
-    dtrain__link *link = (dtrain__link *)dtrain__alloc(allocator, 1, sizeof *link, "a link");
+    const size_t each = sizeof(dtrain__connection) + 3 * DTRAIN__FRAME_ROOM;
+    const size_t bytes = sizeof(dtrain__link) + count * each;
+    dtrain__link *link = (dtrain__link *)dtrain__alloc(&world->allocator, 1, bytes, "the link");
     if (!link) return DTRAIN_ERROR_MEMORY;
-    world->link = link;
+    link->bytes = bytes;
     link->count = (int)count;
-    link->out_room = 3 * count * DTRAIN__FRAME_ROOM;
-    link->ends = (dtrain__connection *)dtrain__alloc(allocator, count, sizeof *link->ends,
-                                                     "connections of the link");
-    link->polls = (struct pollfd *)dtrain__alloc(allocator, count, sizeof *link->polls,
-                                                 "connections of the link");
-    link->out = (char *)dtrain__alloc(allocator, link->out_room, 1, "frames of the link");
-    for (size_t i = 0; link->ends && i < count; i++) {
-        link->ends[i].socket = -1;
-        link->ends[i].rank = (int)i; /* on ranks other than 0: rank 0 */
-    }
-    return link->ends && link->polls && link->out ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-
-/* ---- Frames -----------------------------------------------------------------------------------*/
-
-static size_t dtrain__frame_write(char *out, dtrain__frame_kind kind, int rank, int value,
-                                  uint64_t number, const void *data, size_t bytes)
-{
-    dtrain__frame frame;
-    memset(&frame, 0, sizeof frame);
-    frame.magic = DTRAIN__FRAME_MAGIC;
-    frame.kind = (uint32_t)kind;
-    frame.rank = rank;
-    frame.value = value;
-    frame.number = number;
-    frame.bytes = (uint32_t)bytes;
-    memcpy(out, &frame, sizeof frame);
-    if (bytes) memcpy(out + sizeof frame, data, bytes);
-    return sizeof frame + bytes;
-}
-
-/* Send one frame past the link's buffer, during the rendezvous: its few frames are the first bytes
- * of a connection and fit in the kernel's buffer. If the connection is broken, the next receive
- * says so. */
-DTRAIN__PRIVATE void dtrain__frame_send(dtrain__connection *end, dtrain__frame_kind kind, int rank,
-                                        int value, uint64_t number, const void *data, size_t bytes)
-{
-    char out[DTRAIN__FRAME_ROOM];
-    const size_t length = dtrain__frame_write(out, kind, rank, value, number, data, bytes);
-    (void)!send(end->socket, out, length, MSG_NOSIGNAL);
-}
-
-/* Receive once what is there; false when the other end has closed or failed. */
-DTRAIN__PRIVATE bool dtrain__frame_receive(dtrain__connection *end)
-{
-    const ssize_t got =
-        recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
-    if (got > 0) end->in_bytes += (size_t)got;
-    return got > 0 || (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR));
-}
-
-/* Look for a frame at the start of what was received: 1 it is there, 0 not all of it yet, -1 these
- * bytes are no frame. */
-DTRAIN__PRIVATE int dtrain__frame_get(const dtrain__connection *end, dtrain__frame *frame)
-{
-    const uint32_t magic = DTRAIN__FRAME_MAGIC;
-    const size_t seen = end->in_bytes < sizeof magic ? end->in_bytes : sizeof magic;
-    if (memcmp(end->in, &magic, seen) != 0) return -1;
-    if (end->in_bytes < sizeof *frame) return 0;
-    memcpy(frame, end->in, sizeof *frame);
-    if (frame->bytes > DTRAIN_WORLD_ALL_GATHER_BYTES) return -1;
-    return end->in_bytes >= sizeof *frame + frame->bytes;
-}
-
-DTRAIN__PRIVATE void dtrain__frame_drop(dtrain__connection *end, const dtrain__frame *frame)
-{
-    const size_t bytes = sizeof *frame + frame->bytes;
-    end->in_bytes -= bytes;
-    memmove(end->in, end->in + bytes, end->in_bytes);
-}
-
-/* Copy the text that a frame carries and end it by a zero. */
-DTRAIN__PRIVATE void dtrain__frame_text(const dtrain__frame *frame, const char *data, char *text,
-                                        size_t room)
-{
-    const size_t length = frame->bytes < room ? frame->bytes : room - 1;
-    memcpy(text, data, length);
-    text[length] = 0;
+    link->ends = (dtrain__connection *)(void *)(link + 1);
+    link->out = (char *)(link->ends + count);
+    for (size_t i = 0; i < count; i++) link->ends[i].socket = -1;
+    world->link = link;
+    return DTRAIN_OK;
 }
 
 /* ---- Sending ----------------------------------------------------------------------------------*/
@@ -4678,43 +4310,19 @@ static void dtrain__link_flush(dtrain__link *link)
     size_t done = link->out_bytes;
     for (int i = 0; i < link->count; i++) {
         dtrain__connection *end = &link->ends[i];
-        while (end->socket >= 0 && end->sent < link->out_bytes) {
+        if (end->socket < 0) end->sent = link->out_bytes;
+        while (end->sent < link->out_bytes) {
             const ssize_t sent =
                 send(end->socket, link->out + end->sent, link->out_bytes - end->sent, MSG_NOSIGNAL);
             if (sent > 0) end->sent += (size_t)sent;
-            else if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
-            else if (sent == 0 || errno != EINTR) end->sent = link->out_bytes;
+            else if (errno == EAGAIN || errno == EWOULDBLOCK) break;
+            else end->sent = link->out_bytes;
         }
-        if (end->socket >= 0 && end->sent < done) done = end->sent;
+        if (end->sent < done) done = end->sent;
     }
     link->out_bytes -= done;
     if (done) memmove(link->out, link->out + done, link->out_bytes);
-    for (int i = 0; i < link->count; i++)
-        link->ends[i].sent -= link->ends[i].socket >= 0 ? done : link->ends[i].sent;
-}
-
-/* Put one frame behind those that are being sent. Do nothing in a world without a link and where
- * the control page is shared. There is room: see the top of this file. */
-static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank, int value,
-                                uint64_t number, const void *data, size_t bytes)
-{
-    dtrain__link *link = world->link;
-    if (!dtrain__is_remote(world)) return;
-    link->out_bytes +=
-        dtrain__frame_write(link->out + link->out_bytes, kind, rank, value, number, data, bytes);
-}
-
-/* Send one frame to rank 0 or, from there, to all: as much of it as the sockets take now. */
-DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
-                                       int value, uint64_t number, const void *data, size_t bytes)
-{
-    dtrain__link_append(world, kind, rank, value, number, data, bytes);
-    if (world->link) dtrain__link_flush(world->link);
-}
-
-DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
-{
-    return !dtrain__is_remote(world) || world->link->out_bytes == 0;
+    for (int i = 0; i < link->count; i++) link->ends[i].sent -= done;
 }
 
 /* Say whether the control page is this rank's alone, so that news must come through the link. */
@@ -4723,93 +4331,117 @@ DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world)
     return world->link && !world->link->shared;
 }
 
+/* Put one frame behind those that are being sent. Do nothing in a world without a link and where
+ * the control page is shared. There is room: see the top of this file. */
+static void dtrain__link_append(dtrain_world *world, dtrain__frame_kind kind, int rank,
+                                const void *data, size_t bytes)
+{
+    dtrain__link *link = world->link;
+    dtrain__frame frame;
+    if (!dtrain__is_remote(world)) return;
+    frame.kind = (uint32_t)kind;
+    frame.bytes = (uint32_t)bytes;
+    frame.rank = rank;
+    memcpy(link->out + link->out_bytes, &frame, sizeof frame);
+    if (bytes) memcpy(link->out + link->out_bytes + sizeof frame, data, bytes);
+    link->out_bytes += sizeof frame + bytes;
+}
+
+/* Send one frame to rank 0 or, from there, to all: as much of it as the sockets take now. */
+DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
+                                       const void *data, size_t bytes)
+{
+    dtrain__link_append(world, kind, rank, data, bytes);
+    if (world->link) dtrain__link_flush(world->link);
+}
+
+DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
+{
+    return !dtrain__is_remote(world) || world->link->out_bytes == 0;
+}
+
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
-/* Write a record into the page. Its number must be next, and not more than one ahead of this rank's
- * own: nobody can have finished an all-gather in which this rank has not taken part. */
-static bool dtrain__take_record(dtrain_world *world, const dtrain__frame *frame, const char *data)
+/* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
+ * when it makes no sense. */
+static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
+                                const char *data)
 {
-    dtrain__gather_slot *slot = &world->control->slots[frame->rank];
-    const uint64_t number = frame->number, own = world->control->slots[world->rank].sequence;
-    if (world->link->shared || number != slot->sequence + 1 || number > own + 1) return false;
-    slot->bytes[number % 2] = frame->bytes;
-    memcpy(slot->data[number % 2], data, frame->bytes);
-    dtrain__store(&slot->sequence, number);
-    return true;
-}
-
-/* Bring the control page up to what the frame says and, on rank 0, send it on; false when it makes
- * no sense. */
-static bool dtrain__frame_apply(dtrain_world *world, const dtrain__connection *end,
-                                const dtrain__frame *frame, const char *data)
-{
+    dtrain__control *control = world->control;
     const int rank = frame->rank;
-    bool fresh = true;
-    char text[DTRAIN__EXIT_TEXT];
-    if (world->rank == 0 ? rank != end->rank : rank < 0 || rank >= world->size) return false;
+    bool news = true;
+    if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
     if (rank == world->rank) return true; /* rank 0 sends it to all */
-    dtrain__frame_text(frame, data, text, sizeof text);
-    switch (frame->kind) {
-    case DTRAIN__FRAME_GATHER:
-        if (!dtrain__take_record(world, frame, data)) return false;
-        break;
-    case DTRAIN__FRAME_EXIT:
-        if (frame->number < DTRAIN__LEFT || frame->number > DTRAIN__LOST) return false;
-        fresh = dtrain__load(&world->control->exits[rank].how) == DTRAIN__RUNNING;
-        if (fresh)
-            dtrain__record_end(world->control, rank, (dtrain__end)frame->number, frame->value,
-                               text);
-        break;
-    case DTRAIN__FRAME_ABORT:
-        fresh = dtrain__record_abort(world->control, rank, (dtrain_result)frame->value, text);
-        break;
-    default: return false;
-    }
-    if (world->rank == 0 && fresh)
-        dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, frame->value,
-                            frame->number, data, frame->bytes);
+    if (frame->kind == DTRAIN__FRAME_GATHER) {
+        dtrain__gather_slot *slot = &control->slots[rank];
+        const uint64_t number = slot->sequence + 1;
+        if (world->link->shared || number > control->slots[world->rank].sequence + 1) return false;
+        slot->bytes[number % 2] = frame->bytes;
+        memcpy(slot->data[number % 2], data, frame->bytes);
+        dtrain__store(&slot->sequence, number);
+    } else if (frame->kind == DTRAIN__FRAME_EXIT && frame->bytes == sizeof(dtrain__exit_record)) {
+        dtrain__exit_record end;
+        memcpy(&end, data, sizeof end);
+        end.error[sizeof end.error - 1] = 0;
+        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST) return false;
+        news = dtrain__load(&control->exits[rank].how) == DTRAIN__RUNNING;
+        if (news) dtrain__record_end(control, rank, (dtrain__end)end.how, end.value, end.error);
+    } else if (frame->kind == DTRAIN__FRAME_ABORT && frame->bytes == sizeof(dtrain__abort_record)) {
+        dtrain__abort_record abort;
+        memcpy(&abort, data, sizeof abort);
+        abort.text[sizeof abort.text - 1] = 0;
+        news = dtrain__record_abort(control, rank, (dtrain_result)abort.code, abort.text);
+    } else return false;
+    if (world->rank == 0 && news)
+        dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, data, frame->bytes);
     return true;
 }
 
-/* Close a connection. A rank that has ended properly has sent its exit before, or written it in the
- * shared page; any other one is lost. */
-static void dtrain__link_lost(dtrain_world *world, dtrain__connection *end)
+/* Receive once what is there from rank `from`, and apply whole frames. Close the connection when
+ * the other end has, or has sent nonsense. A rank that has ended properly has sent its exit before,
+ * or written it in the shared page; any other one is then lost. */
+static void dtrain__link_receive(dtrain_world *world, int from)
 {
-    dtrain__connection_close(end);
-    if (!dtrain__record_lost(world->control, end->rank) || world->rank) return;
-    dtrain__link_append(world, DTRAIN__FRAME_EXIT, end->rank, 0, DTRAIN__LOST, NULL, 0);
-}
-
-static void dtrain__link_receive(dtrain_world *world, dtrain__connection *end)
-{
+    dtrain__connection *end = &world->link->ends[from];
     dtrain__frame frame;
-    int there;
-    const bool open = dtrain__frame_receive(end);
-    while ((there = dtrain__frame_get(end, &frame)) == 1) {
-        if (!dtrain__frame_apply(world, end, &frame, end->in + sizeof frame)) break;
-        dtrain__frame_drop(end, &frame);
+    bool sane = true;
+    const ssize_t got =
+        recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
+    const bool open = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+    if (got > 0) end->in_bytes += (size_t)got;
+    while (sane && end->in_bytes >= sizeof frame) {
+        memcpy(&frame, end->in, sizeof frame);
+        const size_t whole = sizeof frame + frame.bytes;
+        sane = frame.bytes <= DTRAIN_WORLD_ALL_GATHER_BYTES;
+        if (!sane || end->in_bytes < whole) break;
+        sane = dtrain__frame_apply(world, from, &frame, end->in + sizeof frame);
+        end->in_bytes -= whole;
+        memmove(end->in, end->in + whole, end->in_bytes);
     }
-    if (there)
+    if (sane && open) return;
+    if (!sane)
         dtrain_log(world, DTRAIN_LOG_ERROR,
-                   "rank %d (%s) sent a frame that makes no sense; it is cut off", end->rank,
-                   end->name);
-    if (there || !open) dtrain__link_lost(world, end);
+                   "rank %d (%s) sent a frame that makes no sense; it is cut off", from, end->name);
+    dtrain__socket_close(&end->socket);
+    if (dtrain__record_lost(world->control, from) && world->rank == 0)
+        dtrain__link_append(world, DTRAIN__FRAME_EXIT, from, &world->control->exits[from],
+                            sizeof world->control->exits[from]);
 }
 
 /* Send and receive what can be, waiting up to nap_ms for something to happen. */
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
 {
     dtrain__link *link = world->link;
+    struct pollfd polls[DTRAIN_MAX_RANKS];
     dtrain__link_flush(link);
     for (int i = 0; i < link->count; i++) {
-        link->polls[i].fd = link->ends[i].socket; /* poll() skips -1 */
-        link->polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
-        link->polls[i].revents = 0;
+        polls[i].fd = link->ends[i].socket; /* poll() skips -1 */
+        polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
+        polls[i].revents = 0;
     }
-    const int ready = poll(link->polls, (nfds_t)link->count, nap_ms);
+    const int ready = poll(polls, (nfds_t)link->count, nap_ms);
     for (int i = 0; ready > 0 && i < link->count; i++)
-        if (link->polls[i].revents & ~POLLOUT && link->ends[i].socket >= 0)
-            dtrain__link_receive(world, &link->ends[i]);
+        if (polls[i].revents & ~POLLOUT) dtrain__link_receive(world, i);
     dtrain__link_flush(link);
 }
 
@@ -4830,8 +4462,7 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
     const dtrain__exit_record *own = &world->control->exits[world->rank];
     uint64_t end_ns = 0, now;
     bool all = false;
-    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own->value, dtrain__load(&own->how),
-                      own->error, strlen(own->error));
+    dtrain__link_send(world, DTRAIN__FRAME_EXIT, world->rank, own, sizeof *own);
     while (!all) {
         dtrain__link_pump(world, 20);
         dtrain__world_comm_linger(world);
@@ -4851,92 +4482,103 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 
 /* The rendezvous: how ranks of a launcher meet
  *
- *     rank r                                          rank 0, listening
- *     HELLO: protocol, version, layout, rank,   ->
+ *     rank r                                           rank 0, listening
+ *     hello: magic, version, layout, rank,       ->
  *            size, pid, host, proof
- *                                               <-    WELCOME: a hash of the proof, at once
- *                                               <-    BEGIN when all ranks are there, or REFUSED
- *                                                     with the sentence that ends the run
+ *                                                <-    reply: wait, at once
+ *                                                <-    reply: how the rendezvous went, with a
+ *                                                      sentence when it failed
  *
- * The proof is the hash of the hello under the key of the run (DTRAIN_JOB_KEY, else what the
- * launcher calls the run), and the hash in the WELCOME is one that only the same key can make; so
- * both ends know that they belong together, and the key itself is not sent.
+ * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else what the launcher calls the
+ * run): that of a hello over its other fields, that of a reply over its other fields and the proof
+ * of the hello that it answers. So both ends know that they belong together, and the key itself is
+ * not sent.
  *
  * This is defended against:
  * - Strangers: a port scanner, a web browser, a rank of another run, another user who does not know
  *   the key. They are turned away, and the run goes on waiting: a stranger must not end it.
- * - Slow or silent strangers: rank 0 waits for nobody. It reads from up to 64 pending connections
- *   at a time, each has ten seconds to send its hello, and a hello has a fixed size.
+ * - Slow or silent strangers: rank 0 waits for nobody. It reads from 64 pending connections at a
+ *   time, and a further one takes the place of the oldest.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
  * This is not: the traffic is not encrypted, and a recorded hello is as good as the key. Who can
  * read or change the traffic must be kept away by the network. */
 
-#define DTRAIN__PROTOCOL 2u
-#define DTRAIN__PENDING_MOST 64        /* further ones wait in the kernel's backlog */
-#define DTRAIN__HELLO_NS 10000000000u  /* from connect to the hello, or to the WELCOME */
-#define DTRAIN__REFUSAL_NS 3000000000u /* after a failure, for ranks that have yet to come */
-#define DTRAIN__RENDEZVOUS_MS 300000u  /* and not more than timeout_ms */
+#define DTRAIN__HELLO_MAGIC 0x334b5444u /* "DTK3": the third protocol */
+#define DTRAIN__PENDING_MOST 64u
+#define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
+#define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
+#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
+#define DTRAIN__RENDEZVOUS_MS 300000u   /* and not more than timeout_ms */
+#define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
 
-/* The fixed hello of a rank, the data of its first frame. */
 typedef struct dtrain__hello {
-    uint64_t proof; /* the hash of what follows */
+    uint32_t magic;
+    int32_t rank, size, pid;
     uint64_t layout;
-    int32_t rank, size, pid, unused;
     char version[24], host[72];
+    uint64_t proof;
 } dtrain__hello;
+
+typedef struct dtrain__reply {
+    int32_t result, unused; /* dtrain_result, or REPLY_WAIT */
+    char why[400];
+    uint64_t proof;
+} dtrain__reply;
+
+/* A connection that rank 0 has accepted and that has not sent its whole hello. */
+typedef struct dtrain__pending {
+    int socket; /* -1: none */
+    size_t got;
+    dtrain__hello hello;
+} dtrain__pending;
 
 typedef struct dtrain__rendezvous {
     dtrain_world *world;
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
-    int listener;
-    dtrain__connection *pending; /* (PENDING_MOST) accepted, the hello has not come yet */
-    int joined;                  /* ranks that are here, without rank 0 */
-    int informed;                /* ranks that have been sent the failure */
-    int strangers;
-    char problem[200]; /* rank 0: the last stranger; other ranks: why the last try failed */
     dtrain_result result;
-    char why[400];
+    char why[400];      /* the sentence of result */
+    char problem[200];  /* rank 0: the last stranger; other ranks: why the last try failed */
+    bool stranger;      /* other ranks: what answered was rank 0 of another run */
+    int listener, came; /* rank 0: ranks that joined or were refused */
+    dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
+    uint32_t accepted;
+    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the hello of each rank that has joined */
 } dtrain__rendezvous;
 
-static uint64_t dtrain__hello_proof(const dtrain__placement *place, const dtrain__hello *hello)
+/* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
+ * the proof that a reply answers, 0 for a hello. */
+static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, const void *message,
+                              size_t bytes)
 {
-    dtrain__hello rest = *hello;
-    rest.proof = 0;
-    return dtrain__siphash(place->key, &rest, sizeof rest);
-}
-
-static uint64_t dtrain__welcome_proof(const dtrain__placement *place, const dtrain__hello *hello)
-{
-    return dtrain__siphash(place->key, &hello->proof, sizeof hello->proof);
-}
-
-/* Hash the sizes that must be equal for ranks to share memory and frames. */
-static uint64_t dtrain__struct_layout(void)
-{
-    const uint64_t none[2] = {0, 0};
-    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
-                               sizeof(dtrain__hello), sizeof(void *)};
-    return dtrain__siphash(none, sizes, sizeof sizes);
+    const uint64_t *key = r->place->key;
+    const uint64_t chain[2] = {dtrain__siphash(key, &challenge, sizeof challenge), key[1]};
+    return dtrain__siphash(chain, message, bytes - sizeof(uint64_t));
 }
 
 static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
 {
+    /* these must be equal for ranks to share memory and frames */
+    const uint64_t none[2] = {0, 0};
+    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
+                               sizeof(dtrain__hello), sizeof(void *)};
     dtrain__hello hello;
     memset(&hello, 0, sizeof hello);
-    hello.layout = dtrain__struct_layout();
+    hello.magic = DTRAIN__HELLO_MAGIC;
     hello.rank = r->world->rank;
     hello.size = r->world->size;
     hello.pid = (int32_t)getpid();
+    hello.layout = dtrain__siphash(none, sizes, sizeof sizes);
     snprintf(hello.version, sizeof hello.version, "%s", DTRAIN_VERSION_STRING);
     if (gethostname(hello.host, sizeof hello.host - 1) != 0) hello.host[0] = 0;
-    hello.proof = dtrain__hello_proof(r->place, &hello);
+    hello.proof = dtrain__proof(r, 0, &hello, sizeof hello);
     return hello;
 }
 
-/* The first failure stands. */
+/* Record how the rendezvous failed; the first failure stands. Ranks that have yet to come are given
+ * a little time to come and be told. */
 DTRAIN__PRINTF(3, 4)
 static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
                                        const char *format, ...)
@@ -4946,108 +4588,36 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     va_start(args, format);
     vsnprintf(r->why, sizeof r->why, format, args);
     va_end(args);
+    const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
+    if (end_ns < r->deadline_ns) r->deadline_ns = end_ns;
     return r->result = code;
-}
-
-/* ---- Sockets ----------------------------------------------------------------------------------*/
-
-static void dtrain__name_address(const struct sockaddr *address, socklen_t length, char *text,
-                                 size_t room)
-{
-    char host[64], port[16];
-    if (getnameinfo(address, length, host, sizeof host, port, sizeof port,
-                    NI_NUMERICHOST | NI_NUMERICSERV) != 0)
-        snprintf(text, room, "an unknown address");
-    else snprintf(text, room, "%s port %s", host, port);
 }
 
 /* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
  * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
-    const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
-    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    static const int options[][2] = {{TCP_NODELAY, 1},
+                                     {TCP_KEEPIDLE, 10},
+                                     {TCP_KEEPINTVL, 5},
+                                     {TCP_KEEPCNT, 4},
+                                     {TCP_USER_TIMEOUT, 30000}};
+    const int on = 1;
+    fcntl(socket, F_SETFD, FD_CLOEXEC);
+    fcntl(socket, F_SETFL, O_NONBLOCK);
     setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
-}
-
-/* Resolve the name of rank 0's host; NULL, and r->problem says why. "[::1]" is "::1". */
-static struct addrinfo *dtrain__resolve(dtrain__rendezvous *r)
-{
-    struct addrinfo wanted, *found = NULL;
-    char host[sizeof r->place->address], port[16];
-    const char *from = r->place->address;
-    const size_t length = strlen(from);
-    const bool bracketed = length > 2 && from[0] == '[' && from[length - 1] == ']';
-    snprintf(host, sizeof host, "%.*s", (int)(bracketed ? length - 2 : length), from + bracketed);
-    snprintf(port, sizeof port, "%u", r->place->port);
-    memset(&wanted, 0, sizeof wanted);
-    wanted.ai_socktype = SOCK_STREAM;
-    wanted.ai_flags = AI_NUMERICSERV;
-    const int error = getaddrinfo(host, port, &wanted, &found);
-    if (!error) return found;
-    snprintf(r->problem, sizeof r->problem, "the name cannot be resolved: %s", gai_strerror(error));
-    return NULL;
-}
-
-/* Sleep, but not beyond the deadline; false when it has passed. */
-static bool dtrain__meet_nap(const dtrain__rendezvous *r, int ms)
-{
-    const uint64_t now = dtrain__now_ns();
-    if (now >= r->deadline_ns) return false;
-    const uint64_t left = (r->deadline_ns - now) / 1000000u + 1;
-    (void)poll(NULL, 0, left < (uint64_t)ms ? (int)left : ms);
-    return true;
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        setsockopt(socket, IPPROTO_TCP, options[i][0], &options[i][1], sizeof options[i][1]);
 }
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Listen at one address. True when that decides it, by success or by a failure of the run; false
- * when another address should be tried. */
-static bool dtrain__listen_at(dtrain__rendezvous *r, const struct sockaddr *address,
-                              socklen_t length)
+/* Listen at all addresses of this host, of both families where there are two; when rank 0's address
+ * is that of the loopback, which only this host can call, at that one alone. */
+static dtrain_result dtrain__listen(dtrain__rendezvous *r)
 {
+    const char *host = r->place->address;
     const int on = 1, off = 0;
-    char name[96];
-    const int listener = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (listener < 0) return false;
-    dtrain__name_address(address, length, name, sizeof name);
-    setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (address->sa_family == AF_INET6) /* :: answers for IPv4 too */
-        setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    if (bind(listener, address, length) == 0 && listen(listener, SOMAXCONN) == 0) {
-        r->listener = listener;
-        return true;
-    }
-    const int error = errno;
-    close(listener);
-    if (error == EADDRNOTAVAIL) return false;
-    dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM,
-                      "rank 0 cannot listen at %s: %s; is another run there? Set DTRAIN_PORT, the "
-                      "same on all ranks, to a free port",
-                      name, strerror(error));
-    return true;
-}
-
-/* Find names that lead to a loopback address: many systems give one to their own host name, and
- * other hosts cannot call it. */
-static bool dtrain__is_alias(const char *host, const struct sockaddr *address)
-{
-    const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)address;
-    const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)address;
-    char number[sizeof(struct in6_addr)];
-    const bool loopback = address->sa_family == AF_INET ? ntohl(four->sin_addr.s_addr) >> 24 == 127
-                                                        : IN6_IS_ADDR_LOOPBACK(&six->sin6_addr);
-    return loopback && strcmp(host, "localhost") != 0 && host[0] != '[' &&
-           inet_pton(AF_INET, host, number) != 1 && inet_pton(AF_INET6, host, number) != 1;
-}
-
-/* Listen at all addresses of this host, of both families where there are two. */
-static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
-{
     struct sockaddr_in6 six;
     struct sockaddr_in four;
     memset(&six, 0, sizeof six);
@@ -5055,385 +4625,306 @@ static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
     six.sin6_family = AF_INET6;
     four.sin_family = AF_INET;
     six.sin6_port = four.sin_port = htons((uint16_t)r->place->port);
-    dtrain_log(r->world, DTRAIN_LOG_INFO,
-               "%s leads to no address of this host that others can call: rank 0 listens at all",
-               r->place->address);
-    return dtrain__listen_at(r, (const struct sockaddr *)(const void *)&six, sizeof six) ||
-           dtrain__listen_at(r, (const struct sockaddr *)(const void *)&four, sizeof four);
+    if (strcmp(host, "::1") == 0) six.sin6_addr = in6addr_loopback;
+    if (strcmp(host, "localhost") == 0) host = "127.0.0.1";
+    const bool loopback = strncmp(host, "127.", 4) == 0;
+    if (loopback) inet_pton(AF_INET, host, &four.sin_addr);
+    const int type = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
+    r->listener = loopback ? -1 : socket(AF_INET6, type, 0);
+    const bool both = r->listener >= 0;
+    if (!both) r->listener = socket(AF_INET, type, 0);
+    if (both) setsockopt(r->listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    const struct sockaddr *address = (const struct sockaddr *)(both ? (void *)&six : (void *)&four);
+    if (r->listener >= 0 &&
+        setsockopt(r->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+        bind(r->listener, address, both ? sizeof six : sizeof four) == 0 &&
+        listen(r->listener, SOMAXCONN) == 0)
+        return DTRAIN_OK;
+    const int error = errno;
+    dtrain__socket_close(&r->listener);
+    return dtrain__meet_fail(
+        r, DTRAIN_ERROR_SYSTEM,
+        "rank 0 cannot listen at %s port %u: %s; is another run there? Set DTRAIN_PORT, the same "
+        "on all ranks, to a free port",
+        host, r->place->port, strerror(error));
 }
 
-/* Listen at the address that the others will call, so that no other one is opened. */
-static dtrain_result dtrain__listen(dtrain__rendezvous *r)
+/* Answer the hello that had this proof. A reply fits in the kernel's buffer; if the connection is
+ * broken, its next receive says so. */
+static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
+                             int result, const char *why)
 {
-    struct addrinfo *found = dtrain__resolve(r);
-    while (!found && dtrain__meet_nap(r, 500)) found = dtrain__resolve(r);
-    if (!found)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "rank 0's address %s: %s",
-                                 r->place->address, r->problem);
-    bool done = false;
-    for (const struct addrinfo *at = found; at && !done; at = at->ai_next)
-        if (!dtrain__is_alias(r->place->address, at->ai_addr))
-            done = dtrain__listen_at(r, at->ai_addr, at->ai_addrlen);
-    freeaddrinfo(found);
-    if (!done && !dtrain__listen_everywhere(r))
-        dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM, "rank 0 has no socket: %s", strerror(errno));
-    return r->result;
+    dtrain__reply reply;
+    memset(&reply, 0, sizeof reply);
+    reply.result = result;
+    snprintf(reply.why, sizeof reply.why, "%s", why);
+    reply.proof = dtrain__proof(r, challenge, &reply, sizeof reply);
+    (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
 }
 
-/* Close the connection of a stranger and remember it for the sentence of a timeout. */
-static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__connection *end, const char *why)
+/* Close the connection of a stranger and remember it for the sentence about missing ranks. */
+static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
-    snprintf(r->problem, sizeof r->problem, "%s %s", end->name, why);
-    if (r->strangers++ == 0)
-        dtrain_log(
-            r->world, DTRAIN_LOG_WARNING,
-            "rendezvous: a connection from %s was turned away (only the first one is logged)",
-            r->problem);
-    dtrain__connection_close(end);
-}
-
-/* Tell a rank the sentence that ends the run. Nothing that the rank has sent is unread, so closing
- * does not reset the connection, and the sentence arrives. */
-static void dtrain__refuse(dtrain__rendezvous *r, dtrain__connection *end)
-{
-    dtrain__frame_send(end, DTRAIN__FRAME_REFUSED, 0, r->result, 0, r->why, strlen(r->why));
-    dtrain__connection_close(end);
-    r->informed++;
+    struct sockaddr_storage address;
+    struct sockaddr *from = (struct sockaddr *)(void *)&address;
+    socklen_t length = sizeof address;
+    char host[64] = "an unknown address", port[16] = "";
+    if (getpeername(pending->socket, from, &length) == 0)
+        (void)getnameinfo(from, length, host, sizeof host, port, sizeof port,
+                          NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(r->problem, sizeof r->problem, "%s port %s %s", host, port, why);
+    dtrain__socket_close(&pending->socket);
 }
 
 /* Check that a rank of this run fits in. */
-static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__connection *end,
-                                         const dtrain__hello *hello)
+static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__hello *hello)
 {
-    const dtrain__connection *seats = r->world->link->ends;
-    const int size = r->world->size;
-    if (strcmp(hello->version, DTRAIN_VERSION_STRING) != 0 ||
-        hello->layout != dtrain__struct_layout())
+    const dtrain__hello own = dtrain__hello_make(r);
+    const int rank = hello->rank;
+    if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) was built with another dtrain, version %s; "
                                  "rank 0 has %s: start the same program on all ranks",
-                                 hello->rank, hello->host, hello->pid, hello->version,
-                                 DTRAIN_VERSION_STRING);
-    if (hello->size != size)
+                                 rank, hello->host, hello->pid, hello->version, own.version);
+    if (hello->size != own.size || rank < 0 || rank >= own.size)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
-                                 hello->rank, hello->host, hello->pid, hello->size, size);
-    if (hello->rank < 0 || hello->rank >= size)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "a rank %d joins (%s, pid %d) in a world of %d", hello->rank,
-                                 hello->host, hello->pid, size);
-    if (hello->rank == 0 || seats[hello->rank].socket >= 0)
-        return dtrain__meet_fail(
-            r, DTRAIN_ERROR_MISMATCH,
-            "rank %d was started twice: as pid %d from %s and as pid %d from %s", hello->rank,
-            hello->rank ? seats[hello->rank].pid : (int32_t)getpid(),
-            hello->rank ? seats[hello->rank].name : "rank 0's host", hello->pid, end->name);
-    return DTRAIN_OK;
+                                 rank, hello->host, hello->pid, hello->size, own.size);
+    if (rank && r->world->link->ends[rank].socket < 0) return DTRAIN_OK;
+    return dtrain__meet_fail(
+        r, DTRAIN_ERROR_MISMATCH, "rank %d was started twice: as %s and as %s, pid %d", rank,
+        rank ? r->world->link->ends[rank].name : "this rank 0", hello->host, hello->pid);
 }
 
-/* Give the pending connection to its rank, if its hello is one of this run. */
-static void dtrain__admit(dtrain__rendezvous *r, dtrain__connection *end, const char *data)
+/* Read on from a pending connection. Give it to its rank when it has sent a whole hello of this
+ * run. */
+static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending)
 {
-    dtrain__hello hello;
-    memcpy(&hello, data, sizeof hello);
-    dtrain__frame_send(end, DTRAIN__FRAME_WELCOME, 0, 0, dtrain__welcome_proof(r->place, &hello),
-                       NULL, 0);
-    if (hello.proof != dtrain__hello_proof(r->place, &hello)) {
-        dtrain__turn_away(r, end,
+    dtrain__hello *hello = &pending->hello;
+    const ssize_t got =
+        recv(pending->socket, (char *)hello + pending->got, sizeof *hello - pending->got, 0);
+    if (got > 0) pending->got += (size_t)got;
+    if (pending->got >= sizeof hello->magic && hello->magic != DTRAIN__HELLO_MAGIC) {
+        dtrain__turn_away(r, pending, "does not begin as a rank does");
+        return;
+    }
+    if (got <= 0) dtrain__socket_close(&pending->socket);
+    if (pending->got < sizeof *hello) return;
+    if (hello->proof != dtrain__proof(r, 0, hello, sizeof *hello)) {
+        dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN_ERROR_MISMATCH, "");
+        dtrain__turn_away(r, pending,
                           "has another DTRAIN_JOB_KEY than rank 0 or belongs to another run");
         return;
     }
-    hello.version[sizeof hello.version - 1] = hello.host[sizeof hello.host - 1] = 0;
-    if (r->result != DTRAIN_OK || dtrain__check_hello(r, end, &hello) != DTRAIN_OK) {
-        dtrain__refuse(r, end);
+    hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
+    r->came++;
+    if (r->result != DTRAIN_OK || dtrain__check_hello(r, hello) != DTRAIN_OK) {
+        dtrain__reply_to(r, pending->socket, hello->proof, r->result, r->why);
+        dtrain__socket_close(&pending->socket);
         return;
     }
-    dtrain__connection *seat = &r->world->link->ends[hello.rank];
-    seat->socket = end->socket;
-    seat->pid = hello.pid;
-    memcpy(seat->name, end->name, sizeof seat->name);
-    end->socket = -1;
-    r->joined++;
+    dtrain__connection *end = &r->world->link->ends[hello->rank];
+    dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_WAIT, "");
+    snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
+    end->socket = pending->socket;
+    pending->socket = -1;
+    r->proofs[hello->rank] = hello->proof;
 }
 
-static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__connection *end)
-{
-    dtrain__frame frame;
-    const bool open = dtrain__frame_receive(end);
-    const int there = dtrain__frame_get(end, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_HELLO && frame.number != DTRAIN__PROTOCOL) {
-        static const char why[] =
-            "speaks another protocol: all ranks need the same version of dtrain";
-        dtrain__frame_send(end, DTRAIN__FRAME_REFUSED, 0, DTRAIN_ERROR_MISMATCH, 0, why,
-                           sizeof why - 1);
-        dtrain__turn_away(r, end, why);
-    } else if (there == 1 && frame.kind == DTRAIN__FRAME_HELLO &&
-               frame.bytes == sizeof(dtrain__hello)) {
-        dtrain__admit(r, end, end->in + sizeof frame);
-    } else if (there) {
-        dtrain__turn_away(r, end, "does not begin as a rank does");
-    } else if (!open) {
-        dtrain__connection_close(end);
-    }
-}
-
-static void dtrain__accept_pending(dtrain__rendezvous *r)
-{
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) {
-        dtrain__connection *end = &r->pending[i];
-        struct sockaddr_storage address;
-        struct sockaddr *from = (struct sockaddr *)(void *)&address;
-        socklen_t length = sizeof address;
-        if (end->socket >= 0) continue;
-        const int socket = accept(r->listener, from, &length); /* accept4 may be hidden */
-        if (socket < 0) return;
-        fcntl(socket, F_SETFD, FD_CLOEXEC);
-        fcntl(socket, F_SETFL, O_NONBLOCK);
-        end->socket = socket;
-        end->in_bytes = 0;
-        end->opened_ns = dtrain__now_ns();
-        dtrain__socket_tune(socket);
-        dtrain__name_address(from, length, end->name, sizeof end->name);
-    }
-}
-
-/* "2, 5 and 7" */
-static void dtrain__missing_ranks(const dtrain__rendezvous *r, char *text, size_t room)
-{
-    size_t used = 0;
-    int left = r->world->size - 1 - r->joined;
-    text[0] = 0;
-    for (int i = 1; i < r->world->size && used + 24 < room; i++) {
-        if (r->world->link->ends[i].socket >= 0) continue;
-        left--;
-        used += (size_t)snprintf(text + used, room - used, "%s%d",
-                                 used ? left ? ", " : " and " : "", i);
-    }
-    if (left) snprintf(text + used, room - used, " and %d more", left);
-}
-
-/* Keep the deadlines: of each pending connection and of the rendezvous. */
+/* Say now and then who is missing, and fail when the deadline has passed. */
 static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
     const uint64_t now = dtrain__now_ns();
-    char missing[160];
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++)
-        if (r->pending[i].socket >= 0 && now - r->pending[i].opened_ns > DTRAIN__HELLO_NS)
-            dtrain__turn_away(r, &r->pending[i], "did not say in time what it wants");
-    if (r->result != DTRAIN_OK || (now < r->deadline_ns && now - r->logged_ns < 10000000000u))
-        return;
+    const bool late = now >= r->deadline_ns;
+    char missing[160] = "", text[sizeof r->why + 400];
+    size_t used = 0;
+    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
+    if (!late && now - r->logged_ns < 10000000000u) return;
     r->logged_ns = now;
-    dtrain__missing_ranks(r, missing, sizeof missing);
-    if (now < r->deadline_ns)
-        dtrain_log(r->world, DTRAIN_LOG_INFO, "rank 0 waits at %s port %u for rank %s of %d",
-                   r->place->address, r->place->port, missing, r->world->size);
-    else
-        dtrain__meet_fail(
-            r, DTRAIN_ERROR_TIMEOUT,
-            "rank 0 waited %.1f s at %s port %u, and of %d ranks these have not come: %s%s%s",
-            1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port, r->world->size,
-            missing, r->strangers ? "; last turned away: " : "", r->strangers ? r->problem : "");
+    for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
+        if (r->world->link->ends[i].socket < 0)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
+                                     used ? ", " : "", i);
+    snprintf(text, sizeof text,
+             "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
+             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
+             r->world->size - 1 - r->came, r->world->size, missing,
+             r->problem[0] ? "; last turned away: " : "", r->problem);
+    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
+    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
-/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say
- * before BEGIN, so its socket can only have been closed. */
+/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
+ * so its socket can only have been closed. A new connection takes the place of the oldest pending
+ * one: a rank sends its hello at once, so that is a stranger. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
-    dtrain__connection *ends[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
-    const int seats = 1 + DTRAIN__PENDING_MOST, count = seats + r->world->size;
-    bool room = false;
-    for (int i = 1; i < count; i++) {
-        ends[i] = i < seats ? &r->pending[i - 1] : &r->world->link->ends[i - seats];
-        polls[i].fd = ends[i]->socket;
+    dtrain__connection *ends = r->world->link->ends;
+    const int first = 1 + (int)DTRAIN__PENDING_MOST, count = first + r->world->size;
+    for (int i = 0; i < count; i++) {
+        polls[i].fd = i >= first ? ends[i - first].socket
+                      : i        ? r->pending[i - 1].socket
+                                 : r->listener;
         polls[i].events = POLLIN;
-        if (i < seats && polls[i].fd < 0) room = true;
+        polls[i].revents = 0;
     }
-    polls[0].fd = room ? r->listener : -1;
-    polls[0].events = POLLIN;
-    const int ready = poll(polls, (nfds_t)count, 100);
-    for (int i = 1; ready > 0 && i < count; i++) {
+    (void)poll(polls, (nfds_t)count, 100);
+    for (int i = 1; i < count; i++) {
         if (!polls[i].revents) continue;
-        if (i < seats) {
-            dtrain__hear_pending(r, ends[i]);
+        if (i < first) {
+            dtrain__hear_pending(r, &r->pending[i - 1]);
             continue;
         }
         dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
-                          i - seats, ends[i]->name);
-        dtrain__connection_close(ends[i]);
-        r->informed++;
+                          i - first, ends[i - first].name);
+        dtrain__socket_close(&ends[i - first].socket);
     }
-    if (ready > 0 && polls[0].revents) dtrain__accept_pending(r);
+    const int socket = polls[0].revents ? accept(r->listener, NULL, NULL) : -1;
+    if (socket >= 0) {
+        dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
+        dtrain__socket_close(&pending->socket);
+        dtrain__socket_tune(socket);
+        pending->socket = socket;
+        pending->got = 0;
+    }
     dtrain__meet_clock(r);
 }
 
 /* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
  * have yet to come and be told. */
-static void dtrain__meet_all(dtrain__rendezvous *r)
-{
-    const int others = r->world->size - 1;
-    while (r->result == DTRAIN_OK && r->joined < others) dtrain__meet_round(r);
-    for (int i = 1; i <= others; i++) {
-        dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket < 0) continue;
-        if (r->result != DTRAIN_OK) dtrain__refuse(r, end);
-        else dtrain__frame_send(end, DTRAIN__FRAME_BEGIN, 0, 0, 0, NULL, 0);
-    }
-    const uint64_t most = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
-    const uint64_t end_ns = most < r->deadline_ns ? most : r->deadline_ns;
-    while (r->result != DTRAIN_OK && r->informed < others && dtrain__now_ns() < end_ns)
-        dtrain__meet_round(r);
-}
-
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
-    const dtrain_allocator *allocator = &r->world->allocator;
-    r->pending = (dtrain__connection *)dtrain__alloc(allocator, DTRAIN__PENDING_MOST,
-                                                     sizeof *r->pending, "pending connections");
-    if (!r->pending)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MEMORY, "no memory for the rendezvous");
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    if (dtrain__listen(r) == DTRAIN_OK) dtrain__meet_all(r);
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__connection_close(&r->pending[i]);
-    if (r->listener >= 0) close(r->listener);
-    dtrain__free(allocator, r->pending, DTRAIN__PENDING_MOST, sizeof *r->pending);
+    const int others = r->world->size - 1;
+    DTRAIN__TRY(dtrain__listen(r));
+    for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
+    while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
+    for (int i = 1; i <= others; i++) {
+        dtrain__connection *end = &r->world->link->ends[i];
+        if (end->socket >= 0) dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
+        if (r->result != DTRAIN_OK) dtrain__socket_close(&end->socket);
+    }
+    while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
+    for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
+    dtrain__socket_close(&r->listener);
     return r->result;
 }
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
 
-/* Note what was wrong with the last try; it may get better until the deadline. */
+/* Note what was wrong with the last try; it may get better until the deadline. That another run has
+ * answered says more than that later nobody does. */
 DTRAIN__PRINTF(2, 3)
 static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    vsnprintf(r->problem, sizeof r->problem, format, args);
+    if (!r->stranger) vsnprintf(r->problem, sizeof r->problem, format, args);
     va_end(args);
-    dtrain__connection_close(&r->world->link->ends[0]);
+    dtrain__socket_close(&r->world->link->ends[0].socket);
     return false;
 }
 
-/* Wait for the next frame from rank 0, at most until `until_ns`: 1 it is there; 0 none came; -1 the
- * connection was closed or what came is no frame. */
-static int dtrain__await_frame(dtrain__connection *end, uint64_t until_ns, dtrain__frame *frame)
+/* Wait for a reply, at most until `until_ns`: 1 it is there, 0 not all of it, -1 the connection was
+ * closed. */
+static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
 {
-    for (;;) {
-        const int there = dtrain__frame_get(end, frame);
+    size_t got = 0;
+    while (got < sizeof *reply) {
         const uint64_t now = dtrain__now_ns();
         struct pollfd one;
-        if (there) return there;
-        if (now >= until_ns) return 0;
-        one.fd = end->socket;
+        one.fd = socket;
         one.events = POLLIN;
-        const int ready =
-            poll(&one, 1, (int)dtrain__min((int64_t)(until_ns - now) / 1000000 + 1, 1000));
-        if (ready > 0 && !dtrain__frame_receive(end)) return -1;
+        if (now >= until_ns) return 0;
+        if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
+        const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
+        if (more <= 0) return -1;
+        got += (size_t)more;
     }
+    reply->why[sizeof reply->why - 1] = 0;
+    return 1;
 }
 
-static bool dtrain__dial(dtrain__rendezvous *r, const struct addrinfo *at, uint64_t until_ns)
-{
-    dtrain__connection *end = &r->world->link->ends[0];
-    int error = 0;
-    socklen_t length = sizeof error;
-    struct pollfd one;
-    end->in_bytes = 0;
-    dtrain__name_address(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name);
-    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
-    dtrain__socket_tune(end->socket);
-    if (connect(end->socket, at->ai_addr, at->ai_addrlen) == 0) return true;
-    if (errno != EINPROGRESS) return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
-    one.fd = end->socket;
-    one.events = POLLOUT;
-    while (poll(&one, 1, 100) <= 0)
-        if (dtrain__now_ns() >= until_ns)
-            return dtrain__try_failed(r, "%s does not answer", end->name);
-    if (getsockopt(end->socket, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
-    return error ? dtrain__try_failed(r, "%s: %s", end->name, strerror(error)) : true;
-}
-
-/* Say hello and read the WELCOME; true when rank 0 was found. *stranger: it is one of another run.
- * A REFUSED is left to await_begin, which knows what to do with it. */
-static bool dtrain__introduce(dtrain__rendezvous *r, uint64_t until_ns, bool *stranger)
+/* Call rank 0 at one of its addresses, say hello, and stay until it says how the rendezvous went.
+ * True when that settles it, false when another try makes sense. */
+static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
     const dtrain__hello hello = dtrain__hello_make(r);
-    dtrain__frame frame;
-    dtrain__frame_send(end, DTRAIN__FRAME_HELLO, hello.rank, 0, DTRAIN__PROTOCOL, &hello,
-                       sizeof hello);
-    const int there = dtrain__await_frame(end, until_ns, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_REFUSED) return true;
-    if (there != 1 || frame.kind != DTRAIN__FRAME_WELCOME)
-        return dtrain__try_failed(r, "what listens at %s does not answer as rank 0 does",
-                                  end->name);
-    dtrain__frame_drop(end, &frame);
-    *stranger = frame.number != dtrain__welcome_proof(r->place, &hello);
-    if (!*stranger) return true;
-    return dtrain__try_failed(r,
-                              "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
-                              "belongs to another run",
-                              end->name);
-}
-
-/* Wait for BEGIN: rank 0 knows this rank, now the others have to come. */
-static dtrain_result dtrain__await_begin(dtrain__rendezvous *r)
-{
-    dtrain__connection *end = &r->world->link->ends[0];
-    dtrain__frame frame;
-    char text[400];
+    const uint64_t now = dtrain__now_ns(), most = now + DTRAIN__ANSWER_NS;
+    const uint64_t until_ns = most < r->deadline_ns ? most : r->deadline_ns;
+    const uint64_t left_us = (until_ns - (now < until_ns ? now : until_ns)) / 1000u + 1;
+    dtrain__reply reply;
+    struct timeval left; /* connect keeps the deadline of a send */
+    left.tv_sec = (time_t)(left_us / 1000000u);
+    left.tv_usec = (suseconds_t)(left_us % 1000000u);
+    (void)getnameinfo(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name, NULL, 0,
+                      NI_NUMERICHOST);
+    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
+    setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
+    if (connect(end->socket, at->ai_addr, at->ai_addrlen) != 0)
+        return dtrain__try_failed(r, "%s: %s", end->name,
+                                  strerror(errno == EINPROGRESS ? ETIMEDOUT : errno));
+    dtrain__socket_tune(end->socket);
+    (void)!send(end->socket, &hello, sizeof hello, MSG_NOSIGNAL);
+    int there = dtrain__await_reply(end->socket, until_ns, &reply);
+    if (there != 1)
+        return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
+                                  end->name, r->place->port);
+    if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
+        dtrain__try_failed(r,
+                           "what listens at %s port %u has another DTRAIN_JOB_KEY than this rank "
+                           "or belongs to another run",
+                           end->name, r->place->port);
+        r->stranger = true;
+        return false;
+    }
     const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
-    const int there = dtrain__await_frame(end, r->deadline_ns + slack, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_BEGIN) {
-        dtrain__frame_drop(end, &frame);
-        return DTRAIN_OK;
-    }
-    if (there == 1 && frame.kind == DTRAIN__FRAME_REFUSED) {
-        dtrain__frame_text(&frame, end->in + sizeof frame, text, sizeof text);
-        return dtrain__meet_fail(r, frame.value ? (dtrain_result)frame.value : DTRAIN_ERROR_PEER,
-                                 "%s", text);
-    }
-    if (there)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
-                                 end->name);
-    return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
-                             "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
-                             1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+    if (reply.result == DTRAIN__REPLY_WAIT)
+        there = dtrain__await_reply(end->socket, r->deadline_ns + slack, &reply);
+    if (there < 0)
+        dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
+                          end->name);
+    else if (there == 0)
+        dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
+                          "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
+                          1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+    else if (reply.result != DTRAIN_OK)
+        dtrain__meet_fail(r, (dtrain_result)reply.result, "%s", reply.why);
+    return true;
 }
 
-/* Call rank 0 at all its addresses until it answers. It may not have started yet, and something
- * else may still be at its port: a run that just ends is given five seconds to go. */
+/* Call rank 0 at all its addresses until one call settles it. It may not have started yet, and
+ * another run may still be at its port. */
 static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
 {
-    char other_run[sizeof r->problem] = "";
-    uint64_t patience_ns = 0;
-    bool joined = false;
-    while (!joined) {
-        bool stranger = false;
-        struct addrinfo *found = dtrain__resolve(r);
-        for (const struct addrinfo *at = found; at && !joined; at = at->ai_next) {
-            const uint64_t most = dtrain__now_ns() + DTRAIN__HELLO_NS;
-            const uint64_t until = most < r->deadline_ns ? most : r->deadline_ns;
-            joined = dtrain__dial(r, at, until) && dtrain__introduce(r, until, &stranger);
-        }
+    struct addrinfo wanted;
+    char port[16];
+    snprintf(port, sizeof port, "%u", r->place->port);
+    memset(&wanted, 0, sizeof wanted);
+    wanted.ai_socktype = SOCK_STREAM;
+    wanted.ai_flags = AI_NUMERICSERV;
+    for (uint64_t now = 0;; (void)poll(NULL, 0, 50)) {
+        struct addrinfo *found = NULL;
+        bool settled = false;
+        const int error = getaddrinfo(r->place->address, port, &wanted, &found);
+        if (error) dtrain__try_failed(r, "the name cannot be resolved: %s", gai_strerror(error));
+        for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
+            settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
-        const uint64_t now = dtrain__now_ns();
-        if (joined) break;
-        if (stranger) memcpy(other_run, r->problem, sizeof other_run);
-        if (stranger && !patience_ns) patience_ns = now + 5000000000u;
-        if (stranger && now >= patience_ns)
-            return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "%s", other_run);
-        if (!dtrain__meet_nap(r, stranger ? 500 : 50))
-            return dtrain__meet_fail(r, patience_ns ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-                                     "rank 0 was not found at %s port %u for %.1f s: %s",
-                                     r->place->address, r->place->port,
-                                     1e-9 * (double)(now - r->start_ns),
-                                     patience_ns ? other_run : r->problem);
+        if (settled) return r->result;
+        now = dtrain__now_ns();
+        if (now < r->deadline_ns && (!r->stranger || now < r->start_ns + DTRAIN__PATIENCE_NS))
+            continue;
+        return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
+                                 "rank 0 was not found at %s port %u for %.1f s: %s",
+                                 r->place->address, r->place->port,
+                                 1e-9 * (double)(now - r->start_ns), r->problem);
     }
-    return dtrain__await_begin(r);
 }
 
+/* Connect all ranks of a world that another launcher has started: link->ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     dtrain__rendezvous r;
@@ -5441,7 +4932,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     const uint64_t most = (uint64_t)DTRAIN__RENDEZVOUS_MS * 1000000u;
     r.world = world;
     r.place = place;
-    r.listener = -1;
     r.start_ns = r.logged_ns = dtrain__now_ns();
     r.deadline_ns = r.start_ns + (world->timeout_ns < most ? world->timeout_ns : most);
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
@@ -5464,17 +4954,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * boot, and the namespaces of a container. */
 static uint64_t dtrain__host_id(void)
 {
-    static const char *const spaces[] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
-    const uint64_t none[2] = {0, 0};
-    char text[512];
+    uint64_t spaces[2] = {0, 0};
+    struct stat status;
+    char text[320];
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
     const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
     if (file >= 0) close(file);
-    for (int i = 0; i < 2; i++)
-        if (readlink(spaces[i], text + 320 + 96 * i, 95) < 0) text[320 + 96 * i] = 0;
-    return dtrain__siphash(none, text, sizeof text);
+    if (stat("/proc/self/ns/net", &status) == 0) spaces[0] = (uint64_t)status.st_ino;
+    if (stat("/proc/self/ns/pid", &status) == 0) spaces[1] = (uint64_t)status.st_ino;
+    return dtrain__siphash(spaces, text, sizeof text);
 }
 
 /* The host on which a rank is, and the emulated nodes that its desc asks for. */
@@ -5494,9 +4984,8 @@ static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__h
             return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
-                "us, rank %d for %u, %g, %g; give all ranks the same desc",
-                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank,
-                mine->node_ranks, mine->gigabits_per_second, mine->latency_us);
+                "us, rank %d does not; give all ranks the same desc",
+                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank);
     }
     if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
     return dtrain__abort_with(
@@ -5532,16 +5021,11 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-/* Where rank 0 has put the region. */
+/* Where rank 0 has put the region; bytes = 0: it could not. */
 typedef struct dtrain__offer {
-    uint64_t address, bytes, device, inode;
-    int32_t pid, file; /* file < 0: rank 0 could not make it */
+    uint64_t address, bytes, inode;
+    int32_t pid, file;
 } dtrain__offer;
-
-typedef struct dtrain__region_reply {
-    int32_t good;
-    char why[180];
-} dtrain__region_reply;
 
 /* Propose addresses far from where programs, libraries and stacks are put, and from the shadow
  * memory of sanitizers; after three of them, the kernel chooses for rank 0. */
@@ -5555,21 +5039,13 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
                                           dtrain__region *region, dtrain__offer *offer)
 {
     struct stat status;
-    memset(offer, 0, sizeof *offer);
     offer->file = (int)syscall(SYS_memfd_create, "dtrain", 1u /* MFD_CLOEXEC; libc may hide it */);
-    if (offer->file < 0)
+    if (offer->file < 0 || fstat(offer->file, &status) != 0)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-    const dtrain_result result = dtrain__map_region(
-        reserve_bytes, (uint32_t)world->size, dtrain__region_hint(attempt), offer->file, region);
-    if (result != DTRAIN_OK || fstat(offer->file, &status) != 0) {
-        close(offer->file);
-        offer->file = -1;
-        return result != DTRAIN_OK ? result
-                                   : dtrain_fail(DTRAIN_ERROR_SYSTEM, "fstat: %s", strerror(errno));
-    }
+    DTRAIN__TRY(dtrain__map_region(reserve_bytes, (uint32_t)world->size,
+                                   dtrain__region_hint(attempt), offer->file, region));
     offer->address = (uint64_t)(uintptr_t)region->control;
     offer->bytes = region->bytes;
-    offer->device = (uint64_t)status.st_dev;
     offer->inode = (uint64_t)status.st_ino;
     offer->pid = (int32_t)getpid();
     return DTRAIN_OK;
@@ -5582,73 +5058,76 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     char path[64];
     struct stat status;
     void *const wanted = (void *)(uintptr_t)offer->address;
+    const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = open(path, O_RDWR | O_CLOEXEC);
     if (file < 0) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
-    if (fstat(file, &status) != 0 || (uint64_t)status.st_dev != offer->device ||
-        (uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
+    if (fstat(file, &status) != 0 || (uint64_t)status.st_ino != offer->inode ||
+        (uint64_t)status.st_size != offer->bytes) {
         close(file);
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     }
-    void *memory = mmap(wanted, (size_t)offer->bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, file, 0);
-    const int error = errno;
+    void *memory = dtrain__map_bytes(wanted, bytes, file);
+    const int error = memory == MAP_FAILED ? errno : EEXIST;
     close(file);
-    if (memory != MAP_FAILED && memory != wanted) munmap(memory, (size_t)offer->bytes);
+    if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes);
     if (memory != wanted)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%llu bytes at %p are not free here: %s",
-                           (unsigned long long)offer->bytes, wanted,
-                           memory == MAP_FAILED ? strerror(error) : "other memory is there");
-    dtrain__no_dump(memory, (size_t)offer->bytes);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,
+                           wanted, strerror(error));
     region->control = (dtrain__control *)memory;
-    region->bytes = (size_t)offer->bytes;
+    region->bytes = bytes;
     return DTRAIN_OK;
 }
 
-/* Make one attempt, all ranks together; *good says whether every rank has mapped the region. An
- * error is the failure of an all-gather itself. */
+/* Make one attempt, all ranks together: rank 0 offers, the others accept, and all hear what went
+ * wrong, "" for nothing. An error is the failure of an all-gather itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
-                                        dtrain__region *region, bool *good)
+                                        dtrain__region *region)
 {
     dtrain__offer offer, offers[DTRAIN_MAX_RANKS];
-    dtrain__region_reply mine, replies[DTRAIN_MAX_RANKS];
+    char why[sizeof world->no_region] = "", whys[DTRAIN_MAX_RANKS][sizeof why];
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
-    memset(&mine, 0, sizeof mine);
-    memset(region, 0, sizeof *region);
     offer.file = -1;
     if (world->rank == 0)
         result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
     dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
     if (gathered == DTRAIN_OK) {
-        if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
-        mine.good = result == DTRAIN_OK && offers[0].file >= 0;
+        if (world->rank && offers[0].bytes) result = dtrain__accept_region(&offers[0], region);
         if (result != DTRAIN_OK)
-            snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain_last_error()));
-        gathered = dtrain_world_all_gather(world, &mine, sizeof mine, replies);
+            snprintf(why, sizeof why, "rank %d: %.160s", world->rank,
+                     dtrain__bare(dtrain_last_error()));
+        gathered = dtrain_world_all_gather(world, why, sizeof why, whys);
     }
     if (offer.file >= 0) close(offer.file);
-    *good = gathered == DTRAIN_OK;
-    for (int i = world->size - 1; i >= 0 && gathered == DTRAIN_OK; i--) {
-        if (replies[i].good) continue;
-        *good = false;
-        replies[i].why[sizeof replies[i].why - 1] = 0;
-        if (replies[i].why[0])
-            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, replies[i].why);
-    }
-    if (!*good && region->control) munmap(region->control, region->bytes);
+    world->no_region[0] = 0;
+    for (int i = 0; i < world->size && gathered == DTRAIN_OK && !world->no_region[0]; i++)
+        memcpy(world->no_region, whys[i], sizeof why);
+    if ((gathered == DTRAIN_OK && !world->no_region[0]) || !region->control) return gathered;
+    munmap(region->control, region->bytes);
     return gathered;
 }
 
-/* Move from a control page of this rank's own to the shared one. Where no address is free in every
- * rank, they go on without shared memory, as on several hosts. */
-static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_bytes)
+/* Do all that makes a rank of another launcher a rank like any other: meet, find out who is on this
+ * host, and there move from a control page of this rank's own to a shared one. Where no address is
+ * free in every rank, they go on without shared memory, as on several hosts. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
+                                                 const dtrain__placement *place,
+                                                 size_t reserve_bytes)
 {
-    bool good = false;
-    for (int attempt = 0; attempt < 6 && !good; attempt++) {
+    DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
+    world->control = world->page.control;
+    DTRAIN__TRY(dtrain__link_create(world));
+    const dtrain_result met = dtrain__meet(world, place);
+    if (met != DTRAIN_OK) dtrain__link_destroy(world); /* no other rank knows this one */
+    DTRAIN__TRY(met);
+    DTRAIN__TRY(dtrain__find_hosts(world, place));
+    for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
+         attempt++) {
         dtrain__region region;
-        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region, &good));
-        if (!good) continue;
+        memset(&region, 0, sizeof region);
+        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region));
+        if (world->no_region[0]) continue;
         munmap(world->page.control, world->page.bytes);
         world->page = region;
         world->control = region.control;
@@ -5656,20 +5135,6 @@ static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_by
         world->link->shared = true;
     }
     return DTRAIN_OK;
-}
-
-/* Do all that makes a rank of another launcher a rank like any other. */
-DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
-                                                 const dtrain__placement *place,
-                                                 size_t reserve_bytes)
-{
-    DTRAIN__TRY(dtrain__map_page(&world->page));
-    world->control = world->page.control;
-    DTRAIN__TRY(dtrain__link_create(world));
-    DTRAIN__TRY(dtrain__meet(world, place));
-    world->link->met = true;
-    DTRAIN__TRY(dtrain__find_hosts(world, place));
-    return world->node_count == 1 ? dtrain__share_region(world, reserve_bytes) : DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -5693,14 +5158,12 @@ typedef struct dtrain__launch {
     bool here;               /* ... of which this process is one rank */
     dtrain_result joined;    /* here: how that went */
     dtrain__region region;
-    dtrain__control *control; /* the region's */
     uint32_t cores;
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
     pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
     int forwarded, stop_count;    /* last signal passed on; how often we were asked to stop */
-    bool foreign_child;           /* a SIGCHLD that was not about a rank */
     sigset_t watched, old_mask;
     uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
 } dtrain__launch;
@@ -5746,57 +5209,46 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__launch *launch)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    dtrain_device_desc device;
-    DTRAIN__TRY(dtrain__world_mark(world));
-    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
-    if (!world->threads) world->threads = launch->cores / (uint32_t)world->local_size;
-    if (!world->threads) world->threads = 1;
-    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
-    memset(&device, 0, sizeof device);
-    device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->local_rank;
-    device.oversubscribed = world->oversubscribed;
-    device.math = world->math;
-    device.tune = world->tune;
-    device.memory_limit = desc->memory_limit;
-    device.allocator = world->allocator;
-    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    DTRAIN__TRY(dtrain__world_comm_create(world));
-    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
-    return DTRAIN_OK;
-}
-
 /* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_device_desc device;
     dtrain_world *world =
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
-    world->rank = rank;
-    world->size = launch->place.size;
-    world->local_rank = rank;
-    world->local_size = world->size;
+    world->rank = world->local_rank = rank;
+    world->size = world->local_size = launch->place.size;
     world->node_count = 1;
     world->comm_ops = desc->comm_ops;
     world->emulation = desc->emulation;
-    world->math = desc->math;
-    world->tune = desc->tune;
-    world->threads = desc->threads_per_rank;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
-    world->control = launch->control;
+    world->control = launch->region.control;
     world->allocator = desc->allocator;
     world->log.write = desc->log;
     world->log.user = desc->log_user;
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
-    return dtrain__world_parts(world, launch);
+    DTRAIN__TRY(dtrain__world_mark(world));
+    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    const uint32_t share = launch->cores / (uint32_t)world->local_size;
+    world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
+    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = (uint32_t)world->local_rank;
+    device.oversubscribed = world->oversubscribed;
+    device.math = desc->math;
+    device.tune = desc->tune;
+    device.memory_limit = desc->memory_limit;
+    device.allocator = desc->allocator;
+    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    DTRAIN__TRY(dtrain__world_comm_create(world));
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    return DTRAIN_OK;
 }
 
 /* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
@@ -5808,14 +5260,14 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
 {
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    const bool met = launch->joins && world && world->link && world->link->met;
-    if (!met || !launch->here) dtrain__record_end(launch->control, rank, how, code, error);
+    const bool met = launch->joins && world && world->link;
+    if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
     dtrain__world_leave(world, launch->desc.grace_ms);
     if (!launch->here || (rank && !code)) return;
-    memcpy(launch->control->exits, world->control->exits, sizeof world->control->exits);
-    launch->control->first_failed = dtrain__load(&world->control->first_failed);
+    memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
+    launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
 }
 
 /* Run a rank from its start to its end, in a process or a thread of its own. */
@@ -5853,33 +5305,27 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* Record what waitpid said about one rank. A rank that returned has left its own, better record. */
-static void dtrain__reaped(dtrain__launch *launch, int index, int status)
-{
-    const int rank = launch->place.rank + index;
-    const uint32_t known = dtrain__load(&launch->control->exits[rank].how);
-    launch->pids[index] = 0;
-    launch->live--;
-    if (WIFSIGNALED(status)) {
-        const bool ours = WTERMSIG(status) == SIGKILL && launch->kill_ns == 1;
-        if (known == DTRAIN__RETURNED || known == DTRAIN__UNSTARTED) return;
-        dtrain__record_end(launch->control, rank, ours ? DTRAIN__STOPPED : DTRAIN__SIGNALED,
-                           WTERMSIG(status), "");
-    } else if (known == DTRAIN__RUNNING) { /* exit() inside of rank_main */
-        const int code = WEXITSTATUS(status);
-        dtrain__record_end(launch->control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT, code, "");
-    }
-}
-
+/* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
+ * record. */
 static void dtrain__reap(dtrain__launch *launch)
 {
-    for (uint32_t i = 0; i < launch->desc.rank_count; i++) {
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+        const int rank = launch->place.rank + i;
         int status = 0;
         if (launch->pids[i] <= 0) continue;
         const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
-        if (pid == launch->pids[i]) dtrain__reaped(launch, (int)i, status);
-        else if (pid < 0 && errno == ECHILD) /* another thread of the host has reaped it */
-            dtrain__reaped(launch, (int)i, 0);
+        if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
+        if (pid < 0) status = 0; /* another thread of the host has reaped it */
+        const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
+        const bool killed = WIFSIGNALED(status);
+        int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
+        dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
+        if (killed) how = DTRAIN__SIGNALED;
+        if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
+        launch->pids[i] = 0;
+        launch->live--;
+        if (known == DTRAIN__RUNNING || (killed && known == DTRAIN__LEFT))
+            dtrain__record_end(launch->region.control, rank, how, value, "");
     }
 }
 
@@ -5909,7 +5355,7 @@ static void dtrain__watch(dtrain__launch *launch)
         if (number > 0 && number != SIGCHLD)
             dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
         const uint64_t now = dtrain__now_ns();
-        if (!launch->kill_ns && dtrain__load(&launch->control->first_failed))
+        if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
             launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
         if (launch->kill_ns && now >= launch->kill_ns) {
             launch->kill_ns = 1; /* stays in the past, and says that the grace is over */
@@ -5932,32 +5378,23 @@ static void dtrain__child(dtrain__launch *launch, int index)
     _exit(dtrain__exit_code(code));
 }
 
-static dtrain_result dtrain__fork_failed(dtrain__launch *launch, int index, int error)
-{
-    struct rlimit limit;
-    launch->kill_ns = 1;
-    dtrain__signal_ranks(launch, SIGKILL);
-    dtrain__watch(launch);
-    if (getrlimit(RLIMIT_NPROC, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) limit.rlim_cur = 0;
-    return dtrain_fail(
-        DTRAIN_ERROR_SYSTEM,
-        "dtrain_launch: rank %d of %u could not be forked: %s (process limit, ulimit "
-        "-u: %llu, 0 = none; also look at memory and the container's pids limit)",
-        launch->place.rank + index, (uint32_t)launch->place.size, strerror(error),
-        (unsigned long long)limit.rlim_cur);
-}
-
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
-    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+    int i = 0, error = 0;
+    for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
         if (pid == 0) dtrain__child(launch, i);
-        if (pid < 0) return dtrain__fork_failed(launch, i, errno);
-        launch->pids[i] = pid;
-        launch->live++;
+        if (pid < 0) error = errno;
+        launch->pids[i] = pid > 0 ? pid : 0;
+        launch->live += pid > 0;
     }
+    if (error) launch->kill_ns = 1;
     dtrain__watch(launch);
-    return DTRAIN_OK;
+    if (!error) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_launch: rank %d of %d could not be forked: %s; look at the process "
+                       "limit (ulimit -u), at memory and at the container's pids limit",
+                       launch->place.rank + i, launch->place.size, strerror(error));
 }
 
 /* A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is put in
@@ -6033,35 +5470,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Settle who starts the ranks: this call, another launcher, or this call on its node. */
-static dtrain_result dtrain__settle(dtrain__launch *launch)
-{
-    const dtrain__environment env = {dtrain__getenv, NULL};
-    dtrain_launch_desc *desc = &launch->desc;
-    dtrain__placement *place = &launch->place;
-    DTRAIN__TRY(dtrain__recognise(&env, place));
-    if (!place->family) {
-        if (!desc->rank_count) desc->rank_count = desc->default_rank_count;
-        if (!desc->rank_count) desc->rank_count = 1;
-        place->size = (int)desc->rank_count;
-        return DTRAIN_OK;
-    }
-    if (desc->rank_count && (int)desc->rank_count != place->size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
-                           "%d ranks; set rank_count to 0 or to the launcher's number",
-                           desc->rank_count, place->family, place->size);
-    launch->joins = place->forks != place->size;
-    launch->here = launch->joins && !place->forks;
-    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
-                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
-                           place->family, place->size);
-    desc->rank_count = place->forks ? (uint32_t)place->forks : 1;
-    return DTRAIN_OK;
-}
-
 /* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
 static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
 {
@@ -6070,43 +5478,50 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
     const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
     const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
     if (!asked->node_ranks && !any) return DTRAIN_OK;
-    if (!asked->node_ranks || (uint32_t)launch->place.size % asked->node_ranks != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.node_ranks is %u, expected a divisor of the "
-                           "%d ranks; 1 makes every rank a node",
-                           asked->node_ranks, launch->place.size);
-    if (!(gigabits > 0 && gigabits <= 1e6))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.gigabits_per_second is %g, expected more than "
-                           "0 and at most 1e6; 10 is a link of 10 Gb/s",
-                           gigabits);
-    if (!(latency >= 0 && latency <= 1e9))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.latency_us is %g, expected 0 to 1e9; a "
-                           "datacenter network has 5 to 50",
-                           latency);
-    return dtrain__world_comm_check(desc);
+    if (asked->node_ranks && (uint32_t)launch->place.size % asked->node_ranks == 0 &&
+        gigabits > 0 && gigabits <= 1e6 && latency >= 0 && latency <= 1e9)
+        return dtrain__world_comm_check(desc);
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: emulation.node_ranks is %u, emulation.gigabits_per_second %g, "
+        "emulation.latency_us %g; expected a divisor of the %d ranks (1 makes every rank a node), "
+        "more than 0 and at most 1e6, and 0 to 1e9",
+        asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
+/* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
+ * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    dtrain__placement *place = &launch->place;
     if (given) *desc = *given;
-    if (desc->rank_count > DTRAIN_MAX_RANKS || desc->default_rank_count > DTRAIN_MAX_RANKS)
+    uint32_t most = desc->rank_count;
+    if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
+        most = desc->default_rank_count;
+    if (most > DTRAIN_MAX_RANKS || desc->mode > DTRAIN_LAUNCH_THREADS ||
+        desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
         return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
-            desc->rank_count ? desc->rank_count : desc->default_rank_count, DTRAIN_MAX_RANKS);
-    if (desc->mode > DTRAIN_LAUNCH_THREADS)
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_launch: rank_count is %u (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %u (0 to "
+            "4096)",
+            most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, desc->threads_per_rank);
+    DTRAIN__TRY(dtrain__recognise(getenv, place));
+    if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: mode is %u, expected 0 (processes) or "
-                           "1 (threads)",
-                           desc->mode);
-    if (desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: log_level is %u (0 to 4 expected), "
-                           "threads_per_rank %u (0 to 4096 expected)",
-                           desc->log_level, desc->threads_per_rank);
-    DTRAIN__TRY(dtrain__settle(launch));
+                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
+                           "%d ranks; set rank_count to 0 or to the launcher's number",
+                           desc->rank_count, place->family, place->size);
+    launch->joins = place->family && place->forks != place->size;
+    launch->here = launch->joins && !place->forks;
+    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
+                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
+                           place->family, place->size);
+    if (!place->family) place->size = most ? (int)most : 1;
+    desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
@@ -6119,11 +5534,12 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 /* Turn the exit records of all ranks into one result, one sentence and the info. */
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
-    dtrain__control *control = launch->control;
+    dtrain__control *control = launch->region.control;
     const int first = (int)dtrain__load(&control->first_failed) - 1;
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
+    info->exit_code = 0;
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
@@ -6144,30 +5560,6 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
                        info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
                        end->error);
-}
-
-static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    dtrain_result result = DTRAIN_OK;
-    DTRAIN__TRY(launch->joins
-                    ? dtrain__map_page(&launch->region)
-                    : dtrain__map_region(launch->desc.reserve_bytes, launch->desc.rank_count, NULL,
-                                         -1, &launch->region));
-    launch->control = launch->region.control;
-    info->rank_count = (uint32_t)launch->place.size;
-    if (launch->here) (void)dtrain__rank_run(launch, 0);
-    else if (launch->launcher) result = dtrain__launch_processes(launch);
-    else result = dtrain__launch_threads(launch);
-    info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch->start_ns);
-    if (result == DTRAIN_OK) {
-        info->exit_code = 0;
-        result = dtrain__conclude(launch, info);
-    }
-    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
-        result =
-            dtrain_fail(launch->joined, "%s", launch->control->exits[launch->place.rank].error);
-    munmap(launch->region.control, launch->region.bytes);
-    return result;
 }
 
 /* torchrun reports what stands in this file as the root cause. */
@@ -6205,7 +5597,22 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (result == DTRAIN_OK) result = dtrain__launch_all(&launch, info);
+    if (result == DTRAIN_OK)
+        result =
+            dtrain__map_region(launch.desc.reserve_bytes, launch.joins ? 0 : launch.desc.rank_count,
+                               NULL, -1, &launch.region);
+    if (result == DTRAIN_OK) {
+        info->rank_count = (uint32_t)launch.place.size;
+        if (launch.here) (void)dtrain__rank_run(&launch, 0);
+        else if (launch.launcher) result = dtrain__launch_processes(&launch);
+        else result = dtrain__launch_threads(&launch);
+        info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
+        if (result == DTRAIN_OK) result = dtrain__conclude(&launch, info);
+        if (launch.joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+            result = dtrain_fail(launch.joined, "%s",
+                                 launch.region.control->exits[launch.place.rank].error);
+        munmap(launch.region.control, launch.region.bytes);
+    }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
 }

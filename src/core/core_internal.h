@@ -8,7 +8,7 @@
 
 #define DTRAIN__ERROR_BYTES 1024 /* of a last error, its 0 included */
 
-/* Propagates a failure; the sentence has been left already. */
+/* Propagate a failure; the sentence has been left already. */
 #define DTRAIN__TRY(call)                                       \
     do {                                                        \
         dtrain_result dtrain__status = (call);                  \

@@ -5,30 +5,25 @@
 #include "core/core_internal.h"
 #include "core/dtype.h"
 
+static const struct {
+    const char *name;
+    size_t bytes;
+} dtrain__dtypes[] = {{"?", 0}, {"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}};
+
+/* Return the row of a type in the table; that of none for an unknown one. */
+static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
+{
+    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : 0;
+}
+
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
 {
-    switch (dtype) {
-    case DTRAIN_DTYPE_F32:
-    case DTRAIN_DTYPE_I32: return 4;
-    case DTRAIN_DTYPE_BF16:
-    case DTRAIN_DTYPE_F16: return 2;
-    case DTRAIN_DTYPE_I64: return 8;
-    case DTRAIN_DTYPE_NONE: break;
-    }
-    return 0;
+    return dtrain__dtypes[dtrain__dtype_row(dtype)].bytes;
 }
 
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 {
-    switch (dtype) {
-    case DTRAIN_DTYPE_F32: return "f32";
-    case DTRAIN_DTYPE_BF16: return "bf16";
-    case DTRAIN_DTYPE_F16: return "f16";
-    case DTRAIN_DTYPE_I32: return "i32";
-    case DTRAIN_DTYPE_I64: return "i64";
-    case DTRAIN_DTYPE_NONE: break;
-    }
-    return "?";
+    return dtrain__dtypes[dtrain__dtype_row(dtype)].name;
 }
 
 DTRAIN__PRIVATE uint32_t dtrain__f32_bits(float value)

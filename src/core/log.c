@@ -5,7 +5,7 @@
 #include "core/log.h"
 #include "core/result.h"
 
-/* Sizes that come from outside are multiplied and added here only. False on overflow. */
+/* Multiply sizes that come from outside, here only; false on overflow. */
 DTRAIN__PRIVATE bool dtrain__size_mul(size_t a, size_t b, size_t *out)
 {
     return !__builtin_mul_overflow(a, b, out);
@@ -14,7 +14,7 @@ DTRAIN__PRIVATE DTRAIN__UNUSED bool dtrain__size_add(size_t a, size_t b, size_t 
 {
     return !__builtin_add_overflow(a, b, out);
 }
-/* Rounds up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
+/* Round up to a multiple of `unit`, a power of two; the caller knows that it cannot overflow. */
 DTRAIN__PRIVATE size_t dtrain__round_up(size_t bytes, size_t unit)
 {
     return (bytes + unit - 1) & ~(unit - 1);
@@ -45,8 +45,8 @@ DTRAIN__PRIVATE dtrain_allocator dtrain__resolve_allocator(const dtrain_allocato
     return result;
 }
 
-/* Zeroed memory for count items, or NULL with the last error set. count == 0 gives memory too, so
- * that NULL always means failure. */
+/* Allocate zeroed memory for count items; NULL with the last error set. count == 0 gives memory
+ * too, so that NULL always means failure. */
 DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t count,
                                     size_t item_bytes, const char *what)
 {
@@ -87,5 +87,3 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
     if (sink->write) sink->write(sink->user, level, sink->rank, text);
     else dtrain__log_stderr(NULL, level, sink->rank, text);
 }
-
-/* Data types, random numbers. */

@@ -151,12 +151,3 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
             out[i++] = low + width * dtrain__uniform_from_bits(block[word]);
     }
 }
-/* Device
- *
- * The CPU device in six parts, each a review sitting:
- *     S24.1  pool         T threads that run one function together (T - 1 workers and the caller)
- *     S24.2  exp, tanh    instruction sets, and functions that vectorise in any of them
- *     S24.3  GEMM         C = act(alpha op(A) op(B) + beta C + bias), packed and register-tiled
- *     S24.4  kernels      everything else; the same text is compiled once per instruction set
- *     S24.5  attention    likewise
- *     S24.6  device       memory, launchers, the CPU table and the plan table */

@@ -34,7 +34,7 @@ DTRAIN_API const char *dtrain_result_text(dtrain_result result)
     }
 }
 
-/* Records the sentence and returns code, so that a check is one line:
+/* Record the sentence and return code, so that a check is one line:
  *     if (count < 0) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_x: count is %lld", ...);
  * The text may quote the last error: it is built aside first. */
 DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...)
@@ -50,5 +50,3 @@ DTRAIN_API dtrain_result dtrain_fail(dtrain_result code, const char *format, ...
     memcpy(dtrain__error_text, text, sizeof text);
     return code;
 }
-
-/* Logging, allocator, checked sizes. */

@@ -65,33 +65,10 @@ DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes)
     if (peak_bytes) *peak_bytes = peak == UINT64_MAX ? 0 : peak * 1024;
 }
 
-/* Keep the reserve out of core files, where it would fill the disk and help nobody. */
-DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes)
-{
-#ifdef MADV_DONTDUMP
-    madvise(memory, bytes, MADV_DONTDUMP);
-#else
-    (void)memory, (void)bytes;
-#endif
-}
-
-/* Map a control page that has no arenas. */
-DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region)
-{
-    const size_t bytes = dtrain__round_up(sizeof(dtrain__control), dtrain__page_bytes());
-    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "dtrain_launch: %zu bytes could not be mapped: %s",
-                           bytes, strerror(errno));
-    region->control = (dtrain__control *)memory;
-    region->bytes = bytes;
-    return DTRAIN_OK;
-}
-
 /* Map anonymous memory or, if file >= 0, a file made that large; MAP_FAILED with errno. The limit
- * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. */
-static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
+ * of `ulimit -f` is asked first, because ftruncate answers a file above it with a signal. The
+ * reserve is kept out of core files, where it would fill the disk and help nobody. */
+DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file)
 {
     struct rlimit limit;
     int flags = MAP_SHARED | MAP_NORESERVE;
@@ -100,10 +77,15 @@ static void *dtrain__map_bytes(void *hint, size_t bytes, int file)
         errno = EFBIG;
         return MAP_FAILED;
     } else if (ftruncate(file, (off_t)bytes) != 0) return MAP_FAILED;
-    return mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+    void *memory = mmap(hint, bytes, PROT_READ | PROT_WRITE, flags, file, 0);
+#ifdef MADV_DONTDUMP
+    if (memory != MAP_FAILED) madvise(memory, bytes, MADV_DONTDUMP);
+#endif
+    return memory;
 }
 
-/* Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
+/* Map a control page and, behind it, the arenas of so many ranks; with 0 ranks no memory is shared.
+ * Reserve address space, not memory: `given` bytes per rank or, 0, as much as the machine has.
  * Where that much cannot be had (ulimit -v, strict overcommit, valgrind) the default halves down to
  * 64 MiB; an explicit size does not. */
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
@@ -122,10 +104,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
         if (memory != MAP_FAILED) {
             region->control = (dtrain__control *)memory;
             region->bytes = bytes;
-            region->control->arenas = (char *)memory + control;
-            region->control->arena_bytes = arena;
+            region->control->arenas = ranks ? (char *)memory + control : NULL;
+            region->control->arena_bytes = ranks ? arena : 0;
             region->control->free_at_start = dtrain__free_memory();
-            dtrain__no_dump(memory, bytes);
             return DTRAIN_OK;
         }
         if (given || arena == least)
@@ -165,19 +146,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t b
         bytes, (unsigned long long)now, (unsigned long long)promised);
 }
 
-static dtrain_result dtrain__ranges_grow(dtrain_world *world)
-{
-    const size_t room = world->range_room ? 2 * world->range_room : 64;
-    dtrain__range *grown = (dtrain__range *)dtrain__alloc(&world->allocator, room, sizeof *grown,
-                                                          "the book of shared memory");
-    if (!grown) return DTRAIN_ERROR_MEMORY;
-    if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
-    dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
-    world->ranges = grown;
-    world->range_room = room;
-    return DTRAIN_OK;
-}
-
 /* Return the device to which the arena's memory is charged: the CPU, or none, because ranks with a
  * GPU keep only copies in the arena. */
 static dtrain_device *dtrain__arena_device(const dtrain_world *world)
@@ -188,17 +156,21 @@ static dtrain_device *dtrain__arena_device(const dtrain_world *world)
 /* Hand out zeroed whole pages of this rank's arena, first fit. */
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out)
 {
-    const size_t page = dtrain__page_bytes(), all = world->control->arena_bytes;
+    const size_t asked = bytes, page = dtrain__page_bytes(), all = world->control->arena_bytes;
     *out = NULL;
-    if (bytes > all)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY,
-                           "shared memory: %zu bytes needed, %zu reserved per rank; raise "
-                           "reserve_bytes of dtrain_launch_desc",
-                           bytes, all);
-    bytes = dtrain__round_up(bytes ? bytes : 1, page);
+    bytes = asked > all ? all + 1 : dtrain__round_up(asked ? asked : 1, page);
     dtrain_device *device = dtrain__arena_device(world);
     if (device) DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
-    if (world->range_count == world->range_room) DTRAIN__TRY(dtrain__ranges_grow(world));
+    if (world->range_count == world->range_room) {
+        const size_t room = world->range_room ? 2 * world->range_room : 64;
+        dtrain__range *grown = (dtrain__range *)dtrain__alloc(
+            &world->allocator, room, sizeof *grown, "the book of shared memory");
+        if (!grown) return DTRAIN_ERROR_MEMORY;
+        if (world->range_count) memcpy(grown, world->ranges, world->range_count * sizeof *grown);
+        dtrain__free(&world->allocator, world->ranges, world->range_room, sizeof *grown);
+        world->ranges = grown;
+        world->range_room = room;
+    }
     size_t at = 0, i = 0;
     for (; i < world->range_count && world->ranges[i].begin - at < bytes; i++)
         at = world->ranges[i].end;
@@ -206,7 +178,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t b
         return dtrain_fail(DTRAIN_ERROR_MEMORY,
                            "shared memory: no %zu bytes left of the %zu reserved per rank; raise "
                            "reserve_bytes of dtrain_launch_desc",
-                           bytes, all);
+                           asked, all);
     DTRAIN__TRY(dtrain__promise(world->control, bytes));
     memmove(world->ranges + i + 1, world->ranges + i,
             (world->range_count - i) * sizeof *world->ranges);

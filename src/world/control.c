@@ -29,29 +29,26 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     }
 }
 
+/* Say how a rank ended. */
 DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int rank, char *text,
                                           size_t room)
 {
+    static const char *const said[] = {
+        "is running",
+        "left (returned 0)",
+        "returned",
+        "was killed by signal",
+        "could not start",
+        "was killed by the launcher: it did not end in time",
+        "is gone: its connection closed without a word; it exited, crashed or was killed, or its "
+        "host is lost"};
     const dtrain__exit_record *end = &control->exits[rank];
-    switch (dtrain__load(&end->how)) {
-    case DTRAIN__LEFT: snprintf(text, room, "rank %d left (returned 0)", rank); break;
-    case DTRAIN__RETURNED: snprintf(text, room, "rank %d returned %d", rank, end->value); break;
-    case DTRAIN__SIGNALED:
-        snprintf(text, room, "rank %d was killed by signal %d (%s)", rank, end->value,
+    const uint32_t how = dtrain__load(&end->how);
+    const int used = snprintf(text, room, "rank %d %s", rank, said[how]);
+    if (how == DTRAIN__RETURNED) snprintf(text + used, room - (size_t)used, " %d", end->value);
+    if (how == DTRAIN__SIGNALED)
+        snprintf(text + used, room - (size_t)used, " %d (%s)", end->value,
                  dtrain__signal_name(end->value));
-        break;
-    case DTRAIN__UNSTARTED: snprintf(text, room, "rank %d could not start", rank); break;
-    case DTRAIN__STOPPED:
-        snprintf(text, room, "rank %d was killed by the launcher: it did not end in time", rank);
-        break;
-    case DTRAIN__LOST:
-        snprintf(text, room,
-                 "rank %d is gone: its connection closed without a word; it exited, crashed or was "
-                 "killed, or its host is lost",
-                 rank);
-        break;
-    default: snprintf(text, room, "rank %d is running", rank); break;
-    }
 }
 
 /* Skip the "rank 3: " of an error sentence, because dtrain_fail puts it in front again. */
@@ -206,21 +203,8 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
     if (!world || dtrain__world_check(world, "dtrain_world_abort") != DTRAIN_OK) return;
     const char *sentence = text ? dtrain__bare(text) : "";
     if (!dtrain__record_abort(world->control, world->rank, code, sentence)) return;
-    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, code, 0, sentence,
-                      strlen(world->control->aborted.text));
-}
-
-/* Find the first rank that has left (returned 0) at least `age_ns` ago, -1 if there is none. */
-static int dtrain__who_left(const dtrain_world *world, uint64_t age_ns)
-{
-    const dtrain__control *control = world->control;
-    if (!dtrain__load(&control->ended_count)) return -1;
-    const uint64_t now = dtrain__now_ns();
-    for (int i = 0; i < world->size; i++)
-        if (dtrain__load(&control->exits[i].how) == DTRAIN__LEFT &&
-            now >= control->exits[i].ended_ns + age_ns) /* it may have ended after `now` */
-            return i;
-    return -1;
+    dtrain__link_send(world, DTRAIN__FRAME_ABORT, world->rank, &world->control->aborted,
+                      sizeof world->control->aborted);
 }
 
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
@@ -229,8 +213,13 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
-    const int left = dtrain__who_left(world, 2000000000u);
-    return left < 0 ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", left);
+    const dtrain__exit_record *exits = world->control->exits;
+    const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
+    for (int i = 0; i < ended; i++)
+        if (dtrain__load(&exits[i].how) == DTRAIN__LEFT &&
+            dtrain__now_ns() >= exits[i].ended_ns + 2000000000u)
+            return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d left (returned 0)", i);
+    return DTRAIN_OK;
 }
 
 /* Abort with a sentence and return it as this rank's own error. */
@@ -255,17 +244,25 @@ static dtrain_result dtrain__gather_turn(dtrain_world *world, dtrain__wait *wait
     return dtrain__wait_poll(world, wait);
 }
 
-/* Wait until `rank` has written record number `sequence`. Whether it has left is asked before its
- * slot is read for the last time, because a record that it wrote before leaving counts. */
+/* Say whether record number `sequence` of a rank is here. This rank's own is done with when the
+ * link has nothing left to send, on rank 0 the others' records too: the caller may not wait here
+ * again for long. */
+static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t sequence)
+{
+    if (rank == world->rank) return dtrain__link_all_sent(world);
+    return dtrain__load(&world->control->slots[rank].sequence) >= sequence;
+}
+
+/* Wait for a record. Whether its rank has left is asked before its slot is read for the last time,
+ * because a record that it wrote before leaving counts. */
 static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
                                           dtrain__wait *wait)
 {
-    const dtrain__gather_slot *slot = &world->control->slots[rank];
-    while (dtrain__load(&slot->sequence) < sequence) {
+    while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
-        if (dtrain__load(&slot->sequence) >= sequence) break;
+        if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
         if (left)
             return dtrain__abort_with(
@@ -273,9 +270,10 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(world, turn,
-                                      "dtrain_world_all_gather: rank %d waited %.1f s for rank %d",
-                                      world->rank, 1e-9 * (double)world->timeout_ns, rank);
+            return dtrain__abort_with(
+                world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
+                world->rank, 1e-9 * (double)world->timeout_ns, rank,
+                rank == world->rank ? " to be heard: a rank does not read" : "");
     }
     return DTRAIN_OK;
 }
@@ -297,8 +295,9 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     slots[world->rank].bytes[half] = bytes;
     if (bytes) memcpy(slots[world->rank].data[half], mine, bytes);
     dtrain__store(&slots[world->rank].sequence, sequence);
-    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, 0, sequence, mine, bytes);
-    for (int i = 0; i < world->size; i++) {
+    dtrain__link_send(world, DTRAIN__FRAME_GATHER, world->rank, mine, bytes);
+    for (int k = 1; k <= world->size; k++) { /* this rank is the last */
+        const int i = (world->rank + k) % world->size;
         DTRAIN__TRY(dtrain__await_record(world, i, sequence, &wait));
         if (slots[i].bytes[half] != bytes)
             return dtrain__abort_with(
@@ -306,16 +305,6 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                 "dtrain_world_all_gather: rank %d passes %llu bytes, rank %d passes %zu", i,
                 (unsigned long long)slots[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
-    }
-    while (!dtrain__link_all_sent(world)) { /* the caller may not wait here again for long */
-        const dtrain_result turn = dtrain__gather_turn(world, &wait);
-        if (turn == DTRAIN_ERROR_PEER) return turn;
-        if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(
-                world, turn,
-                "dtrain_world_all_gather: rank %d could not tell the others in %.1f s: a rank does "
-                "not read",
-                world->rank, 1e-9 * (double)world->timeout_ns);
     }
     return DTRAIN_OK;
 }

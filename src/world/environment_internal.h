@@ -8,12 +8,7 @@
 #include "core/platform_internal.h"
 #include "core/result.h"
 
-typedef const char *(*dtrain__lookup_fn)(void *user, const char *name);
-
-typedef struct dtrain__environment {
-    dtrain__lookup_fn lookup;
-    void *user;
-} dtrain__environment;
+typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
 /* Where the environment places this process. */
 typedef struct dtrain__placement {
@@ -27,6 +22,4 @@ typedef struct dtrain__placement {
 } dtrain__placement;
 
 /* world/environment.c */
-DTRAIN__PRIVATE dtrain_result dtrain__recognise(const dtrain__environment *env,
-                                                dtrain__placement *out);
-DTRAIN__PRIVATE const char *dtrain__getenv(void *user, const char *name);
+DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);

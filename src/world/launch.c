@@ -26,14 +26,12 @@ typedef struct dtrain__launch {
     bool here;               /* ... of which this process is one rank */
     dtrain_result joined;    /* here: how that went */
     dtrain__region region;
-    dtrain__control *control; /* the region's */
     uint32_t cores;
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
     pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
     int forwarded, stop_count;    /* last signal passed on; how often we were asked to stop */
-    bool foreign_child;           /* a SIGCHLD that was not about a rank */
     sigset_t watched, old_mask;
     uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
 } dtrain__launch;
@@ -79,57 +77,46 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-static dtrain_result dtrain__world_parts(dtrain_world *world, const dtrain__launch *launch)
-{
-    const dtrain_launch_desc *desc = &launch->desc;
-    dtrain_device_desc device;
-    DTRAIN__TRY(dtrain__world_mark(world));
-    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
-    if (!world->threads) world->threads = launch->cores / (uint32_t)world->local_size;
-    if (!world->threads) world->threads = 1;
-    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
-    memset(&device, 0, sizeof device);
-    device.thread_count = world->threads;
-    device.device_index = (uint32_t)world->local_rank;
-    device.oversubscribed = world->oversubscribed;
-    device.math = world->math;
-    device.tune = world->tune;
-    device.memory_limit = desc->memory_limit;
-    device.allocator = world->allocator;
-    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
-    DTRAIN__TRY(dtrain__world_comm_create(world));
-    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
-    return DTRAIN_OK;
-}
-
 /* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
 {
     const dtrain_launch_desc *desc = &launch->desc;
+    dtrain_device_desc device;
     dtrain_world *world =
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
-    world->rank = rank;
-    world->size = launch->place.size;
-    world->local_rank = rank;
-    world->local_size = world->size;
+    world->rank = world->local_rank = rank;
+    world->size = world->local_size = launch->place.size;
     world->node_count = 1;
     world->comm_ops = desc->comm_ops;
     world->emulation = desc->emulation;
-    world->math = desc->math;
-    world->tune = desc->tune;
-    world->threads = desc->threads_per_rank;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
-    world->control = launch->control;
+    world->control = launch->region.control;
     world->allocator = desc->allocator;
     world->log.write = desc->log;
     world->log.user = desc->log_user;
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
-    return dtrain__world_parts(world, launch);
+    DTRAIN__TRY(dtrain__world_mark(world));
+    if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
+    const uint32_t share = launch->cores / (uint32_t)world->local_size;
+    world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
+    world->oversubscribed = (uint64_t)world->local_size * world->threads > launch->cores;
+    memset(&device, 0, sizeof device);
+    device.thread_count = world->threads;
+    device.device_index = (uint32_t)world->local_rank;
+    device.oversubscribed = world->oversubscribed;
+    device.math = desc->math;
+    device.tune = desc->tune;
+    device.memory_limit = desc->memory_limit;
+    device.allocator = desc->allocator;
+    DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    DTRAIN__TRY(dtrain__world_comm_create(world));
+    if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
+    return DTRAIN_OK;
 }
 
 /* Record how this rank ended where the other ranks see it, in the world's control page. A rank that
@@ -141,14 +128,14 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
 {
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
-    const bool met = launch->joins && world && world->link && world->link->met;
-    if (!met || !launch->here) dtrain__record_end(launch->control, rank, how, code, error);
+    const bool met = launch->joins && world && world->link;
+    if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
     dtrain__world_leave(world, launch->desc.grace_ms);
     if (!launch->here || (rank && !code)) return;
-    memcpy(launch->control->exits, world->control->exits, sizeof world->control->exits);
-    launch->control->first_failed = dtrain__load(&world->control->first_failed);
+    memcpy(launch->region.control->exits, world->control->exits, sizeof world->control->exits);
+    launch->region.control->first_failed = dtrain__load(&world->control->first_failed);
 }
 
 /* Run a rank from its start to its end, in a process or a thread of its own. */
@@ -186,33 +173,27 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
         if (launch->pids[i] > 0) kill(launch->pids[i], number);
 }
 
-/* Record what waitpid said about one rank. A rank that returned has left its own, better record. */
-static void dtrain__reaped(dtrain__launch *launch, int index, int status)
-{
-    const int rank = launch->place.rank + index;
-    const uint32_t known = dtrain__load(&launch->control->exits[rank].how);
-    launch->pids[index] = 0;
-    launch->live--;
-    if (WIFSIGNALED(status)) {
-        const bool ours = WTERMSIG(status) == SIGKILL && launch->kill_ns == 1;
-        if (known == DTRAIN__RETURNED || known == DTRAIN__UNSTARTED) return;
-        dtrain__record_end(launch->control, rank, ours ? DTRAIN__STOPPED : DTRAIN__SIGNALED,
-                           WTERMSIG(status), "");
-    } else if (known == DTRAIN__RUNNING) { /* exit() inside of rank_main */
-        const int code = WEXITSTATUS(status);
-        dtrain__record_end(launch->control, rank, code ? DTRAIN__RETURNED : DTRAIN__LEFT, code, "");
-    }
-}
-
+/* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
+ * record. */
 static void dtrain__reap(dtrain__launch *launch)
 {
-    for (uint32_t i = 0; i < launch->desc.rank_count; i++) {
+    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+        const int rank = launch->place.rank + i;
         int status = 0;
         if (launch->pids[i] <= 0) continue;
         const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
-        if (pid == launch->pids[i]) dtrain__reaped(launch, (int)i, status);
-        else if (pid < 0 && errno == ECHILD) /* another thread of the host has reaped it */
-            dtrain__reaped(launch, (int)i, 0);
+        if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
+        if (pid < 0) status = 0; /* another thread of the host has reaped it */
+        const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
+        const bool killed = WIFSIGNALED(status);
+        int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
+        dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
+        if (killed) how = DTRAIN__SIGNALED;
+        if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
+        launch->pids[i] = 0;
+        launch->live--;
+        if (known == DTRAIN__RUNNING || (killed && known == DTRAIN__LEFT))
+            dtrain__record_end(launch->region.control, rank, how, value, "");
     }
 }
 
@@ -242,7 +223,7 @@ static void dtrain__watch(dtrain__launch *launch)
         if (number > 0 && number != SIGCHLD)
             dtrain__forward(launch, number, what.si_code > 0 && number != SIGHUP);
         const uint64_t now = dtrain__now_ns();
-        if (!launch->kill_ns && dtrain__load(&launch->control->first_failed))
+        if (!launch->kill_ns && dtrain__load(&launch->region.control->first_failed))
             launch->kill_ns = now + (uint64_t)launch->desc.grace_ms * 1000000u;
         if (launch->kill_ns && now >= launch->kill_ns) {
             launch->kill_ns = 1; /* stays in the past, and says that the grace is over */
@@ -265,32 +246,23 @@ static void dtrain__child(dtrain__launch *launch, int index)
     _exit(dtrain__exit_code(code));
 }
 
-static dtrain_result dtrain__fork_failed(dtrain__launch *launch, int index, int error)
-{
-    struct rlimit limit;
-    launch->kill_ns = 1;
-    dtrain__signal_ranks(launch, SIGKILL);
-    dtrain__watch(launch);
-    if (getrlimit(RLIMIT_NPROC, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) limit.rlim_cur = 0;
-    return dtrain_fail(
-        DTRAIN_ERROR_SYSTEM,
-        "dtrain_launch: rank %d of %u could not be forked: %s (process limit, ulimit "
-        "-u: %llu, 0 = none; also look at memory and the container's pids limit)",
-        launch->place.rank + index, (uint32_t)launch->place.size, strerror(error),
-        (unsigned long long)limit.rlim_cur);
-}
-
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
-    for (int i = 0; i < (int)launch->desc.rank_count; i++) {
+    int i = 0, error = 0;
+    for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
         if (pid == 0) dtrain__child(launch, i);
-        if (pid < 0) return dtrain__fork_failed(launch, i, errno);
-        launch->pids[i] = pid;
-        launch->live++;
+        if (pid < 0) error = errno;
+        launch->pids[i] = pid > 0 ? pid : 0;
+        launch->live += pid > 0;
     }
+    if (error) launch->kill_ns = 1;
     dtrain__watch(launch);
-    return DTRAIN_OK;
+    if (!error) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_launch: rank %d of %d could not be forked: %s; look at the process "
+                       "limit (ulimit -u), at memory and at the container's pids limit",
+                       launch->place.rank + i, launch->place.size, strerror(error));
 }
 
 /* A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is put in
@@ -366,35 +338,6 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
 
 /* ---- dtrain_launch ----------------------------------------------------------------------------*/
 
-/* Settle who starts the ranks: this call, another launcher, or this call on its node. */
-static dtrain_result dtrain__settle(dtrain__launch *launch)
-{
-    const dtrain__environment env = {dtrain__getenv, NULL};
-    dtrain_launch_desc *desc = &launch->desc;
-    dtrain__placement *place = &launch->place;
-    DTRAIN__TRY(dtrain__recognise(&env, place));
-    if (!place->family) {
-        if (!desc->rank_count) desc->rank_count = desc->default_rank_count;
-        if (!desc->rank_count) desc->rank_count = 1;
-        place->size = (int)desc->rank_count;
-        return DTRAIN_OK;
-    }
-    if (desc->rank_count && (int)desc->rank_count != place->size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
-                           "%d ranks; set rank_count to 0 or to the launcher's number",
-                           desc->rank_count, place->family, place->size);
-    launch->joins = place->forks != place->size;
-    launch->here = launch->joins && !place->forks;
-    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
-                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
-                           place->family, place->size);
-    desc->rank_count = place->forks ? (uint32_t)place->forks : 1;
-    return DTRAIN_OK;
-}
-
 /* Check the desc of emulated links. Ranges are not tested as x <= 0, because NaN must not pass. */
 static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
 {
@@ -403,43 +346,50 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
     const double gigabits = asked->gigabits_per_second, latency = asked->latency_us;
     const bool any = gigabits > 0 || gigabits < 0 || latency > 0 || latency < 0;
     if (!asked->node_ranks && !any) return DTRAIN_OK;
-    if (!asked->node_ranks || (uint32_t)launch->place.size % asked->node_ranks != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.node_ranks is %u, expected a divisor of the "
-                           "%d ranks; 1 makes every rank a node",
-                           asked->node_ranks, launch->place.size);
-    if (!(gigabits > 0 && gigabits <= 1e6))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.gigabits_per_second is %g, expected more than "
-                           "0 and at most 1e6; 10 is a link of 10 Gb/s",
-                           gigabits);
-    if (!(latency >= 0 && latency <= 1e9))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: emulation.latency_us is %g, expected 0 to 1e9; a "
-                           "datacenter network has 5 to 50",
-                           latency);
-    return dtrain__world_comm_check(desc);
+    if (asked->node_ranks && (uint32_t)launch->place.size % asked->node_ranks == 0 &&
+        gigabits > 0 && gigabits <= 1e6 && latency >= 0 && latency <= 1e9)
+        return dtrain__world_comm_check(desc);
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: emulation.node_ranks is %u, emulation.gigabits_per_second %g, "
+        "emulation.latency_us %g; expected a divisor of the %d ranks (1 makes every rank a node), "
+        "more than 0 and at most 1e6, and 0 to 1e9",
+        asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
+/* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
+ * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
+    dtrain__placement *place = &launch->place;
     if (given) *desc = *given;
-    if (desc->rank_count > DTRAIN_MAX_RANKS || desc->default_rank_count > DTRAIN_MAX_RANKS)
+    uint32_t most = desc->rank_count;
+    if (!desc->rank_count || desc->default_rank_count > DTRAIN_MAX_RANKS)
+        most = desc->default_rank_count;
+    if (most > DTRAIN_MAX_RANKS || desc->mode > DTRAIN_LAUNCH_THREADS ||
+        desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
         return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT, "dtrain_launch: rank_count is %u, at most %d are possible",
-            desc->rank_count ? desc->rank_count : desc->default_rank_count, DTRAIN_MAX_RANKS);
-    if (desc->mode > DTRAIN_LAUNCH_THREADS)
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_launch: rank_count is %u (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %u (0 to "
+            "4096)",
+            most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, desc->threads_per_rank);
+    DTRAIN__TRY(dtrain__recognise(getenv, place));
+    if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: mode is %u, expected 0 (processes) or "
-                           "1 (threads)",
-                           desc->mode);
-    if (desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_launch: log_level is %u (0 to 4 expected), "
-                           "threads_per_rank %u (0 to 4096 expected)",
-                           desc->log_level, desc->threads_per_rank);
-    DTRAIN__TRY(dtrain__settle(launch));
+                           "dtrain_launch: rank_count is %u, and the environment (%s) announces "
+                           "%d ranks; set rank_count to 0 or to the launcher's number",
+                           desc->rank_count, place->family, place->size);
+    launch->joins = place->family && place->forks != place->size;
+    launch->here = launch->joins && !place->forks;
+    if (launch->joins && desc->mode == DTRAIN_LAUNCH_THREADS)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_launch: mode is DTRAIN_LAUNCH_THREADS, and the environment (%s) "
+                           "announces %d ranks in processes; use DTRAIN_LAUNCH_PROCESSES",
+                           place->family, place->size);
+    if (!place->family) place->size = most ? (int)most : 1;
+    desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
@@ -452,11 +402,12 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 /* Turn the exit records of all ranks into one result, one sentence and the info. */
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
-    dtrain__control *control = launch->control;
+    dtrain__control *control = launch->region.control;
     const int first = (int)dtrain__load(&control->first_failed) - 1;
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
+    info->exit_code = 0;
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
@@ -477,30 +428,6 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
                        info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
                        end->error);
-}
-
-static dtrain_result dtrain__launch_all(dtrain__launch *launch, dtrain_launch_info *info)
-{
-    dtrain_result result = DTRAIN_OK;
-    DTRAIN__TRY(launch->joins
-                    ? dtrain__map_page(&launch->region)
-                    : dtrain__map_region(launch->desc.reserve_bytes, launch->desc.rank_count, NULL,
-                                         -1, &launch->region));
-    launch->control = launch->region.control;
-    info->rank_count = (uint32_t)launch->place.size;
-    if (launch->here) (void)dtrain__rank_run(launch, 0);
-    else if (launch->launcher) result = dtrain__launch_processes(launch);
-    else result = dtrain__launch_threads(launch);
-    info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch->start_ns);
-    if (result == DTRAIN_OK) {
-        info->exit_code = 0;
-        result = dtrain__conclude(launch, info);
-    }
-    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
-        result =
-            dtrain_fail(launch->joined, "%s", launch->control->exits[launch->place.rank].error);
-    munmap(launch->region.control, launch->region.bytes);
-    return result;
 }
 
 /* torchrun reports what stands in this file as the root cause. */
@@ -538,7 +465,22 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (result == DTRAIN_OK) result = dtrain__launch_all(&launch, info);
+    if (result == DTRAIN_OK)
+        result =
+            dtrain__map_region(launch.desc.reserve_bytes, launch.joins ? 0 : launch.desc.rank_count,
+                               NULL, -1, &launch.region);
+    if (result == DTRAIN_OK) {
+        info->rank_count = (uint32_t)launch.place.size;
+        if (launch.here) (void)dtrain__rank_run(&launch, 0);
+        else if (launch.launcher) result = dtrain__launch_processes(&launch);
+        else result = dtrain__launch_threads(&launch);
+        info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
+        if (result == DTRAIN_OK) result = dtrain__conclude(&launch, info);
+        if (launch.joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+            result = dtrain_fail(launch.joined, "%s",
+                                 launch.region.control->exits[launch.place.rank].error);
+        munmap(launch.region.control, launch.region.bytes);
+    }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
 }

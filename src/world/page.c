@@ -17,17 +17,17 @@
  * boot, and the namespaces of a container. */
 static uint64_t dtrain__host_id(void)
 {
-    static const char *const spaces[] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
-    const uint64_t none[2] = {0, 0};
-    char text[512];
+    uint64_t spaces[2] = {0, 0};
+    struct stat status;
+    char text[320];
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
     const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
     if (file >= 0) close(file);
-    for (int i = 0; i < 2; i++)
-        if (readlink(spaces[i], text + 320 + 96 * i, 95) < 0) text[320 + 96 * i] = 0;
-    return dtrain__siphash(none, text, sizeof text);
+    if (stat("/proc/self/ns/net", &status) == 0) spaces[0] = (uint64_t)status.st_ino;
+    if (stat("/proc/self/ns/pid", &status) == 0) spaces[1] = (uint64_t)status.st_ino;
+    return dtrain__siphash(spaces, text, sizeof text);
 }
 
 /* The host on which a rank is, and the emulated nodes that its desc asks for. */
@@ -47,9 +47,8 @@ static dtrain_result dtrain__agree_on_nodes(dtrain_world *world, const dtrain__h
             return dtrain__abort_with(
                 world, DTRAIN_ERROR_MISMATCH,
                 "dtrain_launch: emulation differs: rank %d asks for %u ranks a node, %g Gb/s, %g "
-                "us, rank %d for %u, %g, %g; give all ranks the same desc",
-                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank,
-                mine->node_ranks, mine->gigabits_per_second, mine->latency_us);
+                "us, rank %d does not; give all ranks the same desc",
+                i, other->node_ranks, other->gigabits_per_second, other->latency_us, world->rank);
     }
     if (!mine->node_ranks || world->node_count == 1) return DTRAIN_OK;
     return dtrain__abort_with(
@@ -85,16 +84,11 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     return DTRAIN_OK;
 }
 
-/* Where rank 0 has put the region. */
+/* Where rank 0 has put the region; bytes = 0: it could not. */
 typedef struct dtrain__offer {
-    uint64_t address, bytes, device, inode;
-    int32_t pid, file; /* file < 0: rank 0 could not make it */
+    uint64_t address, bytes, inode;
+    int32_t pid, file;
 } dtrain__offer;
-
-typedef struct dtrain__region_reply {
-    int32_t good;
-    char why[180];
-} dtrain__region_reply;
 
 /* Propose addresses far from where programs, libraries and stacks are put, and from the shadow
  * memory of sanitizers; after three of them, the kernel chooses for rank 0. */
@@ -108,21 +102,13 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
                                           dtrain__region *region, dtrain__offer *offer)
 {
     struct stat status;
-    memset(offer, 0, sizeof *offer);
     offer->file = (int)syscall(SYS_memfd_create, "dtrain", 1u /* MFD_CLOEXEC; libc may hide it */);
-    if (offer->file < 0)
+    if (offer->file < 0 || fstat(offer->file, &status) != 0)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
-    const dtrain_result result = dtrain__map_region(
-        reserve_bytes, (uint32_t)world->size, dtrain__region_hint(attempt), offer->file, region);
-    if (result != DTRAIN_OK || fstat(offer->file, &status) != 0) {
-        close(offer->file);
-        offer->file = -1;
-        return result != DTRAIN_OK ? result
-                                   : dtrain_fail(DTRAIN_ERROR_SYSTEM, "fstat: %s", strerror(errno));
-    }
+    DTRAIN__TRY(dtrain__map_region(reserve_bytes, (uint32_t)world->size,
+                                   dtrain__region_hint(attempt), offer->file, region));
     offer->address = (uint64_t)(uintptr_t)region->control;
     offer->bytes = region->bytes;
-    offer->device = (uint64_t)status.st_dev;
     offer->inode = (uint64_t)status.st_ino;
     offer->pid = (int32_t)getpid();
     return DTRAIN_OK;
@@ -135,73 +121,76 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     char path[64];
     struct stat status;
     void *const wanted = (void *)(uintptr_t)offer->address;
+    const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = open(path, O_RDWR | O_CLOEXEC);
     if (file < 0) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
-    if (fstat(file, &status) != 0 || (uint64_t)status.st_dev != offer->device ||
-        (uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
+    if (fstat(file, &status) != 0 || (uint64_t)status.st_ino != offer->inode ||
+        (uint64_t)status.st_size != offer->bytes) {
         close(file);
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     }
-    void *memory = mmap(wanted, (size_t)offer->bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_NORESERVE | MAP_FIXED_NOREPLACE, file, 0);
-    const int error = errno;
+    void *memory = dtrain__map_bytes(wanted, bytes, file);
+    const int error = memory == MAP_FAILED ? errno : EEXIST;
     close(file);
-    if (memory != MAP_FAILED && memory != wanted) munmap(memory, (size_t)offer->bytes);
+    if (memory != MAP_FAILED && memory != wanted) munmap(memory, bytes);
     if (memory != wanted)
-        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%llu bytes at %p are not free here: %s",
-                           (unsigned long long)offer->bytes, wanted,
-                           memory == MAP_FAILED ? strerror(error) : "other memory is there");
-    dtrain__no_dump(memory, (size_t)offer->bytes);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "%zu bytes at %p are not free here: %s", bytes,
+                           wanted, strerror(error));
     region->control = (dtrain__control *)memory;
-    region->bytes = (size_t)offer->bytes;
+    region->bytes = bytes;
     return DTRAIN_OK;
 }
 
-/* Make one attempt, all ranks together; *good says whether every rank has mapped the region. An
- * error is the failure of an all-gather itself. */
+/* Make one attempt, all ranks together: rank 0 offers, the others accept, and all hear what went
+ * wrong, "" for nothing. An error is the failure of an all-gather itself. */
 static dtrain_result dtrain__try_region(dtrain_world *world, size_t reserve_bytes, int attempt,
-                                        dtrain__region *region, bool *good)
+                                        dtrain__region *region)
 {
     dtrain__offer offer, offers[DTRAIN_MAX_RANKS];
-    dtrain__region_reply mine, replies[DTRAIN_MAX_RANKS];
+    char why[sizeof world->no_region] = "", whys[DTRAIN_MAX_RANKS][sizeof why];
     dtrain_result result = DTRAIN_OK;
     memset(&offer, 0, sizeof offer);
-    memset(&mine, 0, sizeof mine);
-    memset(region, 0, sizeof *region);
     offer.file = -1;
     if (world->rank == 0)
         result = dtrain__offer_region(world, reserve_bytes, attempt, region, &offer);
     dtrain_result gathered = dtrain_world_all_gather(world, &offer, sizeof offer, offers);
     if (gathered == DTRAIN_OK) {
-        if (world->rank && offers[0].file >= 0) result = dtrain__accept_region(&offers[0], region);
-        mine.good = result == DTRAIN_OK && offers[0].file >= 0;
+        if (world->rank && offers[0].bytes) result = dtrain__accept_region(&offers[0], region);
         if (result != DTRAIN_OK)
-            snprintf(mine.why, sizeof mine.why, "%.179s", dtrain__bare(dtrain_last_error()));
-        gathered = dtrain_world_all_gather(world, &mine, sizeof mine, replies);
+            snprintf(why, sizeof why, "rank %d: %.160s", world->rank,
+                     dtrain__bare(dtrain_last_error()));
+        gathered = dtrain_world_all_gather(world, why, sizeof why, whys);
     }
     if (offer.file >= 0) close(offer.file);
-    *good = gathered == DTRAIN_OK;
-    for (int i = world->size - 1; i >= 0 && gathered == DTRAIN_OK; i--) {
-        if (replies[i].good) continue;
-        *good = false;
-        replies[i].why[sizeof replies[i].why - 1] = 0;
-        if (replies[i].why[0])
-            snprintf(world->no_region, sizeof world->no_region, "rank %d: %s", i, replies[i].why);
-    }
-    if (!*good && region->control) munmap(region->control, region->bytes);
+    world->no_region[0] = 0;
+    for (int i = 0; i < world->size && gathered == DTRAIN_OK && !world->no_region[0]; i++)
+        memcpy(world->no_region, whys[i], sizeof why);
+    if ((gathered == DTRAIN_OK && !world->no_region[0]) || !region->control) return gathered;
+    munmap(region->control, region->bytes);
     return gathered;
 }
 
-/* Move from a control page of this rank's own to the shared one. Where no address is free in every
- * rank, they go on without shared memory, as on several hosts. */
-static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_bytes)
+/* Do all that makes a rank of another launcher a rank like any other: meet, find out who is on this
+ * host, and there move from a control page of this rank's own to a shared one. Where no address is
+ * free in every rank, they go on without shared memory, as on several hosts. */
+DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
+                                                 const dtrain__placement *place,
+                                                 size_t reserve_bytes)
 {
-    bool good = false;
-    for (int attempt = 0; attempt < 6 && !good; attempt++) {
+    DTRAIN__TRY(dtrain__map_region(0, 0, NULL, -1, &world->page));
+    world->control = world->page.control;
+    DTRAIN__TRY(dtrain__link_create(world));
+    const dtrain_result met = dtrain__meet(world, place);
+    if (met != DTRAIN_OK) dtrain__link_destroy(world); /* no other rank knows this one */
+    DTRAIN__TRY(met);
+    DTRAIN__TRY(dtrain__find_hosts(world, place));
+    for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
+         attempt++) {
         dtrain__region region;
-        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region, &good));
-        if (!good) continue;
+        memset(&region, 0, sizeof region);
+        DTRAIN__TRY(dtrain__try_region(world, reserve_bytes, attempt, &region));
+        if (world->no_region[0]) continue;
         munmap(world->page.control, world->page.bytes);
         world->page = region;
         world->control = region.control;
@@ -209,18 +198,4 @@ static dtrain_result dtrain__share_region(dtrain_world *world, size_t reserve_by
         world->link->shared = true;
     }
     return DTRAIN_OK;
-}
-
-/* Do all that makes a rank of another launcher a rank like any other. */
-DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
-                                                 const dtrain__placement *place,
-                                                 size_t reserve_bytes)
-{
-    DTRAIN__TRY(dtrain__map_page(&world->page));
-    world->control = world->page.control;
-    DTRAIN__TRY(dtrain__link_create(world));
-    DTRAIN__TRY(dtrain__meet(world, place));
-    world->link->met = true;
-    DTRAIN__TRY(dtrain__find_hosts(world, place));
-    return world->node_count == 1 ? dtrain__share_region(world, reserve_bytes) : DTRAIN_OK;
 }

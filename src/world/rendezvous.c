@@ -1,21 +1,22 @@
 /* The rendezvous: how ranks of a launcher meet
  *
- *     rank r                                          rank 0, listening
- *     HELLO: protocol, version, layout, rank,   ->
+ *     rank r                                           rank 0, listening
+ *     hello: magic, version, layout, rank,       ->
  *            size, pid, host, proof
- *                                               <-    WELCOME: a hash of the proof, at once
- *                                               <-    BEGIN when all ranks are there, or REFUSED
- *                                                     with the sentence that ends the run
+ *                                                <-    reply: wait, at once
+ *                                                <-    reply: how the rendezvous went, with a
+ *                                                      sentence when it failed
  *
- * The proof is the hash of the hello under the key of the run (DTRAIN_JOB_KEY, else what the
- * launcher calls the run), and the hash in the WELCOME is one that only the same key can make; so
- * both ends know that they belong together, and the key itself is not sent.
+ * A proof is a hash under the key of the run (DTRAIN_JOB_KEY, else what the launcher calls the
+ * run): that of a hello over its other fields, that of a reply over its other fields and the proof
+ * of the hello that it answers. So both ends know that they belong together, and the key itself is
+ * not sent.
  *
  * This is defended against:
  * - Strangers: a port scanner, a web browser, a rank of another run, another user who does not know
  *   the key. They are turned away, and the run goes on waiting: a stranger must not end it.
- * - Slow or silent strangers: rank 0 waits for nobody. It reads from up to 64 pending connections
- *   at a time, each has ten seconds to send its hello, and a hello has a fixed size.
+ * - Slow or silent strangers: rank 0 waits for nobody. It reads from 64 pending connections at a
+ *   time, and a further one takes the place of the oldest.
  * - Mistakes: ranks that know the key and contradict each other (world size, version of dtrain, the
  *   same rank twice) end the run on all ranks, with both values in the sentence.
  *
@@ -32,70 +33,80 @@
 #include "world/world.h"
 #include "world/world_internal.h"
 
-#define DTRAIN__PROTOCOL 2u
-#define DTRAIN__PENDING_MOST 64        /* further ones wait in the kernel's backlog */
-#define DTRAIN__HELLO_NS 10000000000u  /* from connect to the hello, or to the WELCOME */
-#define DTRAIN__REFUSAL_NS 3000000000u /* after a failure, for ranks that have yet to come */
-#define DTRAIN__RENDEZVOUS_MS 300000u  /* and not more than timeout_ms */
+#define DTRAIN__HELLO_MAGIC 0x334b5444u /* "DTK3": the third protocol */
+#define DTRAIN__PENDING_MOST 64u
+#define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
+#define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
+#define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
+#define DTRAIN__RENDEZVOUS_MS 300000u   /* and not more than timeout_ms */
+#define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
 
-/* The fixed hello of a rank, the data of its first frame. */
 typedef struct dtrain__hello {
-    uint64_t proof; /* the hash of what follows */
+    uint32_t magic;
+    int32_t rank, size, pid;
     uint64_t layout;
-    int32_t rank, size, pid, unused;
     char version[24], host[72];
+    uint64_t proof;
 } dtrain__hello;
+
+typedef struct dtrain__reply {
+    int32_t result, unused; /* dtrain_result, or REPLY_WAIT */
+    char why[400];
+    uint64_t proof;
+} dtrain__reply;
+
+/* A connection that rank 0 has accepted and that has not sent its whole hello. */
+typedef struct dtrain__pending {
+    int socket; /* -1: none */
+    size_t got;
+    dtrain__hello hello;
+} dtrain__pending;
 
 typedef struct dtrain__rendezvous {
     dtrain_world *world;
     const dtrain__placement *place;
     uint64_t start_ns, deadline_ns, logged_ns;
-    int listener;
-    dtrain__connection *pending; /* (PENDING_MOST) accepted, the hello has not come yet */
-    int joined;                  /* ranks that are here, without rank 0 */
-    int informed;                /* ranks that have been sent the failure */
-    int strangers;
-    char problem[200]; /* rank 0: the last stranger; other ranks: why the last try failed */
     dtrain_result result;
-    char why[400];
+    char why[400];      /* the sentence of result */
+    char problem[200];  /* rank 0: the last stranger; other ranks: why the last try failed */
+    bool stranger;      /* other ranks: what answered was rank 0 of another run */
+    int listener, came; /* rank 0: ranks that joined or were refused */
+    dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
+    uint32_t accepted;
+    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the hello of each rank that has joined */
 } dtrain__rendezvous;
 
-static uint64_t dtrain__hello_proof(const dtrain__placement *place, const dtrain__hello *hello)
+/* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
+ * the proof that a reply answers, 0 for a hello. */
+static uint64_t dtrain__proof(const dtrain__rendezvous *r, uint64_t challenge, const void *message,
+                              size_t bytes)
 {
-    dtrain__hello rest = *hello;
-    rest.proof = 0;
-    return dtrain__siphash(place->key, &rest, sizeof rest);
-}
-
-static uint64_t dtrain__welcome_proof(const dtrain__placement *place, const dtrain__hello *hello)
-{
-    return dtrain__siphash(place->key, &hello->proof, sizeof hello->proof);
-}
-
-/* Hash the sizes that must be equal for ranks to share memory and frames. */
-static uint64_t dtrain__struct_layout(void)
-{
-    const uint64_t none[2] = {0, 0};
-    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
-                               sizeof(dtrain__hello), sizeof(void *)};
-    return dtrain__siphash(none, sizes, sizeof sizes);
+    const uint64_t *key = r->place->key;
+    const uint64_t chain[2] = {dtrain__siphash(key, &challenge, sizeof challenge), key[1]};
+    return dtrain__siphash(chain, message, bytes - sizeof(uint64_t));
 }
 
 static dtrain__hello dtrain__hello_make(const dtrain__rendezvous *r)
 {
+    /* these must be equal for ranks to share memory and frames */
+    const uint64_t none[2] = {0, 0};
+    const uint64_t sizes[4] = {sizeof(dtrain__control), sizeof(dtrain__exit_record),
+                               sizeof(dtrain__hello), sizeof(void *)};
     dtrain__hello hello;
     memset(&hello, 0, sizeof hello);
-    hello.layout = dtrain__struct_layout();
+    hello.magic = DTRAIN__HELLO_MAGIC;
     hello.rank = r->world->rank;
     hello.size = r->world->size;
     hello.pid = (int32_t)getpid();
+    hello.layout = dtrain__siphash(none, sizes, sizeof sizes);
     snprintf(hello.version, sizeof hello.version, "%s", DTRAIN_VERSION_STRING);
     if (gethostname(hello.host, sizeof hello.host - 1) != 0) hello.host[0] = 0;
-    hello.proof = dtrain__hello_proof(r->place, &hello);
+    hello.proof = dtrain__proof(r, 0, &hello, sizeof hello);
     return hello;
 }
 
-/* The first failure stands. */
+/* Record how the rendezvous failed; the first failure stands. Ranks that have yet to come are given
+ * a little time to come and be told. */
 DTRAIN__PRINTF(3, 4)
 static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code,
                                        const char *format, ...)
@@ -105,108 +116,36 @@ static dtrain_result dtrain__meet_fail(dtrain__rendezvous *r, dtrain_result code
     va_start(args, format);
     vsnprintf(r->why, sizeof r->why, format, args);
     va_end(args);
+    const uint64_t end_ns = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
+    if (end_ns < r->deadline_ns) r->deadline_ns = end_ns;
     return r->result = code;
-}
-
-/* ---- Sockets ----------------------------------------------------------------------------------*/
-
-static void dtrain__name_address(const struct sockaddr *address, socklen_t length, char *text,
-                                 size_t room)
-{
-    char host[64], port[16];
-    if (getnameinfo(address, length, host, sizeof host, port, sizeof port,
-                    NI_NUMERICHOST | NI_NUMERICSERV) != 0)
-        snprintf(text, room, "an unknown address");
-    else snprintf(text, room, "%s port %s", host, port);
 }
 
 /* Send small frames at once, and notice within some 30 s that a host has gone: by keepalive (10 s
  * of silence, then 4 probes 5 s apart) or by data that nobody acknowledges. */
 static void dtrain__socket_tune(int socket)
 {
-    const int on = 1, idle_s = 10, between_s = 5, probes = 4, unanswered_ms = 30000;
-    setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    static const int options[][2] = {{TCP_NODELAY, 1},
+                                     {TCP_KEEPIDLE, 10},
+                                     {TCP_KEEPINTVL, 5},
+                                     {TCP_KEEPCNT, 4},
+                                     {TCP_USER_TIMEOUT, 30000}};
+    const int on = 1;
+    fcntl(socket, F_SETFD, FD_CLOEXEC);
+    fcntl(socket, F_SETFL, O_NONBLOCK);
     setsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
-    setsockopt(socket, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-    setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &unanswered_ms, sizeof unanswered_ms);
-}
-
-/* Resolve the name of rank 0's host; NULL, and r->problem says why. "[::1]" is "::1". */
-static struct addrinfo *dtrain__resolve(dtrain__rendezvous *r)
-{
-    struct addrinfo wanted, *found = NULL;
-    char host[sizeof r->place->address], port[16];
-    const char *from = r->place->address;
-    const size_t length = strlen(from);
-    const bool bracketed = length > 2 && from[0] == '[' && from[length - 1] == ']';
-    snprintf(host, sizeof host, "%.*s", (int)(bracketed ? length - 2 : length), from + bracketed);
-    snprintf(port, sizeof port, "%u", r->place->port);
-    memset(&wanted, 0, sizeof wanted);
-    wanted.ai_socktype = SOCK_STREAM;
-    wanted.ai_flags = AI_NUMERICSERV;
-    const int error = getaddrinfo(host, port, &wanted, &found);
-    if (!error) return found;
-    snprintf(r->problem, sizeof r->problem, "the name cannot be resolved: %s", gai_strerror(error));
-    return NULL;
-}
-
-/* Sleep, but not beyond the deadline; false when it has passed. */
-static bool dtrain__meet_nap(const dtrain__rendezvous *r, int ms)
-{
-    const uint64_t now = dtrain__now_ns();
-    if (now >= r->deadline_ns) return false;
-    const uint64_t left = (r->deadline_ns - now) / 1000000u + 1;
-    (void)poll(NULL, 0, left < (uint64_t)ms ? (int)left : ms);
-    return true;
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        setsockopt(socket, IPPROTO_TCP, options[i][0], &options[i][1], sizeof options[i][1]);
 }
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Listen at one address. True when that decides it, by success or by a failure of the run; false
- * when another address should be tried. */
-static bool dtrain__listen_at(dtrain__rendezvous *r, const struct sockaddr *address,
-                              socklen_t length)
+/* Listen at all addresses of this host, of both families where there are two; when rank 0's address
+ * is that of the loopback, which only this host can call, at that one alone. */
+static dtrain_result dtrain__listen(dtrain__rendezvous *r)
 {
+    const char *host = r->place->address;
     const int on = 1, off = 0;
-    char name[96];
-    const int listener = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (listener < 0) return false;
-    dtrain__name_address(address, length, name, sizeof name);
-    setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (address->sa_family == AF_INET6) /* :: answers for IPv4 too */
-        setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    if (bind(listener, address, length) == 0 && listen(listener, SOMAXCONN) == 0) {
-        r->listener = listener;
-        return true;
-    }
-    const int error = errno;
-    close(listener);
-    if (error == EADDRNOTAVAIL) return false;
-    dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM,
-                      "rank 0 cannot listen at %s: %s; is another run there? Set DTRAIN_PORT, the "
-                      "same on all ranks, to a free port",
-                      name, strerror(error));
-    return true;
-}
-
-/* Find names that lead to a loopback address: many systems give one to their own host name, and
- * other hosts cannot call it. */
-static bool dtrain__is_alias(const char *host, const struct sockaddr *address)
-{
-    const struct sockaddr_in *four = (const struct sockaddr_in *)(const void *)address;
-    const struct sockaddr_in6 *six = (const struct sockaddr_in6 *)(const void *)address;
-    char number[sizeof(struct in6_addr)];
-    const bool loopback = address->sa_family == AF_INET ? ntohl(four->sin_addr.s_addr) >> 24 == 127
-                                                        : IN6_IS_ADDR_LOOPBACK(&six->sin6_addr);
-    return loopback && strcmp(host, "localhost") != 0 && host[0] != '[' &&
-           inet_pton(AF_INET, host, number) != 1 && inet_pton(AF_INET6, host, number) != 1;
-}
-
-/* Listen at all addresses of this host, of both families where there are two. */
-static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
-{
     struct sockaddr_in6 six;
     struct sockaddr_in four;
     memset(&six, 0, sizeof six);
@@ -214,385 +153,306 @@ static bool dtrain__listen_everywhere(dtrain__rendezvous *r)
     six.sin6_family = AF_INET6;
     four.sin_family = AF_INET;
     six.sin6_port = four.sin_port = htons((uint16_t)r->place->port);
-    dtrain_log(r->world, DTRAIN_LOG_INFO,
-               "%s leads to no address of this host that others can call: rank 0 listens at all",
-               r->place->address);
-    return dtrain__listen_at(r, (const struct sockaddr *)(const void *)&six, sizeof six) ||
-           dtrain__listen_at(r, (const struct sockaddr *)(const void *)&four, sizeof four);
+    if (strcmp(host, "::1") == 0) six.sin6_addr = in6addr_loopback;
+    if (strcmp(host, "localhost") == 0) host = "127.0.0.1";
+    const bool loopback = strncmp(host, "127.", 4) == 0;
+    if (loopback) inet_pton(AF_INET, host, &four.sin_addr);
+    const int type = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
+    r->listener = loopback ? -1 : socket(AF_INET6, type, 0);
+    const bool both = r->listener >= 0;
+    if (!both) r->listener = socket(AF_INET, type, 0);
+    if (both) setsockopt(r->listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+    const struct sockaddr *address = (const struct sockaddr *)(both ? (void *)&six : (void *)&four);
+    if (r->listener >= 0 &&
+        setsockopt(r->listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+        bind(r->listener, address, both ? sizeof six : sizeof four) == 0 &&
+        listen(r->listener, SOMAXCONN) == 0)
+        return DTRAIN_OK;
+    const int error = errno;
+    dtrain__socket_close(&r->listener);
+    return dtrain__meet_fail(
+        r, DTRAIN_ERROR_SYSTEM,
+        "rank 0 cannot listen at %s port %u: %s; is another run there? Set DTRAIN_PORT, the same "
+        "on all ranks, to a free port",
+        host, r->place->port, strerror(error));
 }
 
-/* Listen at the address that the others will call, so that no other one is opened. */
-static dtrain_result dtrain__listen(dtrain__rendezvous *r)
+/* Answer the hello that had this proof. A reply fits in the kernel's buffer; if the connection is
+ * broken, its next receive says so. */
+static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
+                             int result, const char *why)
 {
-    struct addrinfo *found = dtrain__resolve(r);
-    while (!found && dtrain__meet_nap(r, 500)) found = dtrain__resolve(r);
-    if (!found)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "rank 0's address %s: %s",
-                                 r->place->address, r->problem);
-    bool done = false;
-    for (const struct addrinfo *at = found; at && !done; at = at->ai_next)
-        if (!dtrain__is_alias(r->place->address, at->ai_addr))
-            done = dtrain__listen_at(r, at->ai_addr, at->ai_addrlen);
-    freeaddrinfo(found);
-    if (!done && !dtrain__listen_everywhere(r))
-        dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM, "rank 0 has no socket: %s", strerror(errno));
-    return r->result;
+    dtrain__reply reply;
+    memset(&reply, 0, sizeof reply);
+    reply.result = result;
+    snprintf(reply.why, sizeof reply.why, "%s", why);
+    reply.proof = dtrain__proof(r, challenge, &reply, sizeof reply);
+    (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
 }
 
-/* Close the connection of a stranger and remember it for the sentence of a timeout. */
-static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__connection *end, const char *why)
+/* Close the connection of a stranger and remember it for the sentence about missing ranks. */
+static void dtrain__turn_away(dtrain__rendezvous *r, dtrain__pending *pending, const char *why)
 {
-    snprintf(r->problem, sizeof r->problem, "%s %s", end->name, why);
-    if (r->strangers++ == 0)
-        dtrain_log(
-            r->world, DTRAIN_LOG_WARNING,
-            "rendezvous: a connection from %s was turned away (only the first one is logged)",
-            r->problem);
-    dtrain__connection_close(end);
-}
-
-/* Tell a rank the sentence that ends the run. Nothing that the rank has sent is unread, so closing
- * does not reset the connection, and the sentence arrives. */
-static void dtrain__refuse(dtrain__rendezvous *r, dtrain__connection *end)
-{
-    dtrain__frame_send(end, DTRAIN__FRAME_REFUSED, 0, r->result, 0, r->why, strlen(r->why));
-    dtrain__connection_close(end);
-    r->informed++;
+    struct sockaddr_storage address;
+    struct sockaddr *from = (struct sockaddr *)(void *)&address;
+    socklen_t length = sizeof address;
+    char host[64] = "an unknown address", port[16] = "";
+    if (getpeername(pending->socket, from, &length) == 0)
+        (void)getnameinfo(from, length, host, sizeof host, port, sizeof port,
+                          NI_NUMERICHOST | NI_NUMERICSERV);
+    snprintf(r->problem, sizeof r->problem, "%s port %s %s", host, port, why);
+    dtrain__socket_close(&pending->socket);
 }
 
 /* Check that a rank of this run fits in. */
-static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__connection *end,
-                                         const dtrain__hello *hello)
+static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__hello *hello)
 {
-    const dtrain__connection *seats = r->world->link->ends;
-    const int size = r->world->size;
-    if (strcmp(hello->version, DTRAIN_VERSION_STRING) != 0 ||
-        hello->layout != dtrain__struct_layout())
+    const dtrain__hello own = dtrain__hello_make(r);
+    const int rank = hello->rank;
+    if (strcmp(hello->version, own.version) != 0 || hello->layout != own.layout)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) was built with another dtrain, version %s; "
                                  "rank 0 has %s: start the same program on all ranks",
-                                 hello->rank, hello->host, hello->pid, hello->version,
-                                 DTRAIN_VERSION_STRING);
-    if (hello->size != size)
+                                 rank, hello->host, hello->pid, hello->version, own.version);
+    if (hello->size != own.size || rank < 0 || rank >= own.size)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
-                                 hello->rank, hello->host, hello->pid, hello->size, size);
-    if (hello->rank < 0 || hello->rank >= size)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
-                                 "a rank %d joins (%s, pid %d) in a world of %d", hello->rank,
-                                 hello->host, hello->pid, size);
-    if (hello->rank == 0 || seats[hello->rank].socket >= 0)
-        return dtrain__meet_fail(
-            r, DTRAIN_ERROR_MISMATCH,
-            "rank %d was started twice: as pid %d from %s and as pid %d from %s", hello->rank,
-            hello->rank ? seats[hello->rank].pid : (int32_t)getpid(),
-            hello->rank ? seats[hello->rank].name : "rank 0's host", hello->pid, end->name);
-    return DTRAIN_OK;
+                                 rank, hello->host, hello->pid, hello->size, own.size);
+    if (rank && r->world->link->ends[rank].socket < 0) return DTRAIN_OK;
+    return dtrain__meet_fail(
+        r, DTRAIN_ERROR_MISMATCH, "rank %d was started twice: as %s and as %s, pid %d", rank,
+        rank ? r->world->link->ends[rank].name : "this rank 0", hello->host, hello->pid);
 }
 
-/* Give the pending connection to its rank, if its hello is one of this run. */
-static void dtrain__admit(dtrain__rendezvous *r, dtrain__connection *end, const char *data)
+/* Read on from a pending connection. Give it to its rank when it has sent a whole hello of this
+ * run. */
+static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending)
 {
-    dtrain__hello hello;
-    memcpy(&hello, data, sizeof hello);
-    dtrain__frame_send(end, DTRAIN__FRAME_WELCOME, 0, 0, dtrain__welcome_proof(r->place, &hello),
-                       NULL, 0);
-    if (hello.proof != dtrain__hello_proof(r->place, &hello)) {
-        dtrain__turn_away(r, end,
+    dtrain__hello *hello = &pending->hello;
+    const ssize_t got =
+        recv(pending->socket, (char *)hello + pending->got, sizeof *hello - pending->got, 0);
+    if (got > 0) pending->got += (size_t)got;
+    if (pending->got >= sizeof hello->magic && hello->magic != DTRAIN__HELLO_MAGIC) {
+        dtrain__turn_away(r, pending, "does not begin as a rank does");
+        return;
+    }
+    if (got <= 0) dtrain__socket_close(&pending->socket);
+    if (pending->got < sizeof *hello) return;
+    if (hello->proof != dtrain__proof(r, 0, hello, sizeof *hello)) {
+        dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN_ERROR_MISMATCH, "");
+        dtrain__turn_away(r, pending,
                           "has another DTRAIN_JOB_KEY than rank 0 or belongs to another run");
         return;
     }
-    hello.version[sizeof hello.version - 1] = hello.host[sizeof hello.host - 1] = 0;
-    if (r->result != DTRAIN_OK || dtrain__check_hello(r, end, &hello) != DTRAIN_OK) {
-        dtrain__refuse(r, end);
+    hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
+    r->came++;
+    if (r->result != DTRAIN_OK || dtrain__check_hello(r, hello) != DTRAIN_OK) {
+        dtrain__reply_to(r, pending->socket, hello->proof, r->result, r->why);
+        dtrain__socket_close(&pending->socket);
         return;
     }
-    dtrain__connection *seat = &r->world->link->ends[hello.rank];
-    seat->socket = end->socket;
-    seat->pid = hello.pid;
-    memcpy(seat->name, end->name, sizeof seat->name);
-    end->socket = -1;
-    r->joined++;
+    dtrain__connection *end = &r->world->link->ends[hello->rank];
+    dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_WAIT, "");
+    snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
+    end->socket = pending->socket;
+    pending->socket = -1;
+    r->proofs[hello->rank] = hello->proof;
 }
 
-static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__connection *end)
-{
-    dtrain__frame frame;
-    const bool open = dtrain__frame_receive(end);
-    const int there = dtrain__frame_get(end, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_HELLO && frame.number != DTRAIN__PROTOCOL) {
-        static const char why[] =
-            "speaks another protocol: all ranks need the same version of dtrain";
-        dtrain__frame_send(end, DTRAIN__FRAME_REFUSED, 0, DTRAIN_ERROR_MISMATCH, 0, why,
-                           sizeof why - 1);
-        dtrain__turn_away(r, end, why);
-    } else if (there == 1 && frame.kind == DTRAIN__FRAME_HELLO &&
-               frame.bytes == sizeof(dtrain__hello)) {
-        dtrain__admit(r, end, end->in + sizeof frame);
-    } else if (there) {
-        dtrain__turn_away(r, end, "does not begin as a rank does");
-    } else if (!open) {
-        dtrain__connection_close(end);
-    }
-}
-
-static void dtrain__accept_pending(dtrain__rendezvous *r)
-{
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) {
-        dtrain__connection *end = &r->pending[i];
-        struct sockaddr_storage address;
-        struct sockaddr *from = (struct sockaddr *)(void *)&address;
-        socklen_t length = sizeof address;
-        if (end->socket >= 0) continue;
-        const int socket = accept(r->listener, from, &length); /* accept4 may be hidden */
-        if (socket < 0) return;
-        fcntl(socket, F_SETFD, FD_CLOEXEC);
-        fcntl(socket, F_SETFL, O_NONBLOCK);
-        end->socket = socket;
-        end->in_bytes = 0;
-        end->opened_ns = dtrain__now_ns();
-        dtrain__socket_tune(socket);
-        dtrain__name_address(from, length, end->name, sizeof end->name);
-    }
-}
-
-/* "2, 5 and 7" */
-static void dtrain__missing_ranks(const dtrain__rendezvous *r, char *text, size_t room)
-{
-    size_t used = 0;
-    int left = r->world->size - 1 - r->joined;
-    text[0] = 0;
-    for (int i = 1; i < r->world->size && used + 24 < room; i++) {
-        if (r->world->link->ends[i].socket >= 0) continue;
-        left--;
-        used += (size_t)snprintf(text + used, room - used, "%s%d",
-                                 used ? left ? ", " : " and " : "", i);
-    }
-    if (left) snprintf(text + used, room - used, " and %d more", left);
-}
-
-/* Keep the deadlines: of each pending connection and of the rendezvous. */
+/* Say now and then who is missing, and fail when the deadline has passed. */
 static void dtrain__meet_clock(dtrain__rendezvous *r)
 {
     const uint64_t now = dtrain__now_ns();
-    char missing[160];
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++)
-        if (r->pending[i].socket >= 0 && now - r->pending[i].opened_ns > DTRAIN__HELLO_NS)
-            dtrain__turn_away(r, &r->pending[i], "did not say in time what it wants");
-    if (r->result != DTRAIN_OK || (now < r->deadline_ns && now - r->logged_ns < 10000000000u))
-        return;
+    const bool late = now >= r->deadline_ns;
+    char missing[160] = "", text[sizeof r->why + 400];
+    size_t used = 0;
+    if (r->result != DTRAIN_OK || r->came == r->world->size - 1) return;
+    if (!late && now - r->logged_ns < 10000000000u) return;
     r->logged_ns = now;
-    dtrain__missing_ranks(r, missing, sizeof missing);
-    if (now < r->deadline_ns)
-        dtrain_log(r->world, DTRAIN_LOG_INFO, "rank 0 waits at %s port %u for rank %s of %d",
-                   r->place->address, r->place->port, missing, r->world->size);
-    else
-        dtrain__meet_fail(
-            r, DTRAIN_ERROR_TIMEOUT,
-            "rank 0 waited %.1f s at %s port %u, and of %d ranks these have not come: %s%s%s",
-            1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port, r->world->size,
-            missing, r->strangers ? "; last turned away: " : "", r->strangers ? r->problem : "");
+    for (int i = 1; i < r->world->size && used + 16 < sizeof missing; i++)
+        if (r->world->link->ends[i].socket < 0)
+            used += (size_t)snprintf(missing + used, sizeof missing - used, "%s%d",
+                                     used ? ", " : "", i);
+    snprintf(text, sizeof text,
+             "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
+             1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
+             r->world->size - 1 - r->came, r->world->size, missing,
+             r->problem[0] ? "; last turned away: " : "", r->problem);
+    if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
+    else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
 
-/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say
- * before BEGIN, so its socket can only have been closed. */
+/* Hear whoever has something to say, for at most 0.1 s. A rank that has joined has nothing to say,
+ * so its socket can only have been closed. A new connection takes the place of the oldest pending
+ * one: a rank sends its hello at once, so that is a stranger. */
 static void dtrain__meet_round(dtrain__rendezvous *r)
 {
     struct pollfd polls[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
-    dtrain__connection *ends[1 + DTRAIN__PENDING_MOST + DTRAIN_MAX_RANKS];
-    const int seats = 1 + DTRAIN__PENDING_MOST, count = seats + r->world->size;
-    bool room = false;
-    for (int i = 1; i < count; i++) {
-        ends[i] = i < seats ? &r->pending[i - 1] : &r->world->link->ends[i - seats];
-        polls[i].fd = ends[i]->socket;
+    dtrain__connection *ends = r->world->link->ends;
+    const int first = 1 + (int)DTRAIN__PENDING_MOST, count = first + r->world->size;
+    for (int i = 0; i < count; i++) {
+        polls[i].fd = i >= first ? ends[i - first].socket
+                      : i        ? r->pending[i - 1].socket
+                                 : r->listener;
         polls[i].events = POLLIN;
-        if (i < seats && polls[i].fd < 0) room = true;
+        polls[i].revents = 0;
     }
-    polls[0].fd = room ? r->listener : -1;
-    polls[0].events = POLLIN;
-    const int ready = poll(polls, (nfds_t)count, 100);
-    for (int i = 1; ready > 0 && i < count; i++) {
+    (void)poll(polls, (nfds_t)count, 100);
+    for (int i = 1; i < count; i++) {
         if (!polls[i].revents) continue;
-        if (i < seats) {
-            dtrain__hear_pending(r, ends[i]);
+        if (i < first) {
+            dtrain__hear_pending(r, &r->pending[i - 1]);
             continue;
         }
         dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank %d (%s) left before all ranks had come",
-                          i - seats, ends[i]->name);
-        dtrain__connection_close(ends[i]);
-        r->informed++;
+                          i - first, ends[i - first].name);
+        dtrain__socket_close(&ends[i - first].socket);
     }
-    if (ready > 0 && polls[0].revents) dtrain__accept_pending(r);
+    const int socket = polls[0].revents ? accept(r->listener, NULL, NULL) : -1;
+    if (socket >= 0) {
+        dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
+        dtrain__socket_close(&pending->socket);
+        dtrain__socket_tune(socket);
+        pending->socket = socket;
+        pending->got = 0;
+    }
     dtrain__meet_clock(r);
 }
 
 /* Wait for all ranks and tell them how it went; after a failure, wait a little longer for those who
  * have yet to come and be told. */
-static void dtrain__meet_all(dtrain__rendezvous *r)
-{
-    const int others = r->world->size - 1;
-    while (r->result == DTRAIN_OK && r->joined < others) dtrain__meet_round(r);
-    for (int i = 1; i <= others; i++) {
-        dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket < 0) continue;
-        if (r->result != DTRAIN_OK) dtrain__refuse(r, end);
-        else dtrain__frame_send(end, DTRAIN__FRAME_BEGIN, 0, 0, 0, NULL, 0);
-    }
-    const uint64_t most = dtrain__now_ns() + DTRAIN__REFUSAL_NS;
-    const uint64_t end_ns = most < r->deadline_ns ? most : r->deadline_ns;
-    while (r->result != DTRAIN_OK && r->informed < others && dtrain__now_ns() < end_ns)
-        dtrain__meet_round(r);
-}
-
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
-    const dtrain_allocator *allocator = &r->world->allocator;
-    r->pending = (dtrain__connection *)dtrain__alloc(allocator, DTRAIN__PENDING_MOST,
-                                                     sizeof *r->pending, "pending connections");
-    if (!r->pending)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_MEMORY, "no memory for the rendezvous");
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
-    if (dtrain__listen(r) == DTRAIN_OK) dtrain__meet_all(r);
-    for (int i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__connection_close(&r->pending[i]);
-    if (r->listener >= 0) close(r->listener);
-    dtrain__free(allocator, r->pending, DTRAIN__PENDING_MOST, sizeof *r->pending);
+    const int others = r->world->size - 1;
+    DTRAIN__TRY(dtrain__listen(r));
+    for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
+    while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
+    for (int i = 1; i <= others; i++) {
+        dtrain__connection *end = &r->world->link->ends[i];
+        if (end->socket >= 0) dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
+        if (r->result != DTRAIN_OK) dtrain__socket_close(&end->socket);
+    }
+    while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
+    for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) dtrain__socket_close(&r->pending[i].socket);
+    dtrain__socket_close(&r->listener);
     return r->result;
 }
 
 /* ---- The other ranks --------------------------------------------------------------------------*/
 
-/* Note what was wrong with the last try; it may get better until the deadline. */
+/* Note what was wrong with the last try; it may get better until the deadline. That another run has
+ * answered says more than that later nobody does. */
 DTRAIN__PRINTF(2, 3)
 static bool dtrain__try_failed(dtrain__rendezvous *r, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    vsnprintf(r->problem, sizeof r->problem, format, args);
+    if (!r->stranger) vsnprintf(r->problem, sizeof r->problem, format, args);
     va_end(args);
-    dtrain__connection_close(&r->world->link->ends[0]);
+    dtrain__socket_close(&r->world->link->ends[0].socket);
     return false;
 }
 
-/* Wait for the next frame from rank 0, at most until `until_ns`: 1 it is there; 0 none came; -1 the
- * connection was closed or what came is no frame. */
-static int dtrain__await_frame(dtrain__connection *end, uint64_t until_ns, dtrain__frame *frame)
+/* Wait for a reply, at most until `until_ns`: 1 it is there, 0 not all of it, -1 the connection was
+ * closed. */
+static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *reply)
 {
-    for (;;) {
-        const int there = dtrain__frame_get(end, frame);
+    size_t got = 0;
+    while (got < sizeof *reply) {
         const uint64_t now = dtrain__now_ns();
         struct pollfd one;
-        if (there) return there;
-        if (now >= until_ns) return 0;
-        one.fd = end->socket;
+        one.fd = socket;
         one.events = POLLIN;
-        const int ready =
-            poll(&one, 1, (int)dtrain__min((int64_t)(until_ns - now) / 1000000 + 1, 1000));
-        if (ready > 0 && !dtrain__frame_receive(end)) return -1;
+        if (now >= until_ns) return 0;
+        if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
+        const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
+        if (more <= 0) return -1;
+        got += (size_t)more;
     }
+    reply->why[sizeof reply->why - 1] = 0;
+    return 1;
 }
 
-static bool dtrain__dial(dtrain__rendezvous *r, const struct addrinfo *at, uint64_t until_ns)
-{
-    dtrain__connection *end = &r->world->link->ends[0];
-    int error = 0;
-    socklen_t length = sizeof error;
-    struct pollfd one;
-    end->in_bytes = 0;
-    dtrain__name_address(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name);
-    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
-    dtrain__socket_tune(end->socket);
-    if (connect(end->socket, at->ai_addr, at->ai_addrlen) == 0) return true;
-    if (errno != EINPROGRESS) return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
-    one.fd = end->socket;
-    one.events = POLLOUT;
-    while (poll(&one, 1, 100) <= 0)
-        if (dtrain__now_ns() >= until_ns)
-            return dtrain__try_failed(r, "%s does not answer", end->name);
-    if (getsockopt(end->socket, SOL_SOCKET, SO_ERROR, &error, &length) != 0) error = errno;
-    return error ? dtrain__try_failed(r, "%s: %s", end->name, strerror(error)) : true;
-}
-
-/* Say hello and read the WELCOME; true when rank 0 was found. *stranger: it is one of another run.
- * A REFUSED is left to await_begin, which knows what to do with it. */
-static bool dtrain__introduce(dtrain__rendezvous *r, uint64_t until_ns, bool *stranger)
+/* Call rank 0 at one of its addresses, say hello, and stay until it says how the rendezvous went.
+ * True when that settles it, false when another try makes sense. */
+static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
 {
     dtrain__connection *end = &r->world->link->ends[0];
     const dtrain__hello hello = dtrain__hello_make(r);
-    dtrain__frame frame;
-    dtrain__frame_send(end, DTRAIN__FRAME_HELLO, hello.rank, 0, DTRAIN__PROTOCOL, &hello,
-                       sizeof hello);
-    const int there = dtrain__await_frame(end, until_ns, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_REFUSED) return true;
-    if (there != 1 || frame.kind != DTRAIN__FRAME_WELCOME)
-        return dtrain__try_failed(r, "what listens at %s does not answer as rank 0 does",
-                                  end->name);
-    dtrain__frame_drop(end, &frame);
-    *stranger = frame.number != dtrain__welcome_proof(r->place, &hello);
-    if (!*stranger) return true;
-    return dtrain__try_failed(r,
-                              "what listens at %s has another DTRAIN_JOB_KEY than this rank or "
-                              "belongs to another run",
-                              end->name);
-}
-
-/* Wait for BEGIN: rank 0 knows this rank, now the others have to come. */
-static dtrain_result dtrain__await_begin(dtrain__rendezvous *r)
-{
-    dtrain__connection *end = &r->world->link->ends[0];
-    dtrain__frame frame;
-    char text[400];
+    const uint64_t now = dtrain__now_ns(), most = now + DTRAIN__ANSWER_NS;
+    const uint64_t until_ns = most < r->deadline_ns ? most : r->deadline_ns;
+    const uint64_t left_us = (until_ns - (now < until_ns ? now : until_ns)) / 1000u + 1;
+    dtrain__reply reply;
+    struct timeval left; /* connect keeps the deadline of a send */
+    left.tv_sec = (time_t)(left_us / 1000000u);
+    left.tv_usec = (suseconds_t)(left_us % 1000000u);
+    (void)getnameinfo(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name, NULL, 0,
+                      NI_NUMERICHOST);
+    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
+    setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
+    if (connect(end->socket, at->ai_addr, at->ai_addrlen) != 0)
+        return dtrain__try_failed(r, "%s: %s", end->name,
+                                  strerror(errno == EINPROGRESS ? ETIMEDOUT : errno));
+    dtrain__socket_tune(end->socket);
+    (void)!send(end->socket, &hello, sizeof hello, MSG_NOSIGNAL);
+    int there = dtrain__await_reply(end->socket, until_ns, &reply);
+    if (there != 1)
+        return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
+                                  end->name, r->place->port);
+    if (reply.proof != dtrain__proof(r, hello.proof, &reply, sizeof reply)) {
+        dtrain__try_failed(r,
+                           "what listens at %s port %u has another DTRAIN_JOB_KEY than this rank "
+                           "or belongs to another run",
+                           end->name, r->place->port);
+        r->stranger = true;
+        return false;
+    }
     const uint64_t slack = 2000000000u; /* rank 0's own deadline has the better sentence */
-    const int there = dtrain__await_frame(end, r->deadline_ns + slack, &frame);
-    if (there == 1 && frame.kind == DTRAIN__FRAME_BEGIN) {
-        dtrain__frame_drop(end, &frame);
-        return DTRAIN_OK;
-    }
-    if (there == 1 && frame.kind == DTRAIN__FRAME_REFUSED) {
-        dtrain__frame_text(&frame, end->in + sizeof frame, text, sizeof text);
-        return dtrain__meet_fail(r, frame.value ? (dtrain_result)frame.value : DTRAIN_ERROR_PEER,
-                                 "%s", text);
-    }
-    if (there)
-        return dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
-                                 end->name);
-    return dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
-                             "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
-                             1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+    if (reply.result == DTRAIN__REPLY_WAIT)
+        there = dtrain__await_reply(end->socket, r->deadline_ns + slack, &reply);
+    if (there < 0)
+        dtrain__meet_fail(r, DTRAIN_ERROR_PEER, "rank 0 (%s) left before all ranks had come",
+                          end->name);
+    else if (there == 0)
+        dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
+                          "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
+                          1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+    else if (reply.result != DTRAIN_OK)
+        dtrain__meet_fail(r, (dtrain_result)reply.result, "%s", reply.why);
+    return true;
 }
 
-/* Call rank 0 at all its addresses until it answers. It may not have started yet, and something
- * else may still be at its port: a run that just ends is given five seconds to go. */
+/* Call rank 0 at all its addresses until one call settles it. It may not have started yet, and
+ * another run may still be at its port. */
 static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
 {
-    char other_run[sizeof r->problem] = "";
-    uint64_t patience_ns = 0;
-    bool joined = false;
-    while (!joined) {
-        bool stranger = false;
-        struct addrinfo *found = dtrain__resolve(r);
-        for (const struct addrinfo *at = found; at && !joined; at = at->ai_next) {
-            const uint64_t most = dtrain__now_ns() + DTRAIN__HELLO_NS;
-            const uint64_t until = most < r->deadline_ns ? most : r->deadline_ns;
-            joined = dtrain__dial(r, at, until) && dtrain__introduce(r, until, &stranger);
-        }
+    struct addrinfo wanted;
+    char port[16];
+    snprintf(port, sizeof port, "%u", r->place->port);
+    memset(&wanted, 0, sizeof wanted);
+    wanted.ai_socktype = SOCK_STREAM;
+    wanted.ai_flags = AI_NUMERICSERV;
+    for (uint64_t now = 0;; (void)poll(NULL, 0, 50)) {
+        struct addrinfo *found = NULL;
+        bool settled = false;
+        const int error = getaddrinfo(r->place->address, port, &wanted, &found);
+        if (error) dtrain__try_failed(r, "the name cannot be resolved: %s", gai_strerror(error));
+        for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
+            settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
-        const uint64_t now = dtrain__now_ns();
-        if (joined) break;
-        if (stranger) memcpy(other_run, r->problem, sizeof other_run);
-        if (stranger && !patience_ns) patience_ns = now + 5000000000u;
-        if (stranger && now >= patience_ns)
-            return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH, "%s", other_run);
-        if (!dtrain__meet_nap(r, stranger ? 500 : 50))
-            return dtrain__meet_fail(r, patience_ns ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
-                                     "rank 0 was not found at %s port %u for %.1f s: %s",
-                                     r->place->address, r->place->port,
-                                     1e-9 * (double)(now - r->start_ns),
-                                     patience_ns ? other_run : r->problem);
+        if (settled) return r->result;
+        now = dtrain__now_ns();
+        if (now < r->deadline_ns && (!r->stranger || now < r->start_ns + DTRAIN__PATIENCE_NS))
+            continue;
+        return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
+                                 "rank 0 was not found at %s port %u for %.1f s: %s",
+                                 r->place->address, r->place->port,
+                                 1e-9 * (double)(now - r->start_ns), r->problem);
     }
-    return dtrain__await_begin(r);
 }
 
+/* Connect all ranks of a world that another launcher has started: link->ends. */
 DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__placement *place)
 {
     dtrain__rendezvous r;
@@ -600,7 +460,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
     const uint64_t most = (uint64_t)DTRAIN__RENDEZVOUS_MS * 1000000u;
     r.world = world;
     r.place = place;
-    r.listener = -1;
     r.start_ns = r.logged_ns = dtrain__now_ns();
     r.deadline_ns = r.start_ns + (world->timeout_ns < most ? world->timeout_ns : most);
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)

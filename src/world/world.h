@@ -8,8 +8,8 @@
  *     any             DTRAIN_RANK DTRAIN_WORLD_SIZE [DTRAIN_LOCAL_RANK DTRAIN_LOCAL_SIZE]
  *     torchrun, ...   RANK WORLD_SIZE [LOCAL_RANK LOCAL_WORLD_SIZE] MASTER_ADDR MASTER_PORT
  *     Open MPI        OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
- *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
  *     srun            SLURM_PROCID SLURM_STEP_NUM_TASKS ..., where SLURM_STEP_ID is set
+ *     MPICH           PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
  *     Indexed Job     JOB_COMPLETION_INDEX with WORLD_SIZE or DTRAIN_WORLD_SIZE
  *     TrainJob        PET_NNODES PET_NODE_RANK PET_NPROC_PER_NODE: started once a node,
  *                     dtrain_launch forks the ranks of this node
@@ -19,10 +19,11 @@
  * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
  * timeout_ms, and not more than five minutes.
  *
+ * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
  * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
- * own; a stranger that says nothing is dropped after ten seconds. The key itself is not sent, only
- * hashes made with it; but the traffic is not encrypted, and who can read or change it must be kept
- * away by the network.
+ * own; a stranger that says nothing holds up nobody. The key itself is not sent, only hashes made
+ * with it; but the traffic is not encrypted, and who can read or change it must be kept away by the
+ * network.
  *
  * On one host, joined ranks share memory as forked ones do. A half or contradictory setting is an
  * error. A launcher that announces one rank is no launcher: dtrain_launch forks as its desc

@@ -24,14 +24,9 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-
-#ifndef MAP_FIXED_NOREPLACE
-#define MAP_FIXED_NOREPLACE 0x100000 /* an older kernel takes the address as a hint */
-#endif
 
 typedef enum dtrain__end {
     DTRAIN__RUNNING = 0,
@@ -124,9 +119,7 @@ struct dtrain_world {
     dtrain__log_sink log;
     dtrain_device *device;
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
-    uint32_t math;
-    bool tune;
-    dtrain_comm *comm; /* all ranks */
+    dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
@@ -174,8 +167,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__abort_with(dtrain_world *world, dtrain_res
 /* world/arena.c */
 DTRAIN__PRIVATE size_t dtrain__page_bytes(void);
 DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
-DTRAIN__PRIVATE void dtrain__no_dump(void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__map_page(dtrain__region *region);
+DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file);
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region);
 DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);

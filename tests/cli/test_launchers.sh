@@ -61,7 +61,7 @@ if [ "$(id -u)" = 0 ] && have ip && ip netns add dtrain_$$_a 2>/dev/null; then
         WORLD_SIZE=3 RANK=0 ip netns exec $a timeout 60 $gpt --ranks 3 --timeout 3 >"$tmp/0.out" 2>"$tmp/0.err" & p=$!
         WORLD_SIZE=3 RANK=1 ip netns exec $b timeout 60 $gpt --ranks 3 --timeout 3 >"$tmp/1.out" 2>"$tmp/1.err" & q=$!
         # state 01 is a connection; the greeting over it takes microseconds, and cannot be seen from here
-        wait_for 10 ip netns exec $a grep -q ':73A0 [0-9A-F:]* 01 ' /proc/net/tcp
+        wait_for 10 ip netns exec $a grep -q ':73A0 [0-9A-F:]* 01 ' /proc/net/tcp /proc/net/tcp6
         sleep 1; ip -n $b link set dt$$b down
         wait $p; wait $q
         grep -q "have not come: 2" "$tmp/0.err" && grep -q "rank 0 .* waiting" "$tmp/1.err"
