@@ -17,6 +17,7 @@
  * zero under the mean, so it costs bytes but never bits. */
 
 #include "core/platform_internal.h"
+#include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 #include "device/device_internal.h"
 

@@ -2,6 +2,7 @@
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
+#include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* ---- What a step sends ------------------------------------------------------------------------*/
