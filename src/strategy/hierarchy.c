@@ -58,15 +58,16 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
 {
     dtrain_strategy_desc *desc = &strategy->desc;
     const char *const call = "dtrain_strategy_create";
-    const bool one = strategy->world->node_count == 1 && ranks > 1;
+    dtrain_world_info nodes; /* emulated ones count */
     if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
-    if (!desc->node_size && !desc->hierarchical && one)
+    dtrain_world_query(strategy->world, &nodes);
+    if (!desc->node_size && !desc->hierarchical && nodes.node_count == 1 && ranks > 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates "
                            "across nodes, but all ranks are on one; set node_size, or use "
                            "DTRAIN_STRATEGY_FULL_SHARD",
                            call);
-    if (!desc->node_size) desc->node_size = (uint32_t)strategy->world->local_size;
+    if (!desc->node_size) desc->node_size = (uint32_t)nodes.local_size;
     if (desc->node_size <= (uint32_t)ranks && (uint32_t)ranks % desc->node_size == 0)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

@@ -122,13 +122,15 @@ static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t 
 {
     const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
     desc->kind = dtrain__auto_order[i];
-    const int nodes = world->node_count, node_size = world->local_size;
+    dtrain_world_info nodes; /* emulated ones count */
+    dtrain_world_query(world, &nodes);
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
     if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind->replicas && (nodes == 1 || nodes * node_size != ranks)) return false;
-    if (kind->replicas) desc->node_size = (uint32_t)node_size;
+    if (kind->replicas && (nodes.node_count == 1 || nodes.node_count * nodes.local_size != ranks))
+        return false;
+    if (kind->replicas) desc->node_size = (uint32_t)nodes.local_size;
     return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
 }
 
@@ -179,8 +181,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain_compression_desc compression;
     dtrain__choice choice;
+    dtrain_world_info nodes;
+    dtrain_world_query(world, &nodes);
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
-        if (kind && kind->replicas && !desc.node_size) desc.node_size = (uint32_t)world->local_size;
+        if (kind && kind->replicas && !desc.node_size) desc.node_size = (uint32_t)nodes.local_size;
         DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &choice.memory));
         *bytes = choice.memory.total;
         return DTRAIN_OK;

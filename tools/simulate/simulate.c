@@ -350,7 +350,7 @@ static dtrain_result simulate(dtrain_world *world, model *m, row *r)
                            "--gpus has %ld: expected at most %ld, or whole nodes of %ld", r->gpus,
                            per_node, per_node);
     void *const first_address = device->state;
-    DTRAIN__TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes,
+    TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes,
                              sim_rank((int)r->gpus, (int)r->nodes), &comm));
     dtrain_compression_desc compression;
     dtrain_strategy_desc desc = describe(r, activations, comm, &compression);
