@@ -40,8 +40,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
         "was killed by signal",
         "could not start",
         "was killed by the launcher: it did not end in time",
-        "is gone: its connection closed without a word; it exited, crashed or was killed, or its "
-        "host is lost"};
+        "is gone: its connection closed; it exited, crashed or was killed, or its host is lost"};
     const dtrain__exit_record *end = &control->exits[rank];
     const uint32_t how = dtrain__load(&end->how);
     const int used = snprintf(text, room, "rank %d %s", rank, said[how]);
