@@ -189,6 +189,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__h
     bool common;
     *all = DTRAIN__FNV_BASIS;
     found->odd = -1;
+    found->usual = 0;
     for (size_t item = 0; item < count; item++) {
         DTRAIN__TRY(hash_of(user, item, &hash));
         if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
