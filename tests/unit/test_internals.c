@@ -201,9 +201,12 @@ static void test_straggler_counting(void)
     double compute[3];
     bool named[3] = {false, false, false};
     dtrain_trainer t;
+    dtrain_comm nobody; /* without ranks: no name is looked up */
     dtrain_step_record record;
     memset(&t, 0, sizeof t);
+    memset(&nobody, 0, sizeof nobody);
     memset(&record, 0, sizeof record);
+    t.comm = &nobody;
     t.words = words, t.compute = compute, t.named = named, t.ranks = 3, t.slow_rank = -1;
     t.rank = 1; /* warnings are rank 0's; here only the books are looked at */
     for (int step = 0; step < 60; step++) {
