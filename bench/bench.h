@@ -22,6 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "dtrain.h"
 #include "tools/flags.h"
 
 /* A function for one instruction set, with multiply-adds fused; gcc does not fuse them in -std=c99. */
@@ -311,7 +312,6 @@ static inline void *share(size_t bytes)
     exit(1);
 }
 
-#ifdef DTRAIN_H
 /* The name of the CPU's kernels, or of those for products of bf16. */
 static inline const char *bench_kernels(bool bf16)
 {
@@ -323,6 +323,4 @@ static inline const char *bench_kernels(bool bf16)
     }
     return bf16 ? info.bf16_kernels : info.kernels;
 }
-#endif
-
 #endif

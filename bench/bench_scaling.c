@@ -24,7 +24,6 @@
  * Then every number of --many ranks once, on a model so small that nothing can be said about speed: losses
  * and final parameters of all strategies have the same bits, and the losses are those of one rank with the
  * same global batch, to 1e-5. */
-#include "dtrain.h"
 #include "bench.h"
 #include "train_run.h"
 

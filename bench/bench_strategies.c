@@ -21,7 +21,6 @@
  *                arithmetic within 1e-2; and the loss has fallen, in runs of 10 steps and more
  *
  * Beside the strategies: activation checkpointing and bf16, each against plain DDP on the most ranks. */
-#include "dtrain.h"
 #include "bench.h"
 #include "train_run.h"
 

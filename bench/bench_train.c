@@ -19,7 +19,6 @@
  *                precision (--peak, in TFLOP/s, where the GPU is not in the table below)
  *   floor        tokens/s if nothing but that arithmetic ran at that rate
  *   correct      the loss starts at ln(V) and has fallen at the end of its last run */
-#include "dtrain.h"
 #include "bench.h"
 #include "train_run.h"
 
