@@ -217,12 +217,15 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vsqrt)(dtrain__v a)
     for (int i = 0; i < DTRAIN__W; i++) a[i] = sqrtf(a[i]);
     return a;
 }
-/* Halves go away from zero here: any of the two neighbours is good enough for exp. */
+/* Halves go away from zero here: any of the two neighbours is good enough for exp. C does not say
+ * which integer a NaN becomes, so it is 0. */
 DTRAIN__HELPER dtrain__vi DTRAIN__K(vround)(dtrain__v a)
 {
     const dtrain__vi sign = dtrain__vbits(a) & dtrain__viset(INT32_MIN);
     const dtrain__v half = dtrain__vfrombits(dtrain__vbits(dtrain__vset(0.5f)) | sign);
-    return __builtin_convertvector(a + half, dtrain__vi);
+    const dtrain__vi magnitude = dtrain__vbits(a) & dtrain__viset(INT32_MAX);
+    const dtrain__vi number = dtrain__viless(magnitude, dtrain__viset(0x7f800001));
+    return __builtin_convertvector(dtrain__vkeep(a + half, number), dtrain__vi);
 }
 DTRAIN__HELPER dtrain__v DTRAIN__K(vpart_load)(const float *p, int64_t n)
 {
@@ -400,7 +403,9 @@ DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
     enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
     _mm_storeu_si128((__m128i *)(void *)to, _mm256_cvtps_ph(v, nearest));
 #else
-    for (int i = 0; i < DTRAIN__W; i++) to[i] = dtrain_f32_to_f16(v[i]);
+    uint16_t half[DTRAIN__W]; /* `to` may be at an odd address */
+    for (int i = 0; i < DTRAIN__W; i++) half[i] = dtrain_f32_to_f16(v[i]);
+    memcpy(to, half, sizeof half);
 #endif
 }
 
@@ -412,8 +417,10 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(from_f16)(const uint16_t *from)
 #elif DTRAIN__ISA == 2
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)from));
 #else
+    uint16_t half[DTRAIN__W];
     dtrain__v v = {0};
-    for (int i = 0; i < DTRAIN__W; i++) v[i] = dtrain_f16_to_f32(from[i]);
+    memcpy(half, from, sizeof half);
+    for (int i = 0; i < DTRAIN__W; i++) v[i] = dtrain_f16_to_f32(half[i]);
     return v;
 #endif
 }
