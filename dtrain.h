@@ -856,7 +856,8 @@ typedef struct dtrain_comm_info {
     uint64_t operation_count; /* started */
     uint64_t payload_bytes;   /* of the buffers handed in */
     uint64_t wire_bytes;      /* this rank's share by the ring formula: all-reduce 2(n-1)/n, ... */
-    uint64_t staged_bytes;    /* copied because a buffer was not from dtrain_comm_alloc */
+    uint64_t staged_bytes;    /* of extra copies: buffers that are not from
+                                 dtrain_comm_alloc, and device memory without NCCL */
     double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */
     double flight_seconds;  /* at least one operation was under way */
     const int *world_ranks; /* (size) in the world; owned by the communicator */
@@ -4685,10 +4686,14 @@ static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__he
                                  "rank %d (%s, pid %d) was built with another dtrain, version %s; "
                                  "rank 0 has %s: start the same program on all ranks",
                                  rank, hello->host, hello->pid, hello->version, own.version);
-    if (hello->size != own.size || rank < 0 || rank >= own.size)
+    if (hello->size != own.size)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
                                  rank, hello->host, hello->pid, hello->size, own.size);
+    if (rank < 0 || rank >= own.size)
+        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                                 "a rank %d joins (%s, pid %d) in a world of %d", rank, hello->host,
+                                 hello->pid, own.size);
     if (rank && r->world->link->ends[rank].socket < 0) return DTRAIN_OK;
     return dtrain__meet_fail(
         r, DTRAIN_ERROR_MISMATCH, "rank %d was started twice: as %s and as %s, pid %d", rank,
@@ -6712,18 +6717,9 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
  * device is on its compute stream. */
 static dtrain_result dtrain__alone(const dtrain__engine *comm, const dtrain_collective *what)
 {
-    dtrain_device *device = comm->base.world->device;
     const size_t bytes = dtrain__send_bytes(what, 1);
     if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
-    const bool from_host = dtrain__on_host(device, what->send);
-    const bool to_host = dtrain__on_host(device, what->recv);
-    if (!from_host || !to_host)
-        return device->ops->copy(device, what->recv, what->send, bytes,
-                                 from_host ? DTRAIN_COPY_HOST_TO_DEVICE
-                                 : to_host ? DTRAIN_COPY_DEVICE_TO_HOST
-                                           : DTRAIN_COPY_DEVICE_TO_DEVICE);
-    memcpy(what->recv, what->send, bytes);
-    return DTRAIN_OK;
+    return dtrain_device_copy(comm->base.world->device, what->recv, what->send, bytes);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
@@ -16999,6 +16995,9 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
 
 DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info)
 {
+    if (!device || !info)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_query: %s is NULL",
+                           device ? "info" : "device");
     memset(info, 0, sizeof *info);
     snprintf(info->name, sizeof info->name, "%s", device->ops->name);
     snprintf(info->id, sizeof info->id, "%s", device->ops->name);

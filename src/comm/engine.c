@@ -449,18 +449,9 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
  * device is on its compute stream. */
 static dtrain_result dtrain__alone(const dtrain__engine *comm, const dtrain_collective *what)
 {
-    dtrain_device *device = comm->base.world->device;
     const size_t bytes = dtrain__send_bytes(what, 1);
     if (what->send == what->recv || bytes == 0) return DTRAIN_OK;
-    const bool from_host = dtrain__on_host(device, what->send);
-    const bool to_host = dtrain__on_host(device, what->recv);
-    if (!from_host || !to_host)
-        return device->ops->copy(device, what->recv, what->send, bytes,
-                                 from_host ? DTRAIN_COPY_HOST_TO_DEVICE
-                                 : to_host ? DTRAIN_COPY_DEVICE_TO_HOST
-                                           : DTRAIN_COPY_DEVICE_TO_DEVICE);
-    memcpy(what->recv, what->send, bytes);
-    return DTRAIN_OK;
+    return dtrain_device_copy(comm->base.world->device, what->recv, what->send, bytes);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,

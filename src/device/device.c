@@ -53,6 +53,9 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory)
 
 DTRAIN_API dtrain_result dtrain_device_query(dtrain_device *device, dtrain_device_info *info)
 {
+    if (!device || !info)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_device_query: %s is NULL",
+                           device ? "info" : "device");
     memset(info, 0, sizeof *info);
     snprintf(info->name, sizeof info->name, "%s", device->ops->name);
     snprintf(info->id, sizeof info->id, "%s", device->ops->name);

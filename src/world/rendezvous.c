@@ -214,10 +214,14 @@ static dtrain_result dtrain__check_hello(dtrain__rendezvous *r, const dtrain__he
                                  "rank %d (%s, pid %d) was built with another dtrain, version %s; "
                                  "rank 0 has %s: start the same program on all ranks",
                                  rank, hello->host, hello->pid, hello->version, own.version);
-    if (hello->size != own.size || rank < 0 || rank >= own.size)
+    if (hello->size != own.size)
         return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
                                  "rank %d (%s, pid %d) has world size %d, rank 0 has world size %d",
                                  rank, hello->host, hello->pid, hello->size, own.size);
+    if (rank < 0 || rank >= own.size)
+        return dtrain__meet_fail(r, DTRAIN_ERROR_MISMATCH,
+                                 "a rank %d joins (%s, pid %d) in a world of %d", rank, hello->host,
+                                 hello->pid, own.size);
     if (rank && r->world->link->ends[rank].socket < 0) return DTRAIN_OK;
     return dtrain__meet_fail(
         r, DTRAIN_ERROR_MISMATCH, "rank %d was started twice: as %s and as %s, pid %d", rank,

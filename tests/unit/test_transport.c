@@ -107,8 +107,8 @@ static int rank_fails(dtrain_world *world, void *user)
 static void test_failures(void)
 {
     static const failure failures[] = {
-        /* rank 0 or rank 2, whoever hears of it first, names rank 1 beside itself */
-        {"mismatch", "called all-reduce sum f32 count 69999", DTRAIN_ERROR_MISMATCH, 0},
+        /* beside rank 0 or rank 2, whichever hears of it first */
+        {"mismatch", "rank 1 called all-reduce sum f32 count 69999", DTRAIN_ERROR_MISMATCH, 0},
         {"left", "rank 1 left (returned 0) after its collective #1 while rank", DTRAIN_ERROR_PEER,
          1},
         {"silence", "rank 1 (its last was #1)", DTRAIN_ERROR_TIMEOUT, 2},
