@@ -429,12 +429,11 @@ DTRAIN_API double dtrain_seconds(void);
 /* Data types and random numbers. */
 
 typedef enum dtrain_dtype {
-    DTRAIN_DTYPE_NONE = 0,
-    DTRAIN_DTYPE_F32 = 1,
-    DTRAIN_DTYPE_BF16 = 2, /* the upper half of an fp32 */
-    DTRAIN_DTYPE_F16 = 3,  /* IEEE 754 binary16 */
-    DTRAIN_DTYPE_I32 = 4,
-    DTRAIN_DTYPE_I64 = 5
+    DTRAIN_DTYPE_F32 = 0,  /* what a zeroed struct means */
+    DTRAIN_DTYPE_BF16 = 1, /* the upper half of an fp32 */
+    DTRAIN_DTYPE_F16 = 2,  /* IEEE 754 binary16 */
+    DTRAIN_DTYPE_I32 = 3,
+    DTRAIN_DTYPE_I64 = 4
 } dtrain_dtype;
 
 /* How values of several ranks are combined into one. */
@@ -908,10 +907,12 @@ typedef enum dtrain_init {
 typedef struct dtrain_param_state {
     struct dtrain_param *storage; /* whose value and grad these are: the parameter itself, or the
                                      end of its alias chain */
+    struct dtrain_param *next;    /* the next with this storage, in a circle */
     uint32_t index;               /* place in the array */
     uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
     bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
-                                     overwrite. Set by the tape and by ready, cleared by finish */
+                                     overwrite. Set by the tape and by ready, cleared by finish; of
+                                     an alias as of its target */
 } dtrain_param_state;
 
 /* Filled by the host, except for its last member. */
@@ -955,15 +956,20 @@ typedef struct dtrain_param {
  *
  * Hooks, called by the tape or by a program with its own backward:
  *
- *     gather(unit)    before a unit's forward, and before its backward: its parameters are whole
- *     release(unit)   after it
- *     ready(param)    this gradient is final for this backward
- *     finish()        the end of a backward: gradients, or this rank's shards of them, are the mean
- *     publish()       after this rank's shards were updated; dtrain_optimizer_step calls it
+ *     gather(unit, pass)   before a unit's forward, and before its backward: its parameters are
+ *                          whole, and in backward there is a place for its gradients
+ *     release(unit)        after it
+ *     ready(param)         this gradient is final for this backward
+ *     finish()             the end of a backward: gradients, or this rank's shards of them, are the
+ *                          mean
+ *     publish()            after this rank's shards were updated; dtrain_optimizer_step calls it
  *
  * Forward gathers units in the order in which they appear in the array, backward in the opposite
  * order; the next one is fetched meanwhile. Kinds that keep parameters and
- * gradients whole (DDP, ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below
+ * gradients whole (DDP, ZERO1) need no gather and no release.
+ *
+ * Ranks may differ in which gradients they have and in the order in which they become ready, in
+ * which units backward comes to, and in who owns the memory of gradients. In SHARD_GRAD_OP and the kinds below
  * it param->grad is memory for one unit's backward, and only shards() shows reduced gradients; in
  * FULL_SHARD and below param->value is NULL outside gather and release.
  *
@@ -988,14 +994,15 @@ typedef enum dtrain_missing_gradient {
     DTRAIN_MISSING_GRADIENT_ERROR = 1 /* finish fails and names it */
 } dtrain_missing_gradient;
 
-/* When gradients are reduced in a step of several micro-batches. */
+/* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
+ * the last. */
 typedef enum dtrain_accumulation {
     /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
     DTRAIN_ACCUMULATION_DEFAULT = 0,
     /* in the last backward only: least communication, but every rank holds whole gradients */
     DTRAIN_ACCUMULATION_LAST = 1,
-    /* in every backward: sharded gradients stay sharded. Refused for ZERO1, which would pay for it
-     * and gain nothing */
+    /* in every backward: sharded gradients stay sharded. Refused for DDP and ZERO1, which would pay
+     * for it and gain nothing */
     DTRAIN_ACCUMULATION_EVERY = 2,
     /* HYBRID_SHARD: inside nodes in every backward, across nodes in the last */
     DTRAIN_ACCUMULATION_SHARD_EVERY = 3
@@ -1075,16 +1082,24 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
  * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Gather a unit's parameters before its forward or backward: they are whole until release.
- * Collective where parameters are sharded. A unit that is not due (a pass begins with the first,
- * forward goes to the next, backward to an earlier one) is an error that names the one that is. */
-DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
+typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } dtrain_pass;
+
+/* Gather a unit's parameters before its forward or backward: they are whole until release; and in
+ * backward give its gradients, those between this call and the gather of another unit, a place.
+ * Collective where parameters or gradients are sharded: ranks gather the same units in forward; in
+ * backward each may step over units, and a unit may be gathered again while no other one was. A
+ * unit that is not due (forward begins with the first and goes to the next, backward to an earlier
+ * one) is an error that names the one that is. Forward inside a backward makes activations
+ * again. */
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
+                                                dtrain_pass pass);
 /* Release a unit's parameters after its forward or backward. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
 /* Mark params[index]'s gradient final for this backward; communication of its bucket may start.
  * Every trainable entry is marked once per backward, an alias and its target each. Marking one
- * twice between two finishes is an error that names it. Never blocks for other ranks. */
+ * twice between two finishes, or where gradients are sharded outside its unit's backward, is an
+ * error that names it. Never blocks for other ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
 /* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
@@ -2264,7 +2279,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 5u
+#define DTRAIN_DEVICE_ABI 6u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -2380,7 +2395,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 4u
+#define DTRAIN_COMM_ABI 5u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -2746,12 +2761,12 @@ DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_lev
 static const struct {
     const char *name;
     size_t bytes;
-} dtrain__dtypes[] = {{"?", 0}, {"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}};
+} dtrain__dtypes[] = {{"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}, {"?", 0}};
 
-/* Return the row of a type in the table; that of none for an unknown one. */
+/* Return the row of a type in the table; the last for an unknown one. */
 static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
 {
-    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : 0;
+    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : DTRAIN_DTYPE_I64 + 1u;
 }
 
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)
@@ -5873,7 +5888,7 @@ DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t cou
 
 DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm)
 {
-    return dtrain__run(comm, DTRAIN_COLLECTIVE_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_NONE, 0, -1,
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_F32, 0, -1,
                        NULL);
 }
 
@@ -8673,6 +8688,8 @@ typedef struct dtrain__unit {
     uint32_t id;                /* dtrain_param.unit */
     uint32_t trainable, frozen; /* its buckets, or NONE */
     bool kept;                  /* has memory of its own: stays gathered until publish */
+    bool shown;                 /* between gather and release */
+    bool noted;                 /* was here before whole parameters were read */
 } dtrain__unit;
 
 /* Two buffers of each sort, for the largest unit: unit u uses number u % 2. */
@@ -8738,6 +8755,7 @@ DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
+DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
                                                     void *user, size_t count, int64_t *gathered,
@@ -8839,6 +8857,7 @@ struct dtrain_strategy {
     uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
+    uint32_t backward;     /* unit that this backward has come to, NONE before it */
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
     char failure_text[DTRAIN__ERROR_BYTES];
 
@@ -8901,10 +8920,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
 
 /* strategy/shards.c */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
-DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
-                                           const dtrain__bucket *bucket);
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket);
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/params.c */
@@ -8912,10 +8927,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
                                                            const char *settings);
 
 /* strategy/gather.c */
+DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
                                                  const dtrain_param *storage, dtrain_dtype dtype);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
@@ -9044,10 +9062,12 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* True while gradients only add up on this rank: nothing is marked then, nor communicated. */
-static bool dtrain__only_adds(const dtrain_strategy *strategy)
+/* Does this bucket travel in this backward? Gradients of which a rank keeps a shard do in every
+ * one; whole ones add up, on each rank by itself, until the step's last. So grad_written, and where
+ * a host's own gradient lies, concern this rank alone. */
+static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
+    return bucket->trainable && (bucket->work || !strategy->more);
 }
 
 /* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
@@ -9072,20 +9092,39 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     dtrain__entry *entry = &layout->entries[index];
     dtrain__entry *place = &layout->entries[storage->state.index];
     dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
     entry->marked = true;
     strategy->marked_count++;
     bucket->pending--;
-    if (--place->pending == 0) DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
+    if (--place->pending == 0 && dtrain__travels(strategy, bucket))
+        DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
     return dtrain__progress(strategy);
 }
 
+/* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
+ * its own from dtrain_strategy_gather to the gather of another unit. */
+static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[index];
+    const dtrain__bucket *bucket = entry->trainable ? &layout->buckets[entry->bucket] : NULL;
+    const char *why = NULL;
+    if (!bucket) why = "is frozen";
+    else if (entry->marked)
+        why = "is marked twice in one backward; call dtrain_strategy_finish between two";
+    else if (entry->bucket < strategy->launched)
+        why = "is marked after another unit was gathered, which ended its own unit's backward";
+    else if (bucket->work && bucket->unit != DTRAIN__NONE && bucket->unit != strategy->backward)
+        why = "is marked outside its unit's backward; call dtrain_strategy_gather with "
+              "DTRAIN_PASS_BACKWARD before";
+    if (!why) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%.100s\") %s",
+                       index, strategy->params[index].name, why);
+}
+
 /* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
  * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
- * on. A gradient of which nobody holds a part in the whole step counts as zero.
- * While gradients only add up, nothing tells where one backward ends and the next begins: marks
- * are not kept. */
+ * on. A gradient of which this rank holds no part in the whole step counts as zero. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
     const char *const call = "dtrain_strategy_ready";
@@ -9093,19 +9132,9 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
     if (index >= strategy->param_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: index %zu, there are %zu parameters", call,
                            index, strategy->param_count);
-    dtrain__entry *entry = &strategy->layout.entries[index];
-    dtrain_param *p = &strategy->params[index];
-    if (!entry->trainable)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: parameter %zu (\"%.100s\") is frozen", call,
-                           index, p->name);
-    if (entry->marked)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: parameter %zu (\"%.100s\") is marked twice in one backward; call "
-                           "dtrain_strategy_finish between two",
-                           call, index, p->name);
-    entry->seen = true;
-    p->state.storage->state.grad_written = true;
-    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__check_mark(strategy, index));
+    strategy->layout.entries[index].seen = true;
+    dtrain__set_grad_written(strategy->params[index].state.storage, true);
     return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
 }
 
@@ -9124,15 +9153,24 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Launch complete buckets in their order, up to the first that waits for a gradient. Frozen
- * buckets have no gradients. */
+/* Tell whether a bucket's turn has come: where units are walked (dtrain__walk_back), in its unit's;
+ * what belongs to none comes behind the last. A rank that launched it as soon as it is complete
+ * would be ahead of one that has to close it. */
+static bool dtrain__is_due(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    const dtrain__classes *shards = &strategy->layout.shards;
+    if (!shards->params && !shards->grads) return true;
+    return strategy->backward <= (bucket->unit == DTRAIN__NONE ? 0 : bucket->unit);
+}
+
+/* Launch complete buckets in their order, up to the first that waits for a gradient. */
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
 {
     for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
-        if (bucket->pending) break;
+        if (bucket->pending || !dtrain__is_due(strategy, bucket)) break;
         bucket->stage = DTRAIN__REDUCED;
-        if (!bucket->trainable) continue;
+        if (!dtrain__travels(strategy, bucket)) continue;
         if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
             for (size_t b = strategy->oldest; b < strategy->launched; b++)
                 DTRAIN__TRY(dtrain__reduce_await(strategy, b));
@@ -9323,25 +9361,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
 
 /* Make a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
- * or another use has left counts, the rest is zero. */
+ * or another use has left counts, the rest is zero. A bucket that stays here waits no longer. */
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__layout *layout = &strategy->layout;
     const uint32_t index = (uint32_t)(bucket - layout->buckets);
-    if (bucket->pending == 0) return DTRAIN_OK;
-    if (dtrain__work_is_taken(strategy, bucket)) return dtrain__reduce_unvisited(strategy, bucket);
-    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        dtrain__entry *entry = &layout->entries[i];
+    const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
+    bucket->pending = 0;
+    for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
+        const dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
         if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
-        entry->pending = 0;
     }
-    bucket->pending = 0;
     return DTRAIN_OK;
 }
 
@@ -9419,23 +9454,23 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
         layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
     }
     strategy->launched = strategy->oldest = strategy->marked_count = 0;
-    strategy->working[0] = strategy->working[1] = DTRAIN__NONE;
+    strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
     if (step_done) dtrain__choose_ways(strategy);
 }
 
-/* The order matters: everything is launched before ranks exchange what is missing, and waited for
- * before anything is reported. So a step that fails for a missing gradient has made the same
+/* The order matters: units that this rank's backward has not come to are walked, everything is
+ * launched before ranks exchange what is missing, and waited for before anything is reported. So a step that fails for a missing gradient has made the same
  * collectives as one that succeeds, and the next step finds all ranks at the same place. Units
  * fetched ahead and not used are waited for, because they read the shards that will be updated. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
-    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
     const dtrain__layout *layout = &strategy->layout;
     const bool last = !strategy->more;
-    dtrain_result result = dtrain__close_buckets(strategy, layout->bucket_count);
+    dtrain_result result = dtrain__walk_back(strategy, 0);
+    if (result == DTRAIN_OK) result = dtrain__close_buckets(strategy, layout->bucket_count);
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
     if (result == DTRAIN_OK && layout->grad_home->settle)
@@ -9540,7 +9575,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
  *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]
  *     shards                                     3             2 ...
  *
- * A unit claims its buffer before its first gradient and waits there for the unit before the last.
+ * A unit claims its buffer when its backward begins and waits there for the unit before the last.
  *
  *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
  *
@@ -9576,58 +9611,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint
     const uint32_t before = *working;
     *working = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    const uint32_t bucket = strategy->layout.units[before].trainable;
-    if (bucket >= strategy->launched) return DTRAIN_OK; /* from forward: there is nothing in it */
-    return dtrain__vacate_work(strategy, bucket);
-}
-
-/* Tell whether one of the alternating buffers holds gradients that have not been launched. */
-static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const uint32_t unit = strategy->working[turn];
-    const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
-    if (b == DTRAIN__NONE || b < strategy->launched) return false;
-    for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && strategy->params[i].state.grad_written) return true;
-    return false;
-}
-
-/* Tell whether another unit makes gradients where this bucket's would be made. */
-DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
-                                           const dtrain__bucket *bucket)
-{
-    if (!bucket->work || bucket->unit == DTRAIN__NONE) return false;
-    const uint32_t turn = bucket->unit & 1;
-    return strategy->working[turn] != bucket->unit && dtrain__work_is_live(strategy, turn);
-}
-
-/* Reduce zeros for a unit that lies behind the one in which this backward has begun. Its own
- * buffer is taken: it borrows the other, and gives it back at once. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
-{
-    const uint32_t index = (uint32_t)(bucket - strategy->layout.buckets);
-    const uint32_t other = (bucket->unit & 1) ^ 1;
-    float *own = bucket->grads;
-    if (dtrain__work_is_live(strategy, other))
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_strategy_gather: two units have gradients and unit %u, behind "
-                           "them, has none; gather units in the order of backward",
-                           strategy->layout.units[bucket->unit].id);
-    DTRAIN__TRY(dtrain__reduce_until(strategy, index)); /* whoever has used it */
-    strategy->working[other] = DTRAIN__NONE;
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
-        if (strategy->layout.entries[i].bucket == index) strategy->layout.entries[i].pending = 0;
-    bucket->pending = 0;
-    bucket->grads = strategy->layout.turns.grads[other];
-    dtrain_result result = strategy->device->ops->zero(strategy->device, bucket->grads,
-                                                       (size_t)bucket->count * sizeof(float));
-    if (result == DTRAIN_OK) result = dtrain__reduce_start(strategy, index);
-    strategy->launched = (size_t)index + 1;
-    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, strategy->launched);
-    bucket->grads = own;
-    return result;
+    return dtrain__vacate_work(strategy, strategy->layout.units[before].trainable);
 }
 
 /* ---- To the shard -----------------------------------------------------------------------------*/
@@ -9746,9 +9730,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
  * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
  * that unit's slot. On a device with streams a collective starts behind the work queued before it.
  *
- * Units must be gathered in order because every rank has to start the same collectives: a rank that
- * went another way would get another unit's numbers when the sizes happen to agree. So the order is
- * checked on each rank, and a violation is an error instead of wrong weights. */
+ * Every rank has to start the same collectives in the same order: one that went another way would
+ * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
+ * units. In backward they may differ, because gradients may be missing on one of them: whatever is
+ * called, the walk is the same, dtrain__walk_back. */
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
@@ -9867,11 +9852,20 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
+/* Return unit number u; behind the last comes what several units use. */
+static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
+{
+    dtrain__layout *layout = &strategy->layout;
+    return u < layout->unit_count ? &layout->units[u] : &layout->shared;
+}
+
 /* Forget what was gathered, because the shards have been updated since. */
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 {
     for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
         if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        dtrain__unit_at(strategy, u)->shown = false;
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
@@ -9901,25 +9895,29 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due: a pass begins with the first and goes on to the next; a backward goes
- * back, and may step over units that no gradient reaches. */
-static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
+/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to make
+ * activations again, to an earlier one; backward goes back, and may step over units. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
+                                         dtrain_pass pass)
 {
     const dtrain__unit *units = strategy->layout.units;
-    const uint32_t last = strategy->position;
-    char due[96];
+    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
+    const char *const call = "dtrain_strategy_gather";
     if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_gather: no parameter belongs to unit %u", id);
-    if (at == 0) return DTRAIN_OK;
-    if (last != DTRAIN__NONE && at <= last + 1) return DTRAIN_OK;
-    snprintf(due, sizeof due, "unit %u%s", units[last == DTRAIN__NONE ? 0 : last + 1].id,
-             last == DTRAIN__NONE ? ", the first" : " in forward, an earlier one in backward");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
+    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
+                           (int)pass);
+    if (pass == DTRAIN_PASS_BACKWARD && at > strategy->backward)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: unit %u is not due: this backward has come to unit %u, which is "
+                           "registered before it; call dtrain_strategy_finish between two",
+                           call, id, units[strategy->backward].id);
+    if (pass == DTRAIN_PASS_BACKWARD || at <= due) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "dtrain_strategy_gather: unit %u is not due; due is %s. Units are gathered "
-                       "in the order in which their first parameters are registered, and "
-                       "backwards in backward",
-                       id, due);
+                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
+                       "order in which their first parameters are registered",
+                       call, id, units[due].id, due ? "" : ", the first");
 }
 
 /* Start to gather what is not there of a unit. */
@@ -9929,43 +9927,89 @@ static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain_
     return dtrain__fetch(strategy, unit->frozen);
 }
 
-/* Wait for a unit and show it: both its buckets are under way before either is waited for. */
+/* Wait for a unit: both its buckets are under way before either is waited for. */
 static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__fetch_unit(strategy, unit));
     DTRAIN__TRY(dtrain__gather_end(strategy, unit->trainable));
-    DTRAIN__TRY(dtrain__gather_end(strategy, unit->frozen));
-    dtrain__show_values(strategy, unit->trainable, true);
-    dtrain__show_values(strategy, unit->frozen, true);
-    return DTRAIN_OK;
+    return dtrain__gather_end(strategy, unit->frozen);
 }
 
-/* Gather the unit `id`, and fetch the one that the pass will come to next. In backward all units
- * behind it are finished: their gradients are closed first, in the same order on every rank. */
-static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
+static void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here)
 {
-    dtrain__layout *layout = &strategy->layout;
-    const uint32_t at = dtrain__find_unit(strategy, id), last = strategy->position;
-    const bool backward = strategy->marked_count > 0 || (last != DTRAIN__NONE && at < last && at);
-    DTRAIN__TRY(dtrain__check_order(strategy, at, id));
-    if (layout->shards.grads && strategy->marked_count &&
-        layout->units[at].trainable != DTRAIN__NONE)
-        DTRAIN__TRY(dtrain__close_buckets(strategy, layout->units[at].trainable));
-    DTRAIN__TRY(dtrain__claim_work(strategy, at));
+    unit->shown = here;
+    dtrain__show_values(strategy, unit->trainable, here);
+    dtrain__show_values(strategy, unit->frozen, here);
+}
+
+/* Bring a unit, and fetch the one that the pass will come to next. */
+static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
+{
+    const dtrain__layout *layout = &strategy->layout;
     strategy->position = at;
     if (!layout->shards.params) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
-    const uint32_t next = backward ? at - 1 : at + 1; /* of 0: none, too */
     if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
     return dtrain__fetch_unit(strategy, &layout->units[next]);
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
+/* Close the gradients of units from `first` on: their backward is over. */
+static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    size_t end = strategy->launched;
+    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
+           layout->buckets[end].unit >= first)
+        end++;
+    return dtrain__close_buckets(strategy, end);
+}
+
+/* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
+ * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
+ * values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * the unit that it comes to next, or finish, makes up for them. */
+DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
+{
+    const dtrain__classes *shards = &strategy->layout.shards;
+    uint32_t at = strategy->backward;
+    if (!shards->params && !shards->grads) return DTRAIN_OK;
+    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    while (at > to) {
+        at--;
+        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
+        DTRAIN__TRY(dtrain__claim_work(strategy, at));
+        strategy->backward = at;
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
+    }
+    return DTRAIN_OK;
+}
+
+/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown; a
+ * forward inside a backward, which makes activations again, ends the backward of the unit before. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
+{
+    if (pass == DTRAIN_PASS_BACKWARD) {
+        DTRAIN__TRY(dtrain__walk_back(strategy, at));
+        if (strategy->position != at) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+    } else {
+        DTRAIN__TRY(dtrain__close_units(strategy, strategy->backward));
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at + 1));
+    }
+    if (!strategy->layout.shards.params) return DTRAIN_OK;
+    dtrain__show_unit(strategy, &strategy->layout.shared, true);
+    dtrain__show_unit(strategy, &strategy->layout.units[at], true);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
+                                                dtrain_pass pass)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
     if (!strategy->layout.shards.params && !strategy->layout.shards.grads) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, unit));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
 }
 
 /* Take the pointers away: the values stay where they are until the slot is wanted, and use after
@@ -9978,8 +10022,7 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    dtrain__show_values(strategy, strategy->layout.units[at].trainable, false);
-    dtrain__show_values(strategy, strategy->layout.units[at].frozen, false);
+    dtrain__show_unit(strategy, &strategy->layout.units[at], false);
     return DTRAIN_OK;
 }
 
@@ -10053,6 +10096,35 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
     DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
     DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
     return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
+}
+
+static bool dtrain__is_absent(const dtrain_strategy *strategy, uint32_t b)
+{
+    return b == DTRAIN__NONE || strategy->layout.buckets[b].presence == DTRAIN__ABSENT;
+}
+
+/* Note which units are here, or on their way, before whole parameters are read: those come through
+ * the same slots. */
+DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        unit->noted = !dtrain__is_absent(strategy, unit->trainable) ||
+                      !dtrain__is_absent(strategy, unit->frozen);
+    }
+}
+
+/* Bring back the units that reading has displaced: a tape, or a host, in whose hands one is counts
+ * on its values. */
+DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count && strategy->layout.shards.params; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        if (!unit->noted) continue;
+        DTRAIN__TRY(dtrain__need_unit(strategy, unit));
+        if (unit->shown) dtrain__show_unit(strategy, unit, true);
+    }
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -11550,7 +11622,20 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
     p->state.storage = storage;
+    p->state.next = storage->state.next;
+    storage->state.next = p;
     return DTRAIN_OK;
+}
+
+/* Say whether a gradient holds a part of the step's, to whoever looks: a host asks the parameter
+ * that it is working on, which may be an alias. Without a strategy there is no circle. */
+DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written)
+{
+    dtrain_param *p = storage;
+    do {
+        p->state.grad_written = written;
+        p = p->state.next;
+    } while (p && p != storage);
 }
 
 /* Check the array and fill in its shapes, counts and states. Names are compared each with each,
@@ -11571,7 +11656,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
         DTRAIN__TRY(dtrain__resolve_shape(p, i));
         memset(&p->state, 0, sizeof p->state);
-        p->state.storage = p;
+        p->state.storage = p->state.next = p;
         p->state.index = (uint32_t)i;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
         const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
@@ -11873,8 +11958,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
     memset(how, 0, sizeof *how);
     if (given) *desc = *given;
     desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
-    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
-    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
     desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
     if (!desc->bucket_bytes) desc->bucket_bytes = (size_t)25 << 20;
     if (!desc->first_bucket_bytes)
@@ -11911,7 +11994,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         bool wrong;
         const char *why;
     } rules[] = {
-        {every && shards->state && !shards->grads,
+        {every && !shards->grads,
          "DTRAIN_ACCUMULATION_EVERY: %s keeps whole gradients, so reducing them in every "
          "micro-batch would cost time and save no memory; use DTRAIN_ACCUMULATION_LAST, or "
          "DTRAIN_STRATEGY_SHARD_GRAD_OP"},
@@ -11924,9 +12007,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         {how && shards->state,
          "compression: %s reduces gradients to shards, and what one rank selects of them is not "
          "what another needs; use DTRAIN_STRATEGY_DDP, or reduce_dtype"},
-        {how && every,
-         "compression sends what micro-batches have added up; with DTRAIN_ACCUMULATION_EVERY it "
-         "would send the same again and again; use DTRAIN_ACCUMULATION_LAST"},
         {how && how->topk_momentum > 0 && how->no_error_feedback,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
         {powersgd && (desc->hierarchical || desc->reduce_dtype != DTRAIN_DTYPE_F32),
@@ -12406,9 +12486,12 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
                            "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
                            index, strategy->param_count);
     const size_t storage = strategy->params[index].state.storage->state.index;
+    dtrain__note_units(strategy);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    return dtrain_device_copy(strategy->device, host, whole.value,
-                              (size_t)whole.count * sizeof(float));
+    const dtrain_result result = dtrain_device_copy(strategy->device, host, whole.value,
+                                                    (size_t)whole.count * sizeof(float));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
+    return result;
 }
 
 /* Hash the whole value of a parameter, on every rank; an alias has none of its own. */
@@ -12428,8 +12511,10 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     uint64_t all;
     if (hash) *hash = 0;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
+    dtrain__note_units(strategy);
     DTRAIN__TRY(dtrain__compare_items(strategy->comm, dtrain__value_hash, strategy,
                                       strategy->param_count, strategy->gathered, &all, &found));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
     if (found.odd >= 0)
         return dtrain_fail(
             DTRAIN_ERROR_MISMATCH,
@@ -12824,6 +12909,7 @@ struct dtrain_tape {
         dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
     } pass;
     int64_t unit;                              /* gathered now; -1 = none */
+    dtrain_pass unit_pass;                     /* for forward or for backward */
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
     const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */
@@ -12967,12 +13053,16 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
  * whole units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
 {
-    int64_t before = tape->unit;
-    if (unit == before) return DTRAIN_OK;
+    const dtrain_pass pass =
+        tape->pass.state == DTRAIN__TAPE_DONE ? DTRAIN_PASS_BACKWARD : DTRAIN_PASS_FORWARD;
+    const int64_t before = tape->unit;
+    if (unit == before && pass == tape->unit_pass) return DTRAIN_OK;
     tape->unit = unit;
+    tape->unit_pass = pass;
     if (tape->planning || !tape->strategy) return DTRAIN_OK;
-    if (before >= 0) DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
-    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
+    if (before >= 0 && before != unit)
+        DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
+    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit, pass) : DTRAIN_OK;
 }
 
 /* Return why the pass cannot go on, as an error that sticks; DTRAIN_OK if it can. */
@@ -13644,7 +13734,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     *accumulate = false;
     if (!target) return NULL;
     *accumulate = target->state.grad_written;
-    if (!op->planning) target->state.grad_written = true;
+    if (!op->planning) dtrain__set_grad_written(target, true);
     return target->grad;
 }
 
@@ -18099,8 +18189,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
                                                   const dtrain_convert_args *args)
 {
-    if (!args->x_dtype || !args->y_dtype)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "convert: both types have to be given");
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->convert, args, args->count,
                                dtrain__larger(args->x_dtype, args->y_dtype));
 }

@@ -441,7 +441,7 @@ static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char 
 /* Refuse a data type other than F32, BF16, F16 and 0, which means F32. */
 static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
 {
-    if (dtype == DTRAIN_DTYPE_NONE || dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
+    if (dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
         dtype == DTRAIN_DTYPE_F16)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
@@ -1439,8 +1439,7 @@ static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_
 /* Convert by a copy where both types are equal, so that a NaN keeps its bits. */
 static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
 {
-    const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_DTYPE_F32;
-    const dtrain_dtype to = args->y_dtype ? args->y_dtype : DTRAIN_DTYPE_F32;
+    const dtrain_dtype from = args->x_dtype, to = args->y_dtype;
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", from));
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", to));
     if (from == to) {
@@ -2955,9 +2954,6 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     bool done = false;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_check(given));
     if (args.m <= 0 || args.n <= 0) return DTRAIN_OK;
-    if (args.a_dtype == DTRAIN_DTYPE_NONE) args.a_dtype = DTRAIN_DTYPE_F32;
-    if (args.b_dtype == DTRAIN_DTYPE_NONE) args.b_dtype = DTRAIN_DTYPE_F32;
-    if (args.c_dtype == DTRAIN_DTYPE_NONE) args.c_dtype = DTRAIN_DTYPE_F32;
     const bool mixed = args.a_dtype != args.b_dtype, empty = args.alpha == 0 || args.k == 0;
     if (!mixed && !empty && (args.c_dtype == DTRAIN_DTYPE_F32 || args.c_dtype == args.a_dtype))
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_fused(device, &args, &done));
@@ -4380,7 +4376,7 @@ static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x
     x->sequence = args->sequence;
     x->n = args->n;
     x->size = args->n / args->heads;
-    x->dtype = args->dtype == DTRAIN_DTYPE_NONE ? DTRAIN_DTYPE_F32 : args->dtype;
+    x->dtype = args->dtype;
     x->scale = 1 / sqrtf((float)x->size);
     return DTRAIN_OK;
 }
@@ -6021,8 +6017,8 @@ static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 5,
-              "the table below is that of ABI 5: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 6,
+              "the table below is that of ABI 6: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {

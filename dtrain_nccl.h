@@ -563,7 +563,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
                         (unsigned long long)record->number, comm->name,
                         names[what->kind <= DTRAIN_COLLECTIVE_ALL_TO_ALL ? what->kind : 0],
                         ops[what->op <= DTRAIN_REDUCE_PROD ? what->op : 0]);
-    if (what->dtype != DTRAIN_DTYPE_NONE && used >= 0 && (size_t)used < room)
+    if (what->kind != DTRAIN_COLLECTIVE_BARRIER && used >= 0 && (size_t)used < room)
         used += snprintf(text + used, room - (size_t)used, " %s count %zu",
                          dtrain_dtype_name(what->dtype), what->count);
     if (what->root >= 0 && used >= 0 && (size_t)used < room)

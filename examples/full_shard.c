@@ -111,7 +111,7 @@ static int forward_backward(dtrain_strategy *strategy, const dtrain_param *param
     float y[BATCH][OUT];
     draw_batch(rank, step, x[0], y);
     for (int l = 0; l < LAYERS; l++) {
-        CHECK(dtrain_strategy_gather(strategy, (uint32_t)l));
+        CHECK(dtrain_strategy_gather(strategy, (uint32_t)l, DTRAIN_PASS_FORWARD));
         layer_forward(params, l, x);
         CHECK(dtrain_strategy_release(strategy, (uint32_t)l));
     }
@@ -123,7 +123,7 @@ static int forward_backward(dtrain_strategy *strategy, const dtrain_param *param
             dx[LAYERS][b][o] = 2 * error / BATCH;
         }
     for (int l = LAYERS - 1; l >= 0; l--) {
-        CHECK(dtrain_strategy_gather(strategy, (uint32_t)l));
+        CHECK(dtrain_strategy_gather(strategy, (uint32_t)l, DTRAIN_PASS_BACKWARD));
         layer_backward(params, l, x, dx);
         CHECK(dtrain_strategy_ready(strategy, 2 * (size_t)l)); /* its reduction may start now */
         CHECK(dtrain_strategy_ready(strategy, 2 * (size_t)l + 1));

@@ -216,7 +216,7 @@ DTRAIN_API dtrain_result dtrain_recv(dtrain_comm *comm, void *buffer, size_t cou
 
 DTRAIN_API dtrain_result dtrain_barrier(dtrain_comm *comm)
 {
-    return dtrain__run(comm, DTRAIN_COLLECTIVE_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_NONE, 0, -1,
+    return dtrain__run(comm, DTRAIN_COLLECTIVE_BARRIER, NULL, NULL, 0, DTRAIN_DTYPE_F32, 0, -1,
                        NULL);
 }
 

@@ -8,12 +8,12 @@
 static const struct {
     const char *name;
     size_t bytes;
-} dtrain__dtypes[] = {{"?", 0}, {"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}};
+} dtrain__dtypes[] = {{"f32", 4}, {"bf16", 2}, {"f16", 2}, {"i32", 4}, {"i64", 8}, {"?", 0}};
 
-/* Return the row of a type in the table; that of none for an unknown one. */
+/* Return the row of a type in the table; the last for an unknown one. */
 static uint32_t dtrain__dtype_row(dtrain_dtype dtype)
 {
-    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : 0;
+    return (uint32_t)dtype <= DTRAIN_DTYPE_I64 ? (uint32_t)dtype : DTRAIN_DTYPE_I64 + 1u;
 }
 
 DTRAIN_API size_t dtrain_dtype_bytes(dtrain_dtype dtype)

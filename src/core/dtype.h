@@ -5,12 +5,11 @@
 #include "core/api.h"
 
 typedef enum dtrain_dtype {
-    DTRAIN_DTYPE_NONE = 0,
-    DTRAIN_DTYPE_F32 = 1,
-    DTRAIN_DTYPE_BF16 = 2, /* the upper half of an fp32 */
-    DTRAIN_DTYPE_F16 = 3,  /* IEEE 754 binary16 */
-    DTRAIN_DTYPE_I32 = 4,
-    DTRAIN_DTYPE_I64 = 5
+    DTRAIN_DTYPE_F32 = 0,  /* what a zeroed struct means */
+    DTRAIN_DTYPE_BF16 = 1, /* the upper half of an fp32 */
+    DTRAIN_DTYPE_F16 = 2,  /* IEEE 754 binary16 */
+    DTRAIN_DTYPE_I32 = 3,
+    DTRAIN_DTYPE_I64 = 4
 } dtrain_dtype;
 
 /* How values of several ranks are combined into one. */

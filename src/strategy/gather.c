@@ -14,9 +14,10 @@
  * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
  * that unit's slot. On a device with streams a collective starts behind the work queued before it.
  *
- * Units must be gathered in order because every rank has to start the same collectives: a rank that
- * went another way would get another unit's numbers when the sizes happen to agree. So the order is
- * checked on each rank, and a violation is an error instead of wrong weights. */
+ * Every rank has to start the same collectives in the same order: one that went another way would
+ * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
+ * units. In backward they may differ, because gradients may be missing on one of them: whatever is
+ * called, the walk is the same, dtrain__walk_back. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -138,11 +139,20 @@ static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
     return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
 }
 
+/* Return unit number u; behind the last comes what several units use. */
+static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
+{
+    dtrain__layout *layout = &strategy->layout;
+    return u < layout->unit_count ? &layout->units[u] : &layout->shared;
+}
+
 /* Forget what was gathered, because the shards have been updated since. */
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
 {
     for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
         if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        dtrain__unit_at(strategy, u)->shown = false;
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
 }
@@ -172,25 +182,29 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due: a pass begins with the first and goes on to the next; a backward goes
- * back, and may step over units that no gradient reaches. */
-static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id)
+/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to make
+ * activations again, to an earlier one; backward goes back, and may step over units. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
+                                         dtrain_pass pass)
 {
     const dtrain__unit *units = strategy->layout.units;
-    const uint32_t last = strategy->position;
-    char due[96];
+    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
+    const char *const call = "dtrain_strategy_gather";
     if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_gather: no parameter belongs to unit %u", id);
-    if (at == 0) return DTRAIN_OK;
-    if (last != DTRAIN__NONE && at <= last + 1) return DTRAIN_OK;
-    snprintf(due, sizeof due, "unit %u%s", units[last == DTRAIN__NONE ? 0 : last + 1].id,
-             last == DTRAIN__NONE ? ", the first" : " in forward, an earlier one in backward");
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
+    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
+                           (int)pass);
+    if (pass == DTRAIN_PASS_BACKWARD && at > strategy->backward)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: unit %u is not due: this backward has come to unit %u, which is "
+                           "registered before it; call dtrain_strategy_finish between two",
+                           call, id, units[strategy->backward].id);
+    if (pass == DTRAIN_PASS_BACKWARD || at <= due) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "dtrain_strategy_gather: unit %u is not due; due is %s. Units are gathered "
-                       "in the order in which their first parameters are registered, and "
-                       "backwards in backward",
-                       id, due);
+                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
+                       "order in which their first parameters are registered",
+                       call, id, units[due].id, due ? "" : ", the first");
 }
 
 /* Start to gather what is not there of a unit. */
@@ -200,43 +214,89 @@ static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain_
     return dtrain__fetch(strategy, unit->frozen);
 }
 
-/* Wait for a unit and show it: both its buckets are under way before either is waited for. */
+/* Wait for a unit: both its buckets are under way before either is waited for. */
 static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
     DTRAIN__TRY(dtrain__fetch_unit(strategy, unit));
     DTRAIN__TRY(dtrain__gather_end(strategy, unit->trainable));
-    DTRAIN__TRY(dtrain__gather_end(strategy, unit->frozen));
-    dtrain__show_values(strategy, unit->trainable, true);
-    dtrain__show_values(strategy, unit->frozen, true);
-    return DTRAIN_OK;
+    return dtrain__gather_end(strategy, unit->frozen);
 }
 
-/* Gather the unit `id`, and fetch the one that the pass will come to next. In backward all units
- * behind it are finished: their gradients are closed first, in the same order on every rank. */
-static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t id)
+static void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here)
 {
-    dtrain__layout *layout = &strategy->layout;
-    const uint32_t at = dtrain__find_unit(strategy, id), last = strategy->position;
-    const bool backward = strategy->marked_count > 0 || (last != DTRAIN__NONE && at < last && at);
-    DTRAIN__TRY(dtrain__check_order(strategy, at, id));
-    if (layout->shards.grads && strategy->marked_count &&
-        layout->units[at].trainable != DTRAIN__NONE)
-        DTRAIN__TRY(dtrain__close_buckets(strategy, layout->units[at].trainable));
-    DTRAIN__TRY(dtrain__claim_work(strategy, at));
+    unit->shown = here;
+    dtrain__show_values(strategy, unit->trainable, here);
+    dtrain__show_values(strategy, unit->frozen, here);
+}
+
+/* Bring a unit, and fetch the one that the pass will come to next. */
+static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
+{
+    const dtrain__layout *layout = &strategy->layout;
     strategy->position = at;
     if (!layout->shards.params) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
-    const uint32_t next = backward ? at - 1 : at + 1; /* of 0: none, too */
     if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
     return dtrain__fetch_unit(strategy, &layout->units[next]);
 }
 
-DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit)
+/* Close the gradients of units from `first` on: their backward is over. */
+static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    size_t end = strategy->launched;
+    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
+           layout->buckets[end].unit >= first)
+        end++;
+    return dtrain__close_buckets(strategy, end);
+}
+
+/* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
+ * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
+ * values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * the unit that it comes to next, or finish, makes up for them. */
+DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
+{
+    const dtrain__classes *shards = &strategy->layout.shards;
+    uint32_t at = strategy->backward;
+    if (!shards->params && !shards->grads) return DTRAIN_OK;
+    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    while (at > to) {
+        at--;
+        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
+        DTRAIN__TRY(dtrain__claim_work(strategy, at));
+        strategy->backward = at;
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
+    }
+    return DTRAIN_OK;
+}
+
+/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown; a
+ * forward inside a backward, which makes activations again, ends the backward of the unit before. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
+{
+    if (pass == DTRAIN_PASS_BACKWARD) {
+        DTRAIN__TRY(dtrain__walk_back(strategy, at));
+        if (strategy->position != at) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+    } else {
+        DTRAIN__TRY(dtrain__close_units(strategy, strategy->backward));
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at + 1));
+    }
+    if (!strategy->layout.shards.params) return DTRAIN_OK;
+    dtrain__show_unit(strategy, &strategy->layout.shared, true);
+    dtrain__show_unit(strategy, &strategy->layout.units[at], true);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
+                                                dtrain_pass pass)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
     if (!strategy->layout.shards.params && !strategy->layout.shards.grads) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, unit));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
 }
 
 /* Take the pointers away: the values stay where they are until the slot is wanted, and use after
@@ -249,8 +309,7 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    dtrain__show_values(strategy, strategy->layout.units[at].trainable, false);
-    dtrain__show_values(strategy, strategy->layout.units[at].frozen, false);
+    dtrain__show_unit(strategy, &strategy->layout.units[at], false);
     return DTRAIN_OK;
 }
 
@@ -324,4 +383,33 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
     DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
     DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
     return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
+}
+
+static bool dtrain__is_absent(const dtrain_strategy *strategy, uint32_t b)
+{
+    return b == DTRAIN__NONE || strategy->layout.buckets[b].presence == DTRAIN__ABSENT;
+}
+
+/* Note which units are here, or on their way, before whole parameters are read: those come through
+ * the same slots. */
+DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        unit->noted = !dtrain__is_absent(strategy, unit->trainable) ||
+                      !dtrain__is_absent(strategy, unit->frozen);
+    }
+}
+
+/* Bring back the units that reading has displaced: a tape, or a host, in whose hands one is counts
+ * on its values. */
+DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count && strategy->layout.shards.params; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        if (!unit->noted) continue;
+        DTRAIN__TRY(dtrain__need_unit(strategy, unit));
+        if (unit->shown) dtrain__show_unit(strategy, unit, true);
+    }
+    return DTRAIN_OK;
 }

@@ -120,6 +120,8 @@ typedef struct dtrain__unit {
     uint32_t id;                /* dtrain_param.unit */
     uint32_t trainable, frozen; /* its buckets, or NONE */
     bool kept;                  /* has memory of its own: stays gathered until publish */
+    bool shown;                 /* between gather and release */
+    bool noted;                 /* was here before whole parameters were read */
 } dtrain__unit;
 
 /* Two buffers of each sort, for the largest unit: unit u uses number u % 2. */
@@ -185,6 +187,7 @@ DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
+DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
 DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
                                                     void *user, size_t count, int64_t *gathered,

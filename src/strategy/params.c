@@ -100,7 +100,20 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
     p->state.storage = storage;
+    p->state.next = storage->state.next;
+    storage->state.next = p;
     return DTRAIN_OK;
+}
+
+/* Say whether a gradient holds a part of the step's, to whoever looks: a host asks the parameter
+ * that it is working on, which may be an alias. Without a strategy there is no circle. */
+DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written)
+{
+    dtrain_param *p = storage;
+    do {
+        p->state.grad_written = written;
+        p = p->state.next;
+    } while (p && p != storage);
 }
 
 /* Check the array and fill in its shapes, counts and states. Names are compared each with each,
@@ -121,7 +134,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
         DTRAIN__TRY(dtrain__resolve_shape(p, i));
         memset(&p->state, 0, sizeof p->state);
-        p->state.storage = p;
+        p->state.storage = p->state.next = p;
         p->state.index = (uint32_t)i;
         if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
         const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);

@@ -22,10 +22,12 @@ typedef enum dtrain_init {
 typedef struct dtrain_param_state {
     struct dtrain_param *storage; /* whose value and grad these are: the parameter itself, or the
                                      end of its alias chain */
+    struct dtrain_param *next;    /* the next with this storage, in a circle */
     uint32_t index;               /* place in the array */
     uint32_t pending_uses;        /* the tape's count of backward contributions still to come */
     bool grad_written;            /* grad holds a part of this step's gradient: add to it; otherwise
-                                     overwrite. Set by the tape and by ready, cleared by finish */
+                                     overwrite. Set by the tape and by ready, cleared by finish; of
+                                     an alias as of its target */
 } dtrain_param_state;
 
 /* Filled by the host, except for its last member. */

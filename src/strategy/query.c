@@ -137,9 +137,12 @@ DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t 
                            "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
                            index, strategy->param_count);
     const size_t storage = strategy->params[index].state.storage->state.index;
+    dtrain__note_units(strategy);
     DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__whole_param(strategy, storage, &whole)));
-    return dtrain_device_copy(strategy->device, host, whole.value,
-                              (size_t)whole.count * sizeof(float));
+    const dtrain_result result = dtrain_device_copy(strategy->device, host, whole.value,
+                                                    (size_t)whole.count * sizeof(float));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
+    return result;
 }
 
 /* Hash the whole value of a parameter, on every rank; an alias has none of its own. */
@@ -159,8 +162,10 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     uint64_t all;
     if (hash) *hash = 0;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
+    dtrain__note_units(strategy);
     DTRAIN__TRY(dtrain__compare_items(strategy->comm, dtrain__value_hash, strategy,
                                       strategy->param_count, strategy->gathered, &all, &found));
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__restore_units(strategy)));
     if (found.odd >= 0)
         return dtrain_fail(
             DTRAIN_ERROR_MISMATCH,

@@ -85,8 +85,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_desc(const dtrain_strategy_desc *g
     memset(how, 0, sizeof *how);
     if (given) *desc = *given;
     desc->kind = dtrain__or(desc->kind, DTRAIN_STRATEGY_DDP);
-    desc->param_dtype = dtrain__or(desc->param_dtype, DTRAIN_DTYPE_F32);
-    desc->reduce_dtype = dtrain__or(desc->reduce_dtype, DTRAIN_DTYPE_F32);
     desc->optimizer_states = dtrain__or(desc->optimizer_states, 2);
     if (!desc->bucket_bytes) desc->bucket_bytes = (size_t)25 << 20;
     if (!desc->first_bucket_bytes)
@@ -123,7 +121,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         bool wrong;
         const char *why;
     } rules[] = {
-        {every && shards->state && !shards->grads,
+        {every && !shards->grads,
          "DTRAIN_ACCUMULATION_EVERY: %s keeps whole gradients, so reducing them in every "
          "micro-batch would cost time and save no memory; use DTRAIN_ACCUMULATION_LAST, or "
          "DTRAIN_STRATEGY_SHARD_GRAD_OP"},
@@ -136,9 +134,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
         {how && shards->state,
          "compression: %s reduces gradients to shards, and what one rank selects of them is not "
          "what another needs; use DTRAIN_STRATEGY_DDP, or reduce_dtype"},
-        {how && every,
-         "compression sends what micro-batches have added up; with DTRAIN_ACCUMULATION_EVERY it "
-         "would send the same again and again; use DTRAIN_ACCUMULATION_LAST"},
         {how && how->topk_momentum > 0 && how->no_error_feedback,
          "topk_momentum gathers velocity in the residual, and no_error_feedback is set"},
         {powersgd && (desc->hierarchical || desc->reduce_dtype != DTRAIN_DTYPE_F32),

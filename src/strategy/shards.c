@@ -9,7 +9,7 @@
  *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]
  *     shards                                     3             2 ...
  *
- * A unit claims its buffer before its first gradient and waits there for the unit before the last.
+ * A unit claims its buffer when its backward begins and waits there for the unit before the last.
  *
  *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
  *
@@ -48,58 +48,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint
     const uint32_t before = *working;
     *working = unit;
     if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    const uint32_t bucket = strategy->layout.units[before].trainable;
-    if (bucket >= strategy->launched) return DTRAIN_OK; /* from forward: there is nothing in it */
-    return dtrain__vacate_work(strategy, bucket);
-}
-
-/* Tell whether one of the alternating buffers holds gradients that have not been launched. */
-static bool dtrain__work_is_live(const dtrain_strategy *strategy, uint32_t turn)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const uint32_t unit = strategy->working[turn];
-    const uint32_t b = unit == DTRAIN__NONE ? DTRAIN__NONE : layout->units[unit].trainable;
-    if (b == DTRAIN__NONE || b < strategy->launched) return false;
-    for (uint32_t i = layout->buckets[b].first_param; i <= layout->buckets[b].last_param; i++)
-        if (layout->entries[i].bucket == b && strategy->params[i].state.grad_written) return true;
-    return false;
-}
-
-/* Tell whether another unit makes gradients where this bucket's would be made. */
-DTRAIN__PRIVATE bool dtrain__work_is_taken(const dtrain_strategy *strategy,
-                                           const dtrain__bucket *bucket)
-{
-    if (!bucket->work || bucket->unit == DTRAIN__NONE) return false;
-    const uint32_t turn = bucket->unit & 1;
-    return strategy->working[turn] != bucket->unit && dtrain__work_is_live(strategy, turn);
-}
-
-/* Reduce zeros for a unit that lies behind the one in which this backward has begun. Its own
- * buffer is taken: it borrows the other, and gives it back at once. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_unvisited(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
-{
-    const uint32_t index = (uint32_t)(bucket - strategy->layout.buckets);
-    const uint32_t other = (bucket->unit & 1) ^ 1;
-    float *own = bucket->grads;
-    if (dtrain__work_is_live(strategy, other))
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "dtrain_strategy_gather: two units have gradients and unit %u, behind "
-                           "them, has none; gather units in the order of backward",
-                           strategy->layout.units[bucket->unit].id);
-    DTRAIN__TRY(dtrain__reduce_until(strategy, index)); /* whoever has used it */
-    strategy->working[other] = DTRAIN__NONE;
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++)
-        if (strategy->layout.entries[i].bucket == index) strategy->layout.entries[i].pending = 0;
-    bucket->pending = 0;
-    bucket->grads = strategy->layout.turns.grads[other];
-    dtrain_result result = strategy->device->ops->zero(strategy->device, bucket->grads,
-                                                       (size_t)bucket->count * sizeof(float));
-    if (result == DTRAIN_OK) result = dtrain__reduce_start(strategy, index);
-    strategy->launched = (size_t)index + 1;
-    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, strategy->launched);
-    bucket->grads = own;
-    return result;
+    return dtrain__vacate_work(strategy, strategy->layout.units[before].trainable);
 }
 
 /* ---- To the shard -----------------------------------------------------------------------------*/

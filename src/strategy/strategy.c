@@ -108,10 +108,12 @@ static void dtrain__choose_ways(dtrain_strategy *strategy)
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
 
-/* True while gradients only add up on this rank: nothing is marked then, nor communicated. */
-static bool dtrain__only_adds(const dtrain_strategy *strategy)
+/* Does this bucket travel in this backward? Gradients of which a rank keeps a shard do in every
+ * one; whole ones add up, on each rank by itself, until the step's last. So grad_written, and where
+ * a host's own gradient lies, concern this rank alone. */
+static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    return strategy->more && strategy->desc.accumulation == DTRAIN_ACCUMULATION_LAST;
+    return bucket->trainable && (bucket->work || !strategy->more);
 }
 
 /* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
@@ -136,20 +138,39 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     dtrain__entry *entry = &layout->entries[index];
     dtrain__entry *place = &layout->entries[storage->state.index];
     dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
     entry->marked = true;
     strategy->marked_count++;
     bucket->pending--;
-    if (--place->pending == 0) DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
+    if (--place->pending == 0 && dtrain__travels(strategy, bucket))
+        DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
     return dtrain__progress(strategy);
 }
 
+/* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
+ * its own from dtrain_strategy_gather to the gather of another unit. */
+static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[index];
+    const dtrain__bucket *bucket = entry->trainable ? &layout->buckets[entry->bucket] : NULL;
+    const char *why = NULL;
+    if (!bucket) why = "is frozen";
+    else if (entry->marked)
+        why = "is marked twice in one backward; call dtrain_strategy_finish between two";
+    else if (entry->bucket < strategy->launched)
+        why = "is marked after another unit was gathered, which ended its own unit's backward";
+    else if (bucket->work && bucket->unit != DTRAIN__NONE && bucket->unit != strategy->backward)
+        why = "is marked outside its unit's backward; call dtrain_strategy_gather with "
+              "DTRAIN_PASS_BACKWARD before";
+    if (!why) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%.100s\") %s",
+                       index, strategy->params[index].name, why);
+}
+
 /* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
  * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
- * on. A gradient of which nobody holds a part in the whole step counts as zero.
- * While gradients only add up, nothing tells where one backward ends and the next begins: marks
- * are not kept. */
+ * on. A gradient of which this rank holds no part in the whole step counts as zero. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
 {
     const char *const call = "dtrain_strategy_ready";
@@ -157,19 +178,9 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
     if (index >= strategy->param_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: index %zu, there are %zu parameters", call,
                            index, strategy->param_count);
-    dtrain__entry *entry = &strategy->layout.entries[index];
-    dtrain_param *p = &strategy->params[index];
-    if (!entry->trainable)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: parameter %zu (\"%.100s\") is frozen", call,
-                           index, p->name);
-    if (entry->marked)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: parameter %zu (\"%.100s\") is marked twice in one backward; call "
-                           "dtrain_strategy_finish between two",
-                           call, index, p->name);
-    entry->seen = true;
-    p->state.storage->state.grad_written = true;
-    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__check_mark(strategy, index));
+    strategy->layout.entries[index].seen = true;
+    dtrain__set_grad_written(strategy->params[index].state.storage, true);
     return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
 }
 
@@ -188,15 +199,24 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Launch complete buckets in their order, up to the first that waits for a gradient. Frozen
- * buckets have no gradients. */
+/* Tell whether a bucket's turn has come: where units are walked (dtrain__walk_back), in its unit's;
+ * what belongs to none comes behind the last. A rank that launched it as soon as it is complete
+ * would be ahead of one that has to close it. */
+static bool dtrain__is_due(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    const dtrain__classes *shards = &strategy->layout.shards;
+    if (!shards->params && !shards->grads) return true;
+    return strategy->backward <= (bucket->unit == DTRAIN__NONE ? 0 : bucket->unit);
+}
+
+/* Launch complete buckets in their order, up to the first that waits for a gradient. */
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
 {
     for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
-        if (bucket->pending) break;
+        if (bucket->pending || !dtrain__is_due(strategy, bucket)) break;
         bucket->stage = DTRAIN__REDUCED;
-        if (!bucket->trainable) continue;
+        if (!dtrain__travels(strategy, bucket)) continue;
         if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
             for (size_t b = strategy->oldest; b < strategy->launched; b++)
                 DTRAIN__TRY(dtrain__reduce_await(strategy, b));
@@ -387,25 +407,22 @@ DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
 /* ---- 4. Finish --------------------------------------------------------------------------------*/
 
 /* Make a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
- * or another use has left counts, the rest is zero. */
+ * or another use has left counts, the rest is zero. A bucket that stays here waits no longer. */
 static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
 {
     dtrain__layout *layout = &strategy->layout;
     const uint32_t index = (uint32_t)(bucket - layout->buckets);
-    if (bucket->pending == 0) return DTRAIN_OK;
-    if (dtrain__work_is_taken(strategy, bucket)) return dtrain__reduce_unvisited(strategy, bucket);
-    if (bucket->work) DTRAIN__TRY(dtrain__claim_work(strategy, bucket->unit));
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        dtrain__entry *entry = &layout->entries[i];
+    const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
+    bucket->pending = 0;
+    for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
+        const dtrain__entry *entry = &layout->entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->pending || entry->bucket != index) continue;
         if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
         else
             DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
                                                     (size_t)p->count * sizeof(float)));
-        entry->pending = 0;
     }
-    bucket->pending = 0;
     return DTRAIN_OK;
 }
 
@@ -483,23 +500,23 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
         layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
     }
     strategy->launched = strategy->oldest = strategy->marked_count = 0;
-    strategy->working[0] = strategy->working[1] = DTRAIN__NONE;
+    strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
     if (step_done) dtrain__choose_ways(strategy);
 }
 
-/* The order matters: everything is launched before ranks exchange what is missing, and waited for
- * before anything is reported. So a step that fails for a missing gradient has made the same
+/* The order matters: units that this rank's backward has not come to are walked, everything is
+ * launched before ranks exchange what is missing, and waited for before anything is reported. So a step that fails for a missing gradient has made the same
  * collectives as one that succeeds, and the next step finds all ranks at the same place. Units
  * fetched ahead and not used are waited for, because they read the shards that will be updated. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
-    if (dtrain__only_adds(strategy)) return DTRAIN_OK;
     const dtrain__layout *layout = &strategy->layout;
     const bool last = !strategy->more;
-    dtrain_result result = dtrain__close_buckets(strategy, layout->bucket_count);
+    dtrain_result result = dtrain__walk_back(strategy, 0);
+    if (result == DTRAIN_OK) result = dtrain__close_buckets(strategy, layout->bucket_count);
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
     if (result == DTRAIN_OK && layout->grad_home->settle)

@@ -19,15 +19,20 @@
  *
  * Hooks, called by the tape or by a program with its own backward:
  *
- *     gather(unit)    before a unit's forward, and before its backward: its parameters are whole
- *     release(unit)   after it
- *     ready(param)    this gradient is final for this backward
- *     finish()        the end of a backward: gradients, or this rank's shards of them, are the mean
- *     publish()       after this rank's shards were updated; dtrain_optimizer_step calls it
+ *     gather(unit, pass)   before a unit's forward, and before its backward: its parameters are
+ *                          whole, and in backward there is a place for its gradients
+ *     release(unit)        after it
+ *     ready(param)         this gradient is final for this backward
+ *     finish()             the end of a backward: gradients, or this rank's shards of them, are the
+ *                          mean
+ *     publish()            after this rank's shards were updated; dtrain_optimizer_step calls it
  *
  * Forward gathers units in the order in which they appear in the array, backward in the opposite
  * order; the next one is fetched meanwhile. Kinds that keep parameters and
- * gradients whole (DDP, ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below
+ * gradients whole (DDP, ZERO1) need no gather and no release.
+ *
+ * Ranks may differ in which gradients they have and in the order in which they become ready, in
+ * which units backward comes to, and in who owns the memory of gradients. In SHARD_GRAD_OP and the kinds below
  * it param->grad is memory for one unit's backward, and only shards() shows reduced gradients; in
  * FULL_SHARD and below param->value is NULL outside gather and release.
  *
@@ -59,14 +64,15 @@ typedef enum dtrain_missing_gradient {
     DTRAIN_MISSING_GRADIENT_ERROR = 1 /* finish fails and names it */
 } dtrain_missing_gradient;
 
-/* When gradients are reduced in a step of several micro-batches. */
+/* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
+ * the last. */
 typedef enum dtrain_accumulation {
     /* SHARD_EVERY for HYBRID_SHARD, EVERY where gradients are sharded, LAST elsewhere */
     DTRAIN_ACCUMULATION_DEFAULT = 0,
     /* in the last backward only: least communication, but every rank holds whole gradients */
     DTRAIN_ACCUMULATION_LAST = 1,
-    /* in every backward: sharded gradients stay sharded. Refused for ZERO1, which would pay for it
-     * and gain nothing */
+    /* in every backward: sharded gradients stay sharded. Refused for DDP and ZERO1, which would pay
+     * for it and gain nothing */
     DTRAIN_ACCUMULATION_EVERY = 2,
     /* HYBRID_SHARD: inside nodes in every backward, across nodes in the last */
     DTRAIN_ACCUMULATION_SHARD_EVERY = 3
@@ -146,16 +152,24 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
  * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
-/* Gather a unit's parameters before its forward or backward: they are whole until release.
- * Collective where parameters are sharded. A unit that is not due (a pass begins with the first,
- * forward goes to the next, backward to an earlier one) is an error that names the one that is. */
-DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit);
+typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } dtrain_pass;
+
+/* Gather a unit's parameters before its forward or backward: they are whole until release; and in
+ * backward give its gradients, those between this call and the gather of another unit, a place.
+ * Collective where parameters or gradients are sharded: ranks gather the same units in forward; in
+ * backward each may step over units, and a unit may be gathered again while no other one was. A
+ * unit that is not due (forward begins with the first and goes to the next, backward to an earlier
+ * one) is an error that names the one that is. Forward inside a backward makes activations
+ * again. */
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
+                                                dtrain_pass pass);
 /* Release a unit's parameters after its forward or backward. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
 /* Mark params[index]'s gradient final for this backward; communication of its bucket may start.
  * Every trainable entry is marked once per backward, an alias and its target each. Marking one
- * twice between two finishes is an error that names it. Never blocks for other ranks. */
+ * twice between two finishes, or where gradients are sharded outside its unit's backward, is an
+ * error that names it. Never blocks for other ranks. */
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
 /* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last

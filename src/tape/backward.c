@@ -188,6 +188,6 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
     *accumulate = false;
     if (!target) return NULL;
     *accumulate = target->state.grad_written;
-    if (!op->planning) target->state.grad_written = true;
+    if (!op->planning) dtrain__set_grad_written(target, true);
     return target->grad;
 }

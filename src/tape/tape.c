@@ -85,12 +85,16 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
  * whole units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
 {
-    int64_t before = tape->unit;
-    if (unit == before) return DTRAIN_OK;
+    const dtrain_pass pass =
+        tape->pass.state == DTRAIN__TAPE_DONE ? DTRAIN_PASS_BACKWARD : DTRAIN_PASS_FORWARD;
+    const int64_t before = tape->unit;
+    if (unit == before && pass == tape->unit_pass) return DTRAIN_OK;
     tape->unit = unit;
+    tape->unit_pass = pass;
     if (tape->planning || !tape->strategy) return DTRAIN_OK;
-    if (before >= 0) DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
-    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit) : DTRAIN_OK;
+    if (before >= 0 && before != unit)
+        DTRAIN__TRY(dtrain_strategy_release(tape->strategy, (uint32_t)before));
+    return unit >= 0 ? dtrain_strategy_gather(tape->strategy, (uint32_t)unit, pass) : DTRAIN_OK;
 }
 
 /* Return why the pass cannot go on, as an error that sticks; DTRAIN_OK if it can. */

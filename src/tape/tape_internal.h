@@ -146,6 +146,7 @@ struct dtrain_tape {
         dtrain__tape_segment *segment; /* the one that is recorded now; NULL: none */
     } pass;
     int64_t unit;                              /* gathered now; -1 = none */
+    dtrain_pass unit_pass;                     /* for forward or for backward */
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
     const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */

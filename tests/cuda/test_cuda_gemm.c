@@ -847,7 +847,7 @@ static void test_type_zero(void)
                    0};
     gpu_open();
     product p = make_product(&x, 0);
-    p.args.a_dtype = p.args.b_dtype = p.args.c_dtype = DTRAIN_DTYPE_NONE;
+    p.args.a_dtype = p.args.b_dtype = p.args.c_dtype = DTRAIN_DTYPE_F32;
     CHECK(gpu->ops->gemm(gpu, &p.args) == DTRAIN_OK);
     check_product(&p);
     drop_product(&p);

@@ -199,8 +199,8 @@ static void test_forward_nan(void)
                                   NULL,
                                   NULL,
                                   NULL,
-                                  DTRAIN_DTYPE_NONE,
-                                  DTRAIN_DTYPE_NONE};
+                                  DTRAIN_DTYPE_F32,
+                                  DTRAIN_DTYPE_F32};
     args.x = gpu_give(x, sizeof y, 0);
     args.y = gpu_take(sizeof y, 0);
     args.mean = (float *)gpu_take(ROWS * 4, 0);

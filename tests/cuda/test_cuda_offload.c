@@ -420,7 +420,7 @@ static int bits_main(dtrain_world *world, void *user)
         RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
         for (size_t k = 0; k < 2; k++) RANKS_TRY(dtrain_strategy_read(strategy, k, value[k]));
         for (int step = 0; step < COUNT; step++) {
-            RANKS_TRY(dtrain_strategy_gather(strategy, 0));
+            RANKS_TRY(dtrain_strategy_gather(strategy, 0, DTRAIN_PASS_BACKWARD));
             for (size_t k = 2; k-- > 0;) {
                 big_gradient(grad, p[k].count, step, (uint64_t)k, factor);
                 RANKS_TRY(device->ops->copy(device, p[k].grad, grad,

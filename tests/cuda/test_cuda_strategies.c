@@ -400,10 +400,11 @@ static int late_rank(dtrain_world *world, void *user)
             params[u].flags = u == 1 || u == 2 ? DTRAIN_PARAM_FROZEN : 0;
         }
         RANKS_TRY(dtrain_strategy_create(world, params, UNITS, &desc, &strategy));
-        for (uint32_t u = 0; u < UNITS; u++) RANKS_TRY(dtrain_strategy_gather(strategy, u));
+        for (uint32_t u = 0; u < UNITS; u++)
+            RANKS_TRY(dtrain_strategy_gather(strategy, u, DTRAIN_PASS_FORWARD));
         if (rank == 1) ranks_sleep_us(30000);
         for (uint32_t u = UNITS; u-- > 0;) {
-            RANKS_TRY(dtrain_strategy_gather(strategy, u));
+            RANKS_TRY(dtrain_strategy_gather(strategy, u, DTRAIN_PASS_BACKWARD));
             if (params[u].flags) continue;
             for (int i = 0; i < COUNT; i++) host[i] = (float)(u + 1) * (float)(rank + 1);
             RANKS_TRY(dtrain_device_copy(device, params[u].grad, host, sizeof host));

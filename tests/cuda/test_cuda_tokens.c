@@ -470,7 +470,7 @@ static void test_errors(void)
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_ERROR_ARGUMENT);
     words.sequence = 1, words.dtype = DTRAIN_DTYPE_I32;
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_ERROR_UNSUPPORTED);
-    words.rows = 0, words.dtype = DTRAIN_DTYPE_NONE;
+    words.rows = 0, words.dtype = DTRAIN_DTYPE_F32;
     CHECK(gpu->ops->embedding(gpu, &words) == DTRAIN_OK);
     dtrain_embedding_backward_args back = {(int64_t)1 << 31, 1, 1, 1, ids, memory, memory, NULL,
                                            DTRAIN_DTYPE_F32};

@@ -1703,7 +1703,7 @@ static int refuse_rank(dtrain_world *world, void *user)
         desc = squares_desc((uint32_t)i), desc.base.kind = DTRAIN_STRATEGY_AUTO;
         refused(try_create(world, &desc), "AUTO", "AUTO", "");
         desc = squares_desc((uint32_t)i), desc.base.accumulation = DTRAIN_ACCUMULATION_EVERY;
-        refused(try_create(world, &desc), "every micro-batch", "ACCUMULATION_EVERY", "compression");
+        refused(try_create(world, &desc), "every micro-batch", "ACCUMULATION_EVERY", "ddp");
     }
     for (kind = DTRAIN_STRATEGY_ZERO3; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
         memset(&desc, 0, sizeof desc), desc.base.kind = kind, desc.base.hierarchical = true;

@@ -907,7 +907,7 @@ static int misuse_main(dtrain_world *world, void *user)
     (void)user;
     model_init(m, &c, 0);
     RANKS_TRY(dtrain_strategy_create(world, m->p, PARAMS, NULL, &ddp));
-    RANKS_TRY(dtrain_strategy_gather(ddp, 0));
+    RANKS_TRY(dtrain_strategy_gather(ddp, 0, DTRAIN_PASS_BACKWARD));
     RANKS_TRY(dtrain_strategy_ready(ddp, B2));
     CHECK(m->p[B2].state.grad_written);
     CHECK(dtrain_strategy_ready(ddp, B2) == DTRAIN_ERROR_USAGE);
@@ -1040,7 +1040,7 @@ static int failed_main(dtrain_world *world, void *user)
     dtrain_fail(DTRAIN_ERROR_ARGUMENT, "another one");
     CHECK(dtrain_strategy_ready(ddp, 0) == first && strcmp(dtrain_last_error(), text) == 0);
     CHECK(dtrain_strategy_finish(ddp) == first && dtrain_strategy_verify(ddp, NULL) == first);
-    CHECK(dtrain_strategy_gather(ddp, 0) == first &&
+    CHECK(dtrain_strategy_gather(ddp, 0, DTRAIN_PASS_BACKWARD) == first &&
           dtrain_strategy_accumulate(ddp, true) == first);
     CHECK_MSG(strcmp(dtrain_last_error(), text) == 0, "%s, not %s", dtrain_last_error(), text);
     dtrain_strategy_destroy(ddp);

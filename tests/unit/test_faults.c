@@ -580,7 +580,7 @@ static void test_mismatch(void)
     } rows[] = {
         {"order",
          {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 100, 0},
-         {DTRAIN_COLLECTIVE_BARRIER, DTRAIN_DTYPE_NONE, DTRAIN_REDUCE_SUM, 0, 0},
+         {DTRAIN_COLLECTIVE_BARRIER, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, 0, 0},
          "all",
          "barrier"},
         {"order, large",
@@ -829,8 +829,8 @@ static dtrain_result wrong_call(dtrain_comm *comm, int row, const char **what)
         WRONG("comm NULL",
               dtrain_all_reduce(NULL, x, x, 4, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
     case 3:
-        WRONG("dtype 0",
-              dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_NONE, DTRAIN_REDUCE_SUM, NULL));
+        WRONG("dtype 5",
+              dtrain_all_reduce(comm, x, x, 4, (dtrain_dtype)5, DTRAIN_REDUCE_SUM, NULL));
     case 4:
         WRONG("dtype 99",
               dtrain_all_reduce(comm, x, x, 4, (dtrain_dtype)99, DTRAIN_REDUCE_SUM, NULL));
@@ -881,8 +881,8 @@ static dtrain_result wrong_call(dtrain_comm *comm, int row, const char **what)
     case 27: WRONG("destroy the world's", destroyed(comm));
     case 28: WRONG("alloc to nowhere", dtrain_comm_alloc(comm, 64, NULL));
     case 29:
-        WRONG("async, dtype 0",
-              dtrain_all_reduce(comm, x, x, 4, DTRAIN_DTYPE_NONE, DTRAIN_REDUCE_SUM, &work));
+        WRONG("async, dtype -1",
+              dtrain_all_reduce(comm, x, x, 4, (dtrain_dtype)-1, DTRAIN_REDUCE_SUM, &work));
     case 30: WRONG("test of nothing", dtrain_work_test(NULL, NULL));
     case 31: WRONG("all-to-all in place", dtrain_all_to_all(comm, x, x, 2, DTRAIN_DTYPE_F32, NULL));
     case 32:

@@ -791,13 +791,13 @@ static dtrain_result hand_pass(hand_model *m, const hand_run *run, dtrain_strate
     uint32_t unit;
     int p;
     for (unit = 0; unit < HAND_UNITS; unit++) {
-        TRY(dtrain_strategy_gather(strategy, unit));
+        TRY(dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_FORWARD));
         hand_look(m, unit, "forward", forward);
         TRY(dtrain_strategy_release(strategy, unit));
     }
     for (unit = HAND_UNITS; unit-- > 0;) {
         if (step == 1 && unit == run->skipped) continue;
-        TRY(dtrain_strategy_gather(strategy, unit));
+        TRY(dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_BACKWARD));
         hand_look(m, unit, "backward", backward);
         TRY(hand_backward(m, run, strategy, rank, micro, step, unit));
         TRY(dtrain_strategy_release(strategy, unit));
@@ -929,10 +929,11 @@ static int refuse_create_rank(dtrain_world *world, void *user)
         refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "param_dtype",
                 "param_dtype", strategy_kind_name(whole[i]));
     }
-    desc = defaults, desc.kind = DTRAIN_STRATEGY_ZERO1,
-    desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
-    refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "ZERO1 + EVERY", "zero1",
-            "every");
+    for (i = DTRAIN_STRATEGY_DDP; i <= DTRAIN_STRATEGY_ZERO1; i++) {
+        desc = defaults, desc.kind = (uint32_t)i, desc.accumulation = DTRAIN_ACCUMULATION_EVERY;
+        refused(try_create(world, &desc, NULL), DTRAIN_ERROR_UNSUPPORTED, "whole and EVERY",
+                strategy_kind_name((uint32_t)i), "every");
+    }
     for (i = DTRAIN_STRATEGY_DDP; i <= DTRAIN_STRATEGY_ZERO3; i++) {
         desc = defaults, desc.kind = (uint32_t)i,
         desc.accumulation = DTRAIN_ACCUMULATION_SHARD_EVERY;
@@ -1046,30 +1047,32 @@ static dtrain_result wrong_hook(dtrain_strategy *s, dtrain_param *params, int wr
 {
     *other = "";
     switch (wrong) {
-    case 0: *word = "unit 2", *other = "unit 0"; return dtrain_strategy_gather(s, 2);
+    case 0:
+        *word = "unit 2", *other = "unit 0";
+        return dtrain_strategy_gather(s, 2, DTRAIN_PASS_FORWARD);
     case 1:
-        TRY(dtrain_strategy_gather(s, 0));
+        TRY(dtrain_strategy_gather(s, 0, DTRAIN_PASS_FORWARD));
         TRY(dtrain_strategy_release(s, 0));
         *word = "unit 2", *other = "unit 1";
-        return dtrain_strategy_gather(s, 2);
-    case 2: *word = "unit 7"; return dtrain_strategy_gather(s, 7);
+        return dtrain_strategy_gather(s, 2, DTRAIN_PASS_FORWARD);
+    case 2: *word = "unit 7"; return dtrain_strategy_gather(s, 7, DTRAIN_PASS_FORWARD);
     case 3: *word = "unit 7"; return dtrain_strategy_release(s, 7);
     case 4:
-        TRY(dtrain_strategy_gather(s, 0));
+        TRY(dtrain_strategy_gather(s, 0, DTRAIN_PASS_FORWARD));
         TRY(dtrain_strategy_release(s, 0));
-        TRY(dtrain_strategy_gather(s, 1));
+        TRY(dtrain_strategy_gather(s, 1, DTRAIN_PASS_FORWARD));
         TRY(dtrain_strategy_release(s, 1));
-        TRY(dtrain_strategy_gather(s, 2));
+        TRY(dtrain_strategy_gather(s, 2, DTRAIN_PASS_BACKWARD));
         memset(params[2].grad, 0, (size_t)params[2].count * sizeof(float));
         TRY(dtrain_strategy_ready(s, 2));
         *word = "\"p2\"", *other = "twice";
         return dtrain_strategy_ready(s, 2);
     default:
-        TRY(dtrain_strategy_gather(s, 0));
+        TRY(dtrain_strategy_gather(s, 0, DTRAIN_PASS_FORWARD));
         TRY(dtrain_strategy_release(s, 0));
-        TRY(dtrain_strategy_gather(s, 1));
+        TRY(dtrain_strategy_gather(s, 1, DTRAIN_PASS_FORWARD));
         TRY(dtrain_strategy_release(s, 1));
-        TRY(dtrain_strategy_gather(s, 2));
+        TRY(dtrain_strategy_gather(s, 2, DTRAIN_PASS_BACKWARD));
         TRY(dtrain_strategy_ready(s, 2));
         *word = "dtrain_strategy_accumulate";
         return dtrain_strategy_accumulate(s, true);
@@ -1182,7 +1185,7 @@ static int missing_rank(dtrain_world *world, void *user)
     desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
     RANKS_TRY(dtrain_strategy_create(world, params, 2, &desc, &strategy));
     for (step = 0; step < 3; step++) {
-        RANKS_TRY(dtrain_strategy_gather(strategy, 0));
+        RANKS_TRY(dtrain_strategy_gather(strategy, 0, DTRAIN_PASS_BACKWARD));
         memset(params[0].grad, 0, 16 * sizeof(float));
         memset(params[1].grad, 0, 12 * sizeof(float));
         RANKS_TRY(dtrain_strategy_ready(strategy, 0));
@@ -1331,7 +1334,7 @@ static int death_rank(dtrain_world *world, void *user)
     for (step = 0; step < 1000 && result == DTRAIN_OK; step++)
         for (unit = 0; unit < 8 && result == DTRAIN_OK; unit++) {
             if (rank == 1 && step == 1 && unit == 3) kill(getpid(), SIGKILL);
-            result = dtrain_strategy_gather(strategy, unit);
+            result = dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_FORWARD);
             if (result == DTRAIN_OK) result = dtrain_strategy_release(strategy, unit);
         }
     d->seconds[rank] = dtrain_seconds() - start;

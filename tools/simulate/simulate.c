@@ -242,7 +242,8 @@ static dtrain_result forward(dtrain_strategy *strategy, const model *m, long bat
 {
     for (size_t i = 0; i < m->count; i++) {
         const uint32_t unit = m->params[i].unit;
-        if (i == 0 || m->params[i - 1].unit != unit) TRY(dtrain_strategy_gather(strategy, unit));
+        if (i == 0 || m->params[i - 1].unit != unit)
+            TRY(dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_FORWARD));
         run_layer(m, i, batch, 1);
         if (i + 1 == m->count || m->params[i + 1].unit != unit)
             TRY(dtrain_strategy_release(strategy, unit));
@@ -255,7 +256,7 @@ static dtrain_result backward(dtrain_strategy *strategy, const model *m, long ba
     for (size_t i = m->count; i-- > 0;) {
         const uint32_t unit = m->params[i].unit;
         if (i + 1 == m->count || m->params[i + 1].unit != unit) {
-            TRY(dtrain_strategy_gather(strategy, unit));
+            TRY(dtrain_strategy_gather(strategy, unit, DTRAIN_PASS_BACKWARD));
             for (size_t k = i + 1; k-- > 0 && m->params[k].unit == unit;)
                 if (!m->layers[k].kept) run_layer(m, k, batch, 1); /* made again */
         }

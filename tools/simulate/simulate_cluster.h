@@ -264,8 +264,7 @@ static dtrain_result sim_add(dtrain_device *device, const dtrain_add_args *a)
 static dtrain_result sim_axpby(dtrain_device *device, const dtrain_axpby_args *a)
 {
     (void)device;
-    return work(0, (double)a->count * 3 * (double)(a->dtype ? dtrain_dtype_bytes(a->dtype) : 4)),
-           DTRAIN_OK;
+    return work(0, (double)a->count * 3 * (double)dtrain_dtype_bytes(a->dtype)), DTRAIN_OK;
 }
 
 static dtrain_result sim_convert(dtrain_device *device, const dtrain_convert_args *a)
@@ -279,8 +278,7 @@ static dtrain_result sim_convert(dtrain_device *device, const dtrain_convert_arg
 static dtrain_result sim_sum(dtrain_device *device, const dtrain_sum_args *a)
 {
     (void)device;
-    return work(0, (double)a->count * (double)(a->dtype ? dtrain_dtype_bytes(a->dtype) : 4)),
-           DTRAIN_OK;
+    return work(0, (double)a->count * (double)dtrain_dtype_bytes(a->dtype)), DTRAIN_OK;
 }
 
 static void update(const dtrain_optimizer_tensor *tensors, size_t count)

@@ -236,8 +236,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
                                                   const dtrain_convert_args *args)
 {
-    if (!args->x_dtype || !args->y_dtype)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "convert: both types have to be given");
     return dtrain__elementwise(device, dtrain__cpu_kernels(device)->convert, args, args->count,
                                dtrain__larger(args->x_dtype, args->y_dtype));
 }

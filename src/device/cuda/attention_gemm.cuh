@@ -306,7 +306,7 @@ static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x
     x->sequence = args->sequence;
     x->n = args->n;
     x->size = args->n / args->heads;
-    x->dtype = args->dtype == DTRAIN_DTYPE_NONE ? DTRAIN_DTYPE_F32 : args->dtype;
+    x->dtype = args->dtype;
     x->scale = 1 / sqrtf((float)x->size);
     return DTRAIN_OK;
 }

@@ -258,8 +258,7 @@ static dtrain_result dtrain_cuda_convert_as(dtrain_device *device, const dtrain_
 /* Convert by a copy where both types are equal, so that a NaN keeps its bits. */
 static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_convert_args *args)
 {
-    const dtrain_dtype from = args->x_dtype ? args->x_dtype : DTRAIN_DTYPE_F32;
-    const dtrain_dtype to = args->y_dtype ? args->y_dtype : DTRAIN_DTYPE_F32;
+    const dtrain_dtype from = args->x_dtype, to = args->y_dtype;
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", from));
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("convert", to));
     if (from == to) {

@@ -497,9 +497,6 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
     bool done = false;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_check(given));
     if (args.m <= 0 || args.n <= 0) return DTRAIN_OK;
-    if (args.a_dtype == DTRAIN_DTYPE_NONE) args.a_dtype = DTRAIN_DTYPE_F32;
-    if (args.b_dtype == DTRAIN_DTYPE_NONE) args.b_dtype = DTRAIN_DTYPE_F32;
-    if (args.c_dtype == DTRAIN_DTYPE_NONE) args.c_dtype = DTRAIN_DTYPE_F32;
     const bool mixed = args.a_dtype != args.b_dtype, empty = args.alpha == 0 || args.k == 0;
     if (!mixed && !empty && (args.c_dtype == DTRAIN_DTYPE_F32 || args.c_dtype == args.a_dtype))
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_fused(device, &args, &done));
