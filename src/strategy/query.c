@@ -128,10 +128,20 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
+/* Check that no backward is under way: what it starts comes from each rank at its own time, and a
+ * collective of another sort would get in between. */
+static dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy, const char *call)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!strategy->marked_count && strategy->backward == DTRAIN__NONE) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: a backward is under way; call dtrain_strategy_finish before", call);
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
 {
     dtrain_param whole;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_read"));
+    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_read"));
     if (index >= strategy->param_count || !host)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_read: host is NULL, or index %zu is not below %zu",
@@ -161,7 +171,7 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
     dtrain__difference found;
     uint64_t all;
     if (hash) *hash = 0;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_verify"));
+    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_strategy_verify"));
     dtrain__note_units(strategy);
     DTRAIN__TRY(dtrain__compare_items(strategy->comm, dtrain__value_hash, strategy,
                                       strategy->param_count, strategy->gathered, &all, &found));

@@ -225,11 +225,11 @@ typedef struct dtrain_strategy_info {
 /* Fill in what a strategy is and what it holds on this rank; zeros for NULL. Local. */
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info);
 
-/* Copy the whole value of params[index] to host (its count elements), on every rank.
- * Collective. */
+/* Copy the whole value of params[index] to host (its count elements), on every rank. Collective.
+ * Not in the middle of a backward; units that are gathered stay so. */
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host);
 
 /* Hash the bits of every parameter and compare the hashes across ranks (collective): replicas
  * that drifted apart are DTRAIN_ERROR_MISMATCH naming rank and parameter. The hash is the same for
- * the same model under every kind. *hash may be NULL. */
+ * the same model under every kind. *hash may be NULL. When to call: as dtrain_strategy_read. */
 DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint64_t *hash);

@@ -1,0 +1,290 @@
+/* What ranks may do differently, and calls at unusual moments: one small program for each defect that was found
+ * there. tests/fuzz/programs.c looks for their relatives. */
+#include "test.h"
+
+#include "dtrain.h"
+#include "ranks.h"
+
+enum { ALL_KINDS = 6, COUNT = 40 };
+
+static dtrain_param one_param(const char *name, uint32_t unit)
+{
+    dtrain_param p = ranks_param(name, NULL, NULL, COUNT, 0);
+    p.unit = unit;
+    return p;
+}
+
+static void fill(dtrain_param *p, float value)
+{
+    for (int64_t i = 0; i < p->count; i++)
+        p->grad[i] = p->state.grad_written ? p->grad[i] + value : value;
+}
+
+/* The gradient that this rank's share of params[index] shows; NaN where elements differ. */
+static float shown(dtrain_strategy *s, const dtrain_param *p)
+{
+    const dtrain_shard *shards;
+    size_t count;
+    float value = -1; /* no share: ranks with one say it */
+    if (dtrain_strategy_shards(s, &shards, &count) != DTRAIN_OK) return NAN;
+    for (size_t k = 0; k < count; k++)
+        for (int64_t i = 0; shards[k].param == p && i < shards[k].count; i++) {
+            if (i && shards[k].grad[i] != value) return NAN;
+            value = shards[k].grad[i];
+        }
+    return value;
+}
+#define SHOWS(p, wanted)                                                              \
+    do {                                                                              \
+        const float found = shown(s, p);                                              \
+        CHECK_MSG(found == -1 || found == (float)(wanted),                            \
+                  "%s, rank %d: \"%s\" is %g, expected %g", c->name, rank, (p)->name, \
+                  (double)found, (double)(wanted));                                   \
+    } while (0)
+
+/* A program of two units, run by two ranks under every kind that takes the desc. */
+typedef struct scene scene;
+typedef int (*act)(const scene *c, dtrain_world *world, dtrain_strategy *s, dtrain_param *p,
+                   int rank);
+struct scene {
+    const char *name;
+    act play;
+    dtrain_strategy_desc desc;
+    bool host_grads[2]; /* rank r owns the memory of its gradients */
+};
+
+static int scene_rank(dtrain_world *world, void *user)
+{
+    const scene *c = (const scene *)user;
+    const int rank = dtrain_world_rank(world);
+    static float own[2][3][COUNT];
+    dtrain_param p[4] = {one_param("a", 0), one_param("b", 0), one_param("c", 1),
+                         one_param("d", 1)};
+    dtrain_strategy *s;
+    p[3].alias_of = &p[2];
+    for (int i = 0; i < 3 && c->host_grads[rank]; i++) p[i].grad = own[rank][i];
+    RANKS_TRY(dtrain_strategy_create(world, p, 4, &c->desc, &s));
+    const int result = c->play(c, world, s, p, rank);
+    dtrain_strategy_destroy(s);
+    return result;
+}
+
+static void run_scene(scene c)
+{
+    static const char *const kinds[] = {"default",    "ddp",   "zero1",       "shard_grad_op",
+                                        "full_shard", "zero3", "hybrid_shard"};
+    char name[96];
+    snprintf(name, sizeof name, "%s, %s", c.name, kinds[c.desc.kind]);
+    c.name = name;
+    ranks_run(2, DTRAIN_LAUNCH_THREADS, scene_rank, &c);
+}
+
+/* Plays it under all kinds from `first` on. */
+static void run_scenes(const char *name, act play, uint32_t first)
+{
+    scene c;
+    memset(&c, 0, sizeof c);
+    c.name = name;
+    c.play = play;
+    for (c.desc.kind = first; c.desc.kind <= ALL_KINDS; c.desc.kind++) {
+        c.desc.node_size = c.desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
+        run_scene(c);
+    }
+}
+
+/* ---- One rank lacks a gradient -------------------------------------------------------------------- */
+
+/* A backward over both units; the rank marks those of its bits. b and c lie in both units' buckets. */
+static dtrain_result backward(dtrain_strategy *s, dtrain_param *p, const float *grads,
+                              uint32_t bits)
+{
+    for (uint32_t u = 2; u-- > 0;) {
+        TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
+        for (size_t i = 4; i-- > 0;) {
+            if (p[i].unit != u || !(bits >> i & 1)) continue;
+            fill(&p[i], grads[i]);
+            TRY(dtrain_strategy_ready(s, i));
+        }
+        TRY(dtrain_strategy_release(s, u));
+    }
+    return dtrain_strategy_finish(s);
+}
+static dtrain_result forward(dtrain_strategy *s)
+{
+    for (uint32_t u = 0; u < 2; u++) {
+        TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_FORWARD));
+        TRY(dtrain_strategy_release(s, u));
+    }
+    return DTRAIN_OK;
+}
+
+/* Rank 1 lacks `a` in the first of two micro-batches, and in the second what the first has is added to. */
+static int lacks_in_one_micro_batch(const scene *c, dtrain_world *world, dtrain_strategy *s,
+                                    dtrain_param *p, int rank)
+{
+    const float first[4] = {4, 1, 1, 1}, second[4] = {rank ? 6.0f : 2.0f, 1, 1, 1};
+    (void)world;
+    RANKS_TRY(dtrain_strategy_accumulate(s, true));
+    RANKS_TRY(forward(s));
+    RANKS_TRY(backward(s, p, first, rank ? 14 : 15));
+    RANKS_TRY(dtrain_strategy_accumulate(s, false));
+    RANKS_TRY(forward(s));
+    RANKS_TRY(backward(s, p, second, 15));
+    SHOWS(&p[0], 6); /* (4 + 2 + 6) / 2 */
+    SHOWS(&p[1], 2);
+    SHOWS(&p[2], 4); /* alias and target, twice each */
+    RANKS_TRY(dtrain_strategy_publish(s));
+    return 0;
+}
+
+/* Rank 1 has no gradient of the last unit, then none at all, then calls finish alone. */
+static int lacks_units(const scene *c, dtrain_world *world, dtrain_strategy *s, dtrain_param *p,
+                       int rank)
+{
+    const float ones[4] = {1, 1, 1, 1};
+    (void)world;
+    for (int step = 0; step < 3; step++) {
+        RANKS_TRY(forward(s));
+        if (rank == 0 || step < 2) RANKS_TRY(backward(s, p, ones, rank == 0 ? 15 : step ? 0 : 3));
+        else RANKS_TRY(dtrain_strategy_finish(s));
+        SHOWS(&p[0], step ? 0.5 : 1);
+        SHOWS(&p[2], 1); /* rank 0's alias and target, halved */
+        RANKS_TRY(dtrain_strategy_publish(s));
+    }
+    return 0;
+}
+
+static void test_lacking(void)
+{
+    scene c;
+    run_scenes("a micro-batch", lacks_in_one_micro_batch, DTRAIN_STRATEGY_DDP);
+    run_scenes("units", lacks_units, DTRAIN_STRATEGY_DDP);
+    for (int variant = 0; variant < 4;
+         variant++) /* whole ones beside sharded ones; late; the memory of one rank */
+        for (uint32_t kind = DTRAIN_STRATEGY_SHARD_GRAD_OP; kind <= ALL_KINDS; kind++)
+            for (int which = 0; which < 2; which++) {
+                memset(&c, 0, sizeof c);
+                c.name = "variants";
+                c.desc.kind = kind;
+                c.desc.whole_below = variant == 0 ? COUNT + 1 : 0;
+                c.desc.accumulation = variant == 1 ? DTRAIN_ACCUMULATION_LAST : 0;
+                c.host_grads[1] = variant == 2;
+                c.desc.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? variant == 3 ? 1 : 2 : 0;
+                c.play = which ? lacks_units : lacks_in_one_micro_batch;
+                run_scene(c);
+            }
+}
+
+/* ---- Moments -------------------------------------------------------------------------------------- */
+
+/* Values of a unit that is gathered stay right while others are read through its slot. */
+static int reads_while_gathered(const scene *c, dtrain_world *world, dtrain_strategy *s,
+                                dtrain_param *p, int rank)
+{
+    float before[4][COUNT], now[COUNT];
+    const float ones[4] = {1, 1, 1, 1};
+    (void)world;
+    for (size_t i = 0; i < 4; i++) RANKS_TRY(dtrain_strategy_read(s, i, before[i]));
+    RANKS_TRY(dtrain_strategy_gather(s, 0, DTRAIN_PASS_FORWARD));
+    RANKS_TRY(dtrain_strategy_verify(s, NULL));
+    CHECK_MSG(p[0].value && memcmp(p[0].value, before[0], sizeof now) == 0, "%s, rank %d: unit 0",
+              c->name, rank);
+    RANKS_TRY(dtrain_strategy_release(s, 0));
+    RANKS_TRY(dtrain_strategy_gather(s, 1, DTRAIN_PASS_FORWARD));
+    for (size_t i = 0; i < 4; i++) {
+        RANKS_TRY(dtrain_strategy_read(s, i, now));
+        CHECK_MSG(memcmp(now, before[i], sizeof now) == 0, "%s, rank %d: read of %s", c->name, rank,
+                  p[i].name);
+        CHECK_MSG(p[2].value && memcmp(p[2].value, before[2], sizeof now) == 0,
+                  "%s, rank %d: unit 1", c->name, rank);
+    }
+    RANKS_TRY(backward(s, p, ones, 15)); /* without a release between, as a tape does */
+    SHOWS(&p[0], 1);
+    return 0;
+}
+
+/* Marks and settings out of place are refused by name, also while gradients only add up, and change nothing. */
+static int misplaced_calls(const scene *c, dtrain_world *world, dtrain_strategy *s, dtrain_param *p,
+                           int rank)
+{
+    const bool sharded = c->desc.kind >= DTRAIN_STRATEGY_SHARD_GRAD_OP;
+    float now[COUNT];
+    (void)world;
+    RANKS_TRY(dtrain_strategy_accumulate(s, true));
+    for (int micro = 0; micro < 2; micro++) {
+        RANKS_TRY(forward(s));
+        if (sharded)
+            CHECK_MSG(dtrain_strategy_ready(s, 1) == DTRAIN_ERROR_USAGE &&
+                          strstr(dtrain_last_error(), "DTRAIN_PASS_BACKWARD"),
+                      "%s: %s", c->name, dtrain_last_error());
+        RANKS_TRY(dtrain_strategy_gather(s, 1, DTRAIN_PASS_BACKWARD));
+        fill(&p[2], 1);
+        RANKS_TRY(dtrain_strategy_ready(s, 2));
+        RANKS_TRY(
+            dtrain_strategy_gather(s, 1, DTRAIN_PASS_BACKWARD)); /* again: the same unit goes on */
+        CHECK_MSG(dtrain_strategy_ready(s, 2) == DTRAIN_ERROR_USAGE &&
+                      strstr(dtrain_last_error(), "twice"),
+                  "%s: %s", c->name, dtrain_last_error());
+        CHECK_MSG(dtrain_strategy_accumulate(s, micro == 1) == DTRAIN_ERROR_USAGE, "%s: %s",
+                  c->name, dtrain_last_error());
+        CHECK_MSG(dtrain_strategy_read(s, 0, now) == DTRAIN_ERROR_USAGE &&
+                      dtrain_strategy_verify(s, NULL) == DTRAIN_ERROR_USAGE &&
+                      strstr(dtrain_last_error(), "dtrain_strategy_finish"),
+                  "%s: %s", c->name, dtrain_last_error());
+        CHECK(p[2].state.grad_written && p[3].state.grad_written);
+        fill(&p[3], 1);
+        RANKS_TRY(dtrain_strategy_ready(s, 3));
+        RANKS_TRY(dtrain_strategy_gather(s, 0, DTRAIN_PASS_BACKWARD));
+        if (sharded) {
+            const dtrain_result late = dtrain_strategy_gather(s, 1, DTRAIN_PASS_BACKWARD);
+            CHECK_MSG(late == DTRAIN_ERROR_USAGE && strstr(dtrain_last_error(), "unit 1"), "%s: %s",
+                      c->name, dtrain_last_error());
+        }
+        fill(&p[1], 3);
+        RANKS_TRY(dtrain_strategy_ready(s, 1));
+        RANKS_TRY(dtrain_strategy_finish(s));
+        RANKS_TRY(dtrain_strategy_accumulate(s, false));
+    }
+    SHOWS(&p[1], 6);
+    SHOWS(&p[2], 4);
+    return 0;
+}
+
+/* Between two units of a backward the host makes a collective of its own; rank 1 has no gradients. */
+static int own_collectives(const scene *c, dtrain_world *world, dtrain_strategy *s, dtrain_param *p,
+                           int rank)
+{
+    dtrain_comm *own;
+    RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), 0, rank, &own));
+    RANKS_TRY(forward(s));
+    for (uint32_t u = 2; u-- > 0;) {
+        float x[1] = {1};
+        RANKS_TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
+        for (size_t i = 4; rank == 0 && i-- > 0;)
+            if (p[i].unit == u) {
+                fill(&p[i], 2);
+                RANKS_TRY(dtrain_strategy_ready(s, i));
+            }
+        RANKS_TRY(dtrain_all_reduce(own, x, x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
+        CHECK(x[0] == 2);
+    }
+    dtrain_comm_destroy(own);
+    RANKS_TRY(dtrain_strategy_finish(s));
+    SHOWS(&p[0], 1);
+    return 0;
+}
+
+static void test_moments(void)
+{
+    run_scenes("read", reads_while_gathered, DTRAIN_STRATEGY_DDP);
+    run_scenes("misplaced", misplaced_calls, DTRAIN_STRATEGY_DDP);
+    run_scenes("own collectives", own_collectives, DTRAIN_STRATEGY_DDP);
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    RUN(test_lacking);
+    RUN(test_moments);
+    return test_summary();
+}
