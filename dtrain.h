@@ -9302,8 +9302,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
                                             float *x, int64_t count)
 {
     const float factor = 1.0f / (float)strategy->layout.all;
-    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_DTYPE_F32};
+    dtrain_axpby_args mean;
     if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
+    memset(&mean, 0, sizeof mean);
+    mean.count = count;
+    mean.a = factor;
+    mean.x = mean.y = x;
+    mean.dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->axpby(strategy->device, &mean);
 }
 
@@ -10643,14 +10648,16 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
     float *residual = dtrain__after(sparse->residual, at);
     float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    dtrain_topk_args args = {count,
-                             k,
-                             bucket->grads + portion->first + offset,
-                             residual,
-                             picks->values,
-                             picks->indices,
-                             velocity,
-                             strategy->layout.compression->topk_momentum};
+    dtrain_topk_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.k = k;
+    args.x = bucket->grads + portion->first + offset;
+    args.residual = residual;
+    args.values = picks->values;
+    args.indices = picks->indices;
+    args.velocity = velocity;
+    args.momentum = strategy->layout.compression->topk_momentum;
     DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
     if (!picks->low) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, f32, picks->low, dtype));
@@ -10816,12 +10823,37 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy
 static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
                                      int64_t n, int64_t k, const float *a, const float *b, float *c)
 {
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32;
-    const int64_t lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    dtrain_gemm_args args = {flags, 0,   m, n,   k,   1,   0,    a,    b,    c,
-                             lda,   ldb, n, f32, f32, f32, NULL, NULL, NULL, false};
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.alpha = 1;
+    args.a = a;
+    args.b = b;
+    args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    args.ldc = n;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->gemm(strategy->device, &args);
+}
+
+/* Add factor * x to y (count elements each). */
+static dtrain_result dtrain__add_scaled(dtrain_strategy *strategy, int64_t count, float factor,
+                                        const float *x, float *y)
+{
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.accumulate = true;
+    args.a = factor;
+    args.b = 1;
+    args.x = x;
+    args.y = y;
+    args.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &args);
 }
 
 /* Return M (rows, columns): the residual, to which the gradient is added, or without error feedback
@@ -10838,9 +10870,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
     const dtrain__sparse *sparse = bucket->sparse;
     const dtrain_device_ops *ops = strategy->device->ops;
     const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
-                               sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
-    if (sparse->q_count) DTRAIN__TRY(ops->axpby(strategy->device, &trace));
+    if (sparse->q_count)
+        DTRAIN__TRY(dtrain__add_scaled(strategy, sparse->q_count, DTRAIN__TRACE, sparse->q_seed,
+                                       sparse->q));
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
         float *m = dtrain__matrix(bucket, at);
         dtrain_add_args add = {at->count, bucket->grads + at->first, m,
@@ -10884,10 +10916,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__b
     const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
         float *grad = bucket->grads + at->first, *m = dtrain__matrix(bucket, at);
-        dtrain_axpby_args rest = {at->count, true, -1, 1, grad, m, false, DTRAIN_DTYPE_F32};
         DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, at->rows, at->columns, rank,
                                     at->p, at->q, grad));
-        if (sparse->residual) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &rest));
+        if (sparse->residual) DTRAIN__TRY(dtrain__add_scaled(strategy, at->count, -1, grad, m));
     }
     return DTRAIN_OK;
 }
@@ -11312,7 +11343,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     const dtrain__classes *kind = &row->shards;
     const size_t cuts = (size_t)ranks + 1;
     const int size = desc->hierarchical ? (int)desc->node_size : 0;
-    const bool nodes = size > 1 && size<all, many = ranks> 1;
+    const bool nodes = size > 1 && size < all;
+    const bool many = ranks > 1;
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;
@@ -11831,7 +11863,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
                                                  float *value)
 {
     const float scale = p->init_scale;
+    const size_t bytes = (size_t)count * sizeof(float);
     float staging[DTRAIN__STAGING_COUNT];
+    if (p->init == DTRAIN_INIT_ZERO && count > 0) {
+        if (!dtrain__on_host(device, value)) return device->ops->zero(device, value, bytes);
+        memset(value, 0, bytes);
+        return DTRAIN_OK;
+    }
     for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
         const uint64_t from = (uint64_t)(first + at);
@@ -11841,8 +11879,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
             dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
                                         staging);
         else
-            for (int64_t i = 0; i < some; i++)
-                staging[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
+            for (int64_t i = 0; i < some; i++) staging[i] = scale;
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;
@@ -13605,6 +13642,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
+    dtrain_axpby_args seed;
     bool accumulate;
     if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     if (loss->count != 1)
@@ -13629,7 +13667,11 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
             op->params[i]->state.pending_uses++;
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    const dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_DTYPE_F32};
+    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
+    seed.count = 1;
+    seed.a = scale;
+    seed.y = loss->grad;
+    seed.dtype = DTRAIN_DTYPE_F32;
     DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
@@ -14297,10 +14339,15 @@ DTRAIN__OP(dropout, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
-    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    const float factor = ((const dtrain__map *)op->args)->factor;
-    const int64_t count = op->inputs[0]->count;
-    const dtrain_axpby_args args = {count, accumulate, factor, 1, x, y, false, dtype};
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = op->inputs[0]->count;
+    args.accumulate = accumulate;
+    args.a = ((const dtrain__map *)op->args)->factor;
+    args.b = 1;
+    args.x = x;
+    args.y = y;
+    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
     return op->device->ops->axpby(op->device, &args);
 }
 
@@ -14353,8 +14400,13 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
                                            int64_t count, double factor)
 {
-    float *out = (float *)op->output_data[0];
-    const dtrain_sum_args args = {count, false, false, factor, x, NULL, out, (dtrain_dtype)dtype};
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.scale = factor;
+    args.x = x;
+    args.out = (float *)op->output_data[0];
+    args.dtype = (dtrain_dtype)dtype;
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -14380,23 +14432,29 @@ static dtrain_result dtrain__sum_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     const dtrain_dtype f32 = DTRAIN_DTYPE_F32, dtype = (dtrain_dtype)x->dtype;
-    const void *upstream = op->outputs[0]->grad;
-    float factor = *(const float *)op->args;
-    bool accumulate;
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.a = *(const float *)op->args;
+    args.b = 1;
+    args.x = op->outputs[0]->grad;
     if (dtype != f32) {
         void *scaled = dtrain__take_data(op->tape, NULL, 1, f32);
         void *rounded = dtrain__take_data(op->tape, NULL, 1, dtype);
         DTRAIN__TRY(op->tape->error);
-        const dtrain_axpby_args scale = {1, false, factor, 0, upstream, scaled, false, f32};
-        DTRAIN__TRY(op->device->ops->axpby(op->device, &scale));
+        args.count = 1;
+        args.y = scaled;
+        args.dtype = f32;
+        DTRAIN__TRY(op->device->ops->axpby(op->device, &args));
         DTRAIN__TRY(dtrain__tape_convert(op->device, 1, scaled, f32, rounded, dtype));
-        upstream = rounded;
-        factor = 1;
+        args.x = rounded;
+        args.a = 1;
     }
-    void *d_x = dtrain_op_input_grad(op, 0, &accumulate);
-    if (!d_x) return op->tape->error;
-    const dtrain_axpby_args spread = {x->count, accumulate, factor, 1, upstream, d_x, true, dtype};
-    return op->device->ops->axpby(op->device, &spread);
+    args.y = dtrain_op_input_grad(op, 0, &args.accumulate);
+    if (!args.y) return op->tape->error;
+    args.count = x->count;
+    args.broadcast = true;
+    args.dtype = dtype;
+    return op->device->ops->axpby(op->device, &args);
 }
 
 DTRAIN__OP(sum, sum, 0, 0, 0, false)
@@ -18108,9 +18166,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    const dtrain_attention_args forward = {args->batch, args->sequence, args->heads,
-                                           args->n,     args->causal,   args->qkv,
-                                           NULL,        NULL,           args->dtype};
+    dtrain_attention_args forward;
+    memset(&forward, 0, sizeof forward);
+    forward.batch = args->batch;
+    forward.sequence = args->sequence;
+    forward.heads = args->heads;
+    forward.n = args->n;
+    forward.causal = args->causal;
+    forward.qkv = args->qkv;
+    forward.dtype = args->dtype;
     return dtrain__launch_attention(device, &forward, args);
 }
 
@@ -18125,13 +18189,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
+    dtrain_cross_entropy_backward_args backward;
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
     DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
                                    args->rows, 1, args->rows * args->n, args->dtype));
     if (!args->d_logits) return DTRAIN_OK;
-    const dtrain_cross_entropy_backward_args backward = {
-        args->rows, args->n,        args->scale, args->logits, args->targets,
-        args->lse,  args->d_logits, NULL,        args->dtype};
+    memset(&backward, 0, sizeof backward);
+    backward.rows = args->rows;
+    backward.n = args->n;
+    backward.scale = args->scale;
+    backward.logits = args->logits;
+    backward.targets = args->targets;
+    backward.lse = args->lse;
+    backward.d_logits = args->d_logits;
+    backward.dtype = args->dtype;
     return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 
@@ -18310,35 +18381,35 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
 static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm_args *args,
                                         uint32_t activation, const void *z, float *bias_grad)
 {
-    const dtrain_activation_backward_args after = {z ? activation
-                                                     : (uint32_t)DTRAIN_ACTIVATION_NONE,
-                                                   args->accumulate_bias_grad,
-                                                   args->m,
-                                                   args->n,
-                                                   z,
-                                                   args->c,
-                                                   args->c,
-                                                   bias_grad,
-                                                   args->c_dtype};
+    dtrain_activation_backward_args after;
+    memset(&after, 0, sizeof after);
+    after.activation = z ? activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+    after.accumulate = args->accumulate_bias_grad;
+    after.rows = args->m;
+    after.n = args->n;
+    after.x = z;
+    after.d_out = after.d_in = args->c;
+    after.d_bias = bias_grad;
+    after.dtype = args->c_dtype;
     return dtrain__cpu_activation_backward(device, &after);
 }
 
 /* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
 static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
 {
+    dtrain_activation_backward_args sums;
     if (!(args->flags & DTRAIN_GEMM_TRANS_A)) {
         dtrain__row_sums(args);
         return DTRAIN_OK;
     }
-    const dtrain_activation_backward_args sums = {DTRAIN_ACTIVATION_NONE,
-                                                  args->accumulate_bias_grad,
-                                                  args->k,
-                                                  args->m,
-                                                  NULL,
-                                                  args->a,
-                                                  (void *)(uintptr_t)args->a,
-                                                  args->bias_grad,
-                                                  args->a_dtype};
+    memset(&sums, 0, sizeof sums);
+    sums.accumulate = args->accumulate_bias_grad;
+    sums.rows = args->k;
+    sums.n = args->m;
+    sums.d_out = args->a;
+    sums.d_in = (void *)(uintptr_t)args->a; /* the same: only d_bias is made */
+    sums.d_bias = args->bias_grad;
+    sums.dtype = args->a_dtype;
     return dtrain__cpu_activation_backward(device, &sums);
 }
 

@@ -230,7 +230,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     const dtrain__classes *kind = &row->shards;
     const size_t cuts = (size_t)ranks + 1;
     const int size = desc->hierarchical ? (int)desc->node_size : 0;
-    const bool nodes = size > 1 && size<all, many = ranks> 1;
+    const bool nodes = size > 1 && size < all;
+    const bool many = ranks > 1;
     memset(layout, 0, sizeof *layout);
     layout->params = params;
     layout->count = count;

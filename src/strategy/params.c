@@ -309,7 +309,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
                                                  float *value)
 {
     const float scale = p->init_scale;
+    const size_t bytes = (size_t)count * sizeof(float);
     float staging[DTRAIN__STAGING_COUNT];
+    if (p->init == DTRAIN_INIT_ZERO && count > 0) {
+        if (!dtrain__on_host(device, value)) return device->ops->zero(device, value, bytes);
+        memset(value, 0, bytes);
+        return DTRAIN_OK;
+    }
     for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
         const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
         const uint64_t from = (uint64_t)(first + at);
@@ -319,8 +325,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
             dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
                                         staging);
         else
-            for (int64_t i = 0; i < some; i++)
-                staging[i] = p->init == DTRAIN_INIT_CONSTANT ? scale : 0.0f;
+            for (int64_t i = 0; i < some; i++) staging[i] = scale;
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;

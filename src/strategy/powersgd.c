@@ -17,12 +17,37 @@
 static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
                                      int64_t n, int64_t k, const float *a, const float *b, float *c)
 {
-    const dtrain_dtype f32 = DTRAIN_DTYPE_F32;
-    const int64_t lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    const int64_t ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    dtrain_gemm_args args = {flags, 0,   m, n,   k,   1,   0,    a,    b,    c,
-                             lda,   ldb, n, f32, f32, f32, NULL, NULL, NULL, false};
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.alpha = 1;
+    args.a = a;
+    args.b = b;
+    args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    args.ldc = n;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->gemm(strategy->device, &args);
+}
+
+/* Add factor * x to y (count elements each). */
+static dtrain_result dtrain__add_scaled(dtrain_strategy *strategy, int64_t count, float factor,
+                                        const float *x, float *y)
+{
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.accumulate = true;
+    args.a = factor;
+    args.b = 1;
+    args.x = x;
+    args.y = y;
+    args.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &args);
 }
 
 /* Return M (rows, columns): the residual, to which the gradient is added, or without error feedback
@@ -39,9 +64,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain_
     const dtrain__sparse *sparse = bucket->sparse;
     const dtrain_device_ops *ops = strategy->device->ops;
     const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    dtrain_axpby_args trace = {sparse->q_count, true,      DTRAIN__TRACE, 1,
-                               sparse->q_seed,  sparse->q, false,         DTRAIN_DTYPE_F32};
-    if (sparse->q_count) DTRAIN__TRY(ops->axpby(strategy->device, &trace));
+    if (sparse->q_count)
+        DTRAIN__TRY(dtrain__add_scaled(strategy, sparse->q_count, DTRAIN__TRACE, sparse->q_seed,
+                                       sparse->q));
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
         float *m = dtrain__matrix(bucket, at);
         dtrain_add_args add = {at->count, bucket->grads + at->first, m,
@@ -85,10 +110,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__b
     const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
     for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
         float *grad = bucket->grads + at->first, *m = dtrain__matrix(bucket, at);
-        dtrain_axpby_args rest = {at->count, true, -1, 1, grad, m, false, DTRAIN_DTYPE_F32};
         DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, at->rows, at->columns, rank,
                                     at->p, at->q, grad));
-        if (sparse->residual) DTRAIN__TRY(strategy->device->ops->axpby(strategy->device, &rest));
+        if (sparse->residual) DTRAIN__TRY(dtrain__add_scaled(strategy, at->count, -1, grad, m));
     }
     return DTRAIN_OK;
 }

@@ -2,7 +2,6 @@
 
 #include "core/platform_internal.h"
 #include "comm/comm_internal.h"
-#include "comm/comm_internal.h"
 #include "strategy/strategy_internal.h"
 
 /* ---- What a step sends ------------------------------------------------------------------------*/

@@ -348,8 +348,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
                                             float *x, int64_t count)
 {
     const float factor = 1.0f / (float)strategy->layout.all;
-    dtrain_axpby_args mean = {count, false, factor, 0, x, x, false, DTRAIN_DTYPE_F32};
+    dtrain_axpby_args mean;
     if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
+    memset(&mean, 0, sizeof mean);
+    mean.count = count;
+    mean.a = factor;
+    mean.x = mean.y = x;
+    mean.dtype = DTRAIN_DTYPE_F32;
     return strategy->device->ops->axpby(strategy->device, &mean);
 }
 

@@ -71,14 +71,16 @@ static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__buc
     const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
     float *residual = dtrain__after(sparse->residual, at);
     float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    dtrain_topk_args args = {count,
-                             k,
-                             bucket->grads + portion->first + offset,
-                             residual,
-                             picks->values,
-                             picks->indices,
-                             velocity,
-                             strategy->layout.compression->topk_momentum};
+    dtrain_topk_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.k = k;
+    args.x = bucket->grads + portion->first + offset;
+    args.residual = residual;
+    args.values = picks->values;
+    args.indices = picks->indices;
+    args.velocity = velocity;
+    args.momentum = strategy->layout.compression->topk_momentum;
     DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
     if (!picks->low) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, f32, picks->low, dtype));

@@ -49,6 +49,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
+    dtrain_axpby_args seed;
     bool accumulate;
     if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     if (loss->count != 1)
@@ -73,7 +74,11 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
             op->params[i]->state.pending_uses++;
     }
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    const dtrain_axpby_args seed = {1, false, scale, 0, NULL, loss->grad, false, DTRAIN_DTYPE_F32};
+    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
+    seed.count = 1;
+    seed.a = scale;
+    seed.y = loss->grad;
+    seed.dtype = DTRAIN_DTYPE_F32;
     DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));

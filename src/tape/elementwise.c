@@ -123,10 +123,15 @@ DTRAIN__OP(dropout, map, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
 
 static dtrain_result dtrain__scale_run(dtrain_op *op, const void *x, void *y, bool accumulate)
 {
-    const dtrain_dtype dtype = (dtrain_dtype)op->inputs[0]->dtype;
-    const float factor = ((const dtrain__map *)op->args)->factor;
-    const int64_t count = op->inputs[0]->count;
-    const dtrain_axpby_args args = {count, accumulate, factor, 1, x, y, false, dtype};
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = op->inputs[0]->count;
+    args.accumulate = accumulate;
+    args.a = ((const dtrain__map *)op->args)->factor;
+    args.b = 1;
+    args.x = x;
+    args.y = y;
+    args.dtype = (dtrain_dtype)op->inputs[0]->dtype;
     return op->device->ops->axpby(op->device, &args);
 }
 
@@ -179,8 +184,13 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
                                            int64_t count, double factor)
 {
-    float *out = (float *)op->output_data[0];
-    const dtrain_sum_args args = {count, false, false, factor, x, NULL, out, (dtrain_dtype)dtype};
+    dtrain_sum_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.scale = factor;
+    args.x = x;
+    args.out = (float *)op->output_data[0];
+    args.dtype = (dtrain_dtype)dtype;
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -206,23 +216,29 @@ static dtrain_result dtrain__sum_backward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
     const dtrain_dtype f32 = DTRAIN_DTYPE_F32, dtype = (dtrain_dtype)x->dtype;
-    const void *upstream = op->outputs[0]->grad;
-    float factor = *(const float *)op->args;
-    bool accumulate;
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.a = *(const float *)op->args;
+    args.b = 1;
+    args.x = op->outputs[0]->grad;
     if (dtype != f32) {
         void *scaled = dtrain__take_data(op->tape, NULL, 1, f32);
         void *rounded = dtrain__take_data(op->tape, NULL, 1, dtype);
         DTRAIN__TRY(op->tape->error);
-        const dtrain_axpby_args scale = {1, false, factor, 0, upstream, scaled, false, f32};
-        DTRAIN__TRY(op->device->ops->axpby(op->device, &scale));
+        args.count = 1;
+        args.y = scaled;
+        args.dtype = f32;
+        DTRAIN__TRY(op->device->ops->axpby(op->device, &args));
         DTRAIN__TRY(dtrain__tape_convert(op->device, 1, scaled, f32, rounded, dtype));
-        upstream = rounded;
-        factor = 1;
+        args.x = rounded;
+        args.a = 1;
     }
-    void *d_x = dtrain_op_input_grad(op, 0, &accumulate);
-    if (!d_x) return op->tape->error;
-    const dtrain_axpby_args spread = {x->count, accumulate, factor, 1, upstream, d_x, true, dtype};
-    return op->device->ops->axpby(op->device, &spread);
+    args.y = dtrain_op_input_grad(op, 0, &args.accumulate);
+    if (!args.y) return op->tape->error;
+    args.count = x->count;
+    args.broadcast = true;
+    args.dtype = dtype;
+    return op->device->ops->axpby(op->device, &args);
 }
 
 DTRAIN__OP(sum, sum, 0, 0, 0, false)

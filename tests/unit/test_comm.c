@@ -1530,7 +1530,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     for (i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
     RUN(test_every_type_threads);
-    RUN(test_every_type_processes);
+    RUN_NUMBERS(test_every_type_processes);
     RUN(test_sizes_to_70);
     RUN(test_limits);
     RUN(test_primes);

@@ -2510,10 +2510,10 @@ int main(int argc, char **argv)
     RUN(test_topk_between_nodes);
     RUN(test_balanced_between_nodes);
     RUN(test_node_kinds_2_ranks);
-    RUN(test_node_kinds_4_ranks);
-    RUN(test_node_kinds_8_ranks);
+    RUN_NUMBERS(test_node_kinds_4_ranks);
+    RUN_NUMBERS(test_node_kinds_8_ranks);
     RUN(test_node_kinds_6_ranks_of_3);
-    RUN(test_node_kinds_bf16);
+    RUN_NUMBERS(test_node_kinds_bf16);
     RUN(test_node_bytes);
     RUN(test_bytes);
     RUN(test_refused_settings);
@@ -2528,7 +2528,7 @@ int main(int argc, char **argv)
     RUN(test_abandoned_backward);
     RUN(test_missing_gradient_is_an_error);
     RUN(test_64_ranks);
-    RUN(test_error_feedback);
-    RUN(test_learning);
+    RUN_NUMBERS(test_error_feedback);
+    RUN_NUMBERS(test_learning);
     return test_summary();
 }

@@ -1055,7 +1055,7 @@ int main(int argc, char **argv)
     RUN(test_memory_limit);
     RUN(test_plan_device);
     RUN(test_chosen_kernels);
-    if (TEST_ONE_ISA) {
+    if (TEST_RACES) {
         SKIP(test_other_kernels, "the thread sanitizer needs one instruction set");
         return test_summary();
     }

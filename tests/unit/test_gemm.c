@@ -60,7 +60,7 @@ static void find_isas(void)
         isas[isa_count++] = &dtrain__isa_avx2;
     if (__builtin_cpu_supports("avx512dq")) isas[isa_count++] = &dtrain__isa_avx512;
 #endif
-    if (TEST_ONE_ISA) isas[0] = isas[isa_count - 1], isa_count = 1;
+    if (TEST_RACES) isas[0] = isas[isa_count - 1], isa_count = 1;
     first_pairs = isa_count;
 #if DTRAIN__PAIRS
     isas[isa_count++] = &dtrain__isa_amx_wide;

@@ -745,7 +745,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_numbers);
     RUN(test_cores);
-    RUN(test_bits_processes);
+    RUN_NUMBERS(test_bits_processes);
     RUN(test_bits_threads);
     RUN(test_formula);
     RUN(test_queue);

@@ -31,7 +31,7 @@ static void devices_open(void)
         variants[variant_count++] = &dtrain__kernels_generic;
     variants[variant_count++] = &dtrain__kernels_scalar;
 #endif
-    if (TEST_ONE_ISA) variant_count = 1;
+    if (TEST_RACES) variant_count = 1;
     for (int v = 0; v < variant_count; v++)
         for (uint32_t t = 1; t <= THREADS; t++) {
             dtrain_device_desc desc;

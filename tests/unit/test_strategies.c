@@ -1365,18 +1365,18 @@ static void test_death_in_a_gather(void)
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    RUN(test_matrix_1_rank);
-    RUN(test_matrix_2_ranks_are_threads_or_processes);
-    RUN(test_matrix_3_ranks);
+    RUN_NUMBERS(test_matrix_1_rank);
+    RUN_NUMBERS(test_matrix_2_ranks_are_threads_or_processes);
+    RUN_NUMBERS(test_matrix_3_ranks);
     RUN(test_matrix_4_ranks);
-    RUN(test_matrix_8_ranks);
-    RUN(test_bf16_autocast);
-    RUN(test_f16_autocast);
+    RUN_NUMBERS(test_matrix_8_ranks);
+    RUN_NUMBERS(test_bf16_autocast);
+    RUN_NUMBERS(test_f16_autocast);
     RUN(test_checkpointing);
     RUN(test_bf16_parameters);
     RUN(test_reduce_dtype);
     RUN(test_keeping_units);
-    RUN(test_64_ranks);
+    RUN_NUMBERS(test_64_ranks);
     RUN(test_memory);
     RUN(test_bytes);
     RUN(test_larger_than_a_rank);

@@ -145,9 +145,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    const dtrain_attention_args forward = {args->batch, args->sequence, args->heads,
-                                           args->n,     args->causal,   args->qkv,
-                                           NULL,        NULL,           args->dtype};
+    dtrain_attention_args forward;
+    memset(&forward, 0, sizeof forward);
+    forward.batch = args->batch;
+    forward.sequence = args->sequence;
+    forward.heads = args->heads;
+    forward.n = args->n;
+    forward.causal = args->causal;
+    forward.qkv = args->qkv;
+    forward.dtype = args->dtype;
     return dtrain__launch_attention(device, &forward, args);
 }
 
@@ -162,13 +168,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
+    dtrain_cross_entropy_backward_args backward;
     DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
     DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
                                    args->rows, 1, args->rows * args->n, args->dtype));
     if (!args->d_logits) return DTRAIN_OK;
-    const dtrain_cross_entropy_backward_args backward = {
-        args->rows, args->n,        args->scale, args->logits, args->targets,
-        args->lse,  args->d_logits, NULL,        args->dtype};
+    memset(&backward, 0, sizeof backward);
+    backward.rows = args->rows;
+    backward.n = args->n;
+    backward.scale = args->scale;
+    backward.logits = args->logits;
+    backward.targets = args->targets;
+    backward.lse = args->lse;
+    backward.d_logits = args->d_logits;
+    backward.dtype = args->dtype;
     return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 

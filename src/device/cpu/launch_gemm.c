@@ -72,35 +72,35 @@ static dtrain_result dtrain__check_gemm(const dtrain_gemm_args *args)
 static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm_args *args,
                                         uint32_t activation, const void *z, float *bias_grad)
 {
-    const dtrain_activation_backward_args after = {z ? activation
-                                                     : (uint32_t)DTRAIN_ACTIVATION_NONE,
-                                                   args->accumulate_bias_grad,
-                                                   args->m,
-                                                   args->n,
-                                                   z,
-                                                   args->c,
-                                                   args->c,
-                                                   bias_grad,
-                                                   args->c_dtype};
+    dtrain_activation_backward_args after;
+    memset(&after, 0, sizeof after);
+    after.activation = z ? activation : (uint32_t)DTRAIN_ACTIVATION_NONE;
+    after.accumulate = args->accumulate_bias_grad;
+    after.rows = args->m;
+    after.n = args->n;
+    after.x = z;
+    after.d_out = after.d_in = args->c;
+    after.d_bias = bias_grad;
+    after.dtype = args->c_dtype;
     return dtrain__cpu_activation_backward(device, &after);
 }
 
 /* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
 static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
 {
+    dtrain_activation_backward_args sums;
     if (!(args->flags & DTRAIN_GEMM_TRANS_A)) {
         dtrain__row_sums(args);
         return DTRAIN_OK;
     }
-    const dtrain_activation_backward_args sums = {DTRAIN_ACTIVATION_NONE,
-                                                  args->accumulate_bias_grad,
-                                                  args->k,
-                                                  args->m,
-                                                  NULL,
-                                                  args->a,
-                                                  (void *)(uintptr_t)args->a,
-                                                  args->bias_grad,
-                                                  args->a_dtype};
+    memset(&sums, 0, sizeof sums);
+    sums.accumulate = args->accumulate_bias_grad;
+    sums.rows = args->k;
+    sums.n = args->m;
+    sums.d_out = args->a;
+    sums.d_in = (void *)(uintptr_t)args->a; /* the same: only d_bias is made */
+    sums.d_bias = args->bias_grad;
+    sums.dtype = args->a_dtype;
     return dtrain__cpu_activation_backward(device, &sums);
 }
 
