@@ -1780,11 +1780,15 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
  * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
  * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
- * gives up. */
+ * gives up.
+ *
+ * An error of next_batch comes back as it is, and the step can be repeated: it goes on with the
+ * micro-batch that could not be read, while the other ranks wait. An error of loss, of the tape or
+ * of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Evaluate the mean loss without gradients over `batches` calls of next_batch, averaged over
  * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
- * user. */
+ * user. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
@@ -3067,7 +3071,7 @@ typedef enum dtrain__end {
     DTRAIN__SIGNALED = 3,  /* killed by a signal */
     DTRAIN__UNSTARTED = 4, /* its world could not be made */
     DTRAIN__STOPPED = 5,   /* killed by the launcher after the grace period */
-    DTRAIN__LOST = 6       /* its connection closed without an exit */
+    DTRAIN__LOST = 6       /* gone, and nobody saw how */
 } dtrain__end;
 
 #define DTRAIN__EXIT_TEXT 496
@@ -3377,6 +3381,15 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     case SIGSEGV: return "SIGSEGV, an invalid memory access";
     case SIGPIPE: return "SIGPIPE, its output was closed";
     case SIGTERM: return "SIGTERM";
+    case SIGTRAP: return "SIGTRAP";
+    case SIGUSR1: return "SIGUSR1";
+    case SIGUSR2: return "SIGUSR2";
+    case SIGALRM: return "SIGALRM, a timer of the program";
+    case SIGVTALRM: return "SIGVTALRM, a timer of the program";
+    case SIGPROF: return "SIGPROF, a timer of the program";
+    case SIGXCPU: return "SIGXCPU, its limit of processor time";
+    case SIGXFSZ: return "SIGXFSZ, its limit on the size of files";
+    case SIGSYS: return "SIGSYS, a system call that is forbidden here";
     default: return "see kill -l";
     }
 }
@@ -3392,7 +3405,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
         "was killed by signal",
         "could not start",
         "was killed by the launcher: it did not end in time",
-        "is gone: its connection closed; it exited, crashed or was killed, or its host is lost"};
+        "is gone, and nobody saw how: it exited, crashed or was killed, or its host is lost"};
     const dtrain__exit_record *end = &control->exits[rank];
     const uint32_t how = dtrain__load(&end->how);
     const int used = snprintf(text, room, "rank %d %s", rank, said[how]);
@@ -4627,6 +4640,18 @@ static void dtrain__socket_tune(int socket)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
+/* Move a descriptor away from 0, 1 and 2: where the host has closed those, the next open of a file
+ * would get one, and what somebody prints would go to another rank. */
+static int dtrain__above_stdio(int socket)
+{
+    if (socket < 0 || socket > 2) return socket;
+    const int moved = fcntl(socket, F_DUPFD_CLOEXEC, 3);
+    const int error = errno;
+    close(socket);
+    errno = error;
+    return moved;
+}
+
 /* Listen at all addresses of this host, of both families where there are two; when rank 0's address
  * is that of the loopback, which only this host can call, at that one alone. */
 static dtrain_result dtrain__listen(dtrain__rendezvous *r)
@@ -4645,9 +4670,9 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
     const bool loopback = strncmp(host, "127.", 4) == 0;
     if (loopback) inet_pton(AF_INET, host, &four.sin_addr);
     const int type = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
-    r->listener = loopback ? -1 : socket(AF_INET6, type, 0);
+    r->listener = loopback ? -1 : dtrain__above_stdio(socket(AF_INET6, type, 0));
     const bool both = r->listener >= 0;
-    if (!both) r->listener = socket(AF_INET, type, 0);
+    if (!both) r->listener = dtrain__above_stdio(socket(AF_INET, type, 0));
     if (both) setsockopt(r->listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
     const struct sockaddr *address = (const struct sockaddr *)(both ? (void *)&six : (void *)&four);
     if (r->listener >= 0 &&
@@ -4768,7 +4793,7 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
              "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
              1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
              r->world->size - 1 - r->came, r->world->size, missing,
-             r->problem[0] ? "; last turned away: " : "", r->problem);
+             r->problem[0] ? "; the last trouble: " : "", r->problem);
     if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
     else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
@@ -4799,7 +4824,13 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
                           i - first, ends[i - first].name);
         dtrain__socket_close(&ends[i - first].socket);
     }
-    const int socket = polls[0].revents ? accept(r->listener, NULL, NULL) : -1;
+    const int socket = polls[0].revents ? dtrain__above_stdio(accept(r->listener, NULL, NULL)) : -1;
+    if (polls[0].revents && socket < 0 && (errno == EMFILE || errno == ENFILE)) {
+        snprintf(r->problem, sizeof r->problem, "nobody can be let in: %s; raise ulimit -n",
+                 strerror(errno));
+        dtrain__socket_close(&r->pending[r->accepted++ % DTRAIN__PENDING_MOST].socket);
+        (void)poll(NULL, 0, 50);
+    }
     if (socket >= 0) {
         dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
         dtrain__socket_close(&pending->socket);
@@ -4815,6 +4846,14 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
+    const rlim_t needed = 1 + DTRAIN__PENDING_MOST + (rlim_t)r->world->size;
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < needed) /* poll() refuses more */
+        return dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM,
+                                 "rank 0 may open %llu files and needs %llu for %d ranks; raise "
+                                 "the limit (ulimit -n)",
+                                 (unsigned long long)files.rlim_cur, (unsigned long long)needed,
+                                 r->world->size);
     DTRAIN__TRY(dtrain__listen(r));
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
     while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
@@ -4879,7 +4918,7 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     left.tv_usec = (suseconds_t)(left_us % 1000000u);
     (void)getnameinfo(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name, NULL, 0,
                       NI_NUMERICHOST);
-    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    end->socket = dtrain__above_stdio(socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
     setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
     if (connect(end->socket, at->ai_addr, at->ai_addrlen) != 0)
@@ -4928,12 +4967,23 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
         struct addrinfo *found = NULL;
         bool settled = false;
         const int error = getaddrinfo(r->place->address, port, &wanted, &found);
-        if (error) dtrain__try_failed(r, "the name cannot be resolved: %s", gai_strerror(error));
+        if (error)
+            dtrain__try_failed(r, "the name cannot be resolved: %s%s", gai_strerror(error),
+                               strchr(r->place->address, ':') ? "; the port goes into DTRAIN_PORT "
+                                                                "or MASTER_PORT, not behind it"
+                                                              : "");
         for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
             settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
         if (settled) return r->result;
         now = dtrain__now_ns();
+        if (now - r->logged_ns >= 10000000000u) {
+            r->logged_ns = now;
+            dtrain_log(r->world, DTRAIN_LOG_WARNING,
+                       "rank %d has looked for rank 0 at %s port %u for %.0f s: %s", r->world->rank,
+                       r->place->address, r->place->port, 1e-9 * (double)(now - r->start_ns),
+                       r->problem);
+        }
         if (now < r->deadline_ns && (!r->stranger || now < r->start_ns + DTRAIN__PATIENCE_NS))
             continue;
         return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,
@@ -4981,6 +5031,7 @@ static uint64_t dtrain__host_id(void)
     const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
     if (file >= 0) close(file);
+    else if (errno == EMFILE || errno == ENFILE) return 0; /* not what another rank here finds */
     if (stat("/proc/self/ns/net", &status) == 0) spaces[0] = (uint64_t)status.st_ino;
     if (stat("/proc/self/ns/pid", &status) == 0) spaces[1] = (uint64_t)status.st_ino;
     return dtrain__siphash(spaces, text, sizeof text);
@@ -5030,6 +5081,11 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
         local_rank += i < world->rank && all[i].host == mine;
         local_size += all[i].host == mine;
         hosts += first == i;
+        if (all[i].host == 0)
+            return dtrain__abort_with(world, DTRAIN_ERROR_SYSTEM,
+                                      "dtrain_launch: rank %d has no file descriptor left to find "
+                                      "out on which host it is; raise the limit (ulimit -n)",
+                                      i);
     }
     world->node_count = hosts;
     DTRAIN__TRY(dtrain__agree_on_nodes(world, all));
@@ -5325,7 +5381,7 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
 }
 
 /* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
- * record. */
+ * record. A status that another thread of the host has reaped nobody knows: that rank is lost. */
 static void dtrain__reap(dtrain__launch *launch)
 {
     for (int i = 0; i < (int)launch->desc.rank_count; i++) {
@@ -5334,15 +5390,18 @@ static void dtrain__reap(dtrain__launch *launch)
         if (launch->pids[i] <= 0) continue;
         const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
         if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
-        if (pid < 0) status = 0; /* another thread of the host has reaped it */
+        launch->pids[i] = 0;
+        launch->live--;
+        if (pid < 0) {
+            dtrain__record_lost(launch->region.control, rank);
+            continue;
+        }
         const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
         const bool killed = WIFSIGNALED(status);
         int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
         dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
         if (killed) how = DTRAIN__SIGNALED;
         if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
-        launch->pids[i] = 0;
-        launch->live--;
         if (known == DTRAIN__RUNNING || (killed && known == DTRAIN__LEFT))
             dtrain__record_end(launch->region.control, rank, how, value, "");
     }
@@ -5355,6 +5414,7 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
     if (!from_terminal) dtrain__signal_ranks(launch, number);
     if (!stop) return;
+    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
     launch->forwarded = number;
     if (++launch->stop_count < 2) return;
     launch->kill_ns = 1;
@@ -8385,6 +8445,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
  * MPI_Finalize waits for everybody and has no deadline. */
 static bool dtrain__mpi_all_end(dtrain_world *world, const dtrain__mpi_hub *hub)
 {
+    dtrain__wait wait = dtrain__wait_begin();
     MPI_Request request;
     int done = 0;
     if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
@@ -8393,7 +8454,7 @@ static bool dtrain__mpi_all_end(dtrain_world *world, const dtrain__mpi_hub *hub)
         if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
         if (done) return true;
         if (world->link) dtrain__link_pump(world, 1);
-        if (dtrain__trouble(world) != DTRAIN_OK) return false;
+        if (dtrain__wait_poll(world, &wait) != DTRAIN_OK) return false;
     }
 }
 
@@ -8942,6 +9003,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
 /* strategy/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
+                                                 uint32_t *node_ranks);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
@@ -8980,10 +9043,10 @@ DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
-                                                     size_t count,
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
+                                                     dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint64_t *bytes);
+                                                     uint32_t node_ranks, uint64_t *bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);
 
 /* ---- The kinds --------------------------------------------------------------------------------*/
@@ -10187,22 +10250,50 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
+/* Find how many consecutive ranks of a communicator are a node, when every node has as many;
+ * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its own
+ * node would not be what others see of theirs. */
+DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
+                                                 uint32_t *node_ranks)
+{
+    int64_t nodes[DTRAIN_MAX_RANKS]; /* of each rank */
+    const int ranks = dtrain_comm_size(comm);
+    dtrain_world_info own; /* emulated nodes count */
+    int size = 1;
+    dtrain_world_query(world, &own);
+    const int64_t mine = own.node;
+    DTRAIN__TRY(dtrain_all_gather(comm, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
+    while (size < ranks && nodes[size] == nodes[0]) size++;
+    *node_ranks = ranks % size ? 0 : (uint32_t)size;
+    for (int r = 1; r < ranks; r++) /* a node begins at every multiple of size, and nowhere else */
+        if ((nodes[r] == nodes[r - 1]) != (r % size != 0)) *node_ranks = 0;
+    return DTRAIN_OK;
+}
+
 /* Resolve node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
  * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
 static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
     dtrain_strategy_desc *desc = &strategy->desc;
     const char *const call = "dtrain_strategy_create";
-    dtrain_world_info nodes; /* emulated ones count */
     if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
-    dtrain_world_query(strategy->world, &nodes);
-    if (!desc->node_size && !desc->hierarchical && nodes.node_count == 1 && ranks > 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates "
-                           "across nodes, but all ranks are on one; set node_size, or use "
-                           "DTRAIN_STRATEGY_FULL_SHARD",
-                           call);
-    if (!desc->node_size) desc->node_size = (uint32_t)nodes.local_size;
+    if (!desc->node_size) {
+        uint32_t size;
+        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &size));
+        if (size == 0)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: node_size is 0, and the nodes of these %d ranks do not have as "
+                               "many ranks each, one node after another; set node_size to a number "
+                               "that divides %d, or start as many ranks on every node",
+                               call, ranks, ranks);
+        if (!desc->hierarchical && size == (uint32_t)ranks && ranks > 1)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and "
+                               "replicates across nodes, but all ranks are on one; set node_size, "
+                               "or use DTRAIN_STRATEGY_FULL_SHARD",
+                               call);
+        desc->node_size = size;
+    }
     if (desc->node_size <= (uint32_t)ranks && (uint32_t)ranks % desc->node_size == 0)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -10952,7 +11043,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, d
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Hold the host up until the event has happened. A dead rank is the communicator's to report. */
+/* Hold the host up until the event has happened, at most until the deadline. A dead rank is the
+ * communicator's to report. */
 DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
                                                   dtrain_event *event)
 {
@@ -10963,7 +11055,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
         DTRAIN__TRY(DTRAIN__ORDER(device, event_query, event, &done));
         if (done) return DTRAIN_OK;
         if (device->while_waiting) DTRAIN__TRY(device->while_waiting(device->waiting_user));
-        if (dtrain__wait_turn(strategy->world, &wait) == DTRAIN_ERROR_TIMEOUT)
+        (void)dtrain__wait_turn(strategy->world, &wait);
+        if (wait.waited_ns >= strategy->world->timeout_ns)
             return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
                                "the device did not finish the work before a copy to the host in "
                                "%.1f s",
@@ -12328,8 +12421,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 /* ---- Life -------------------------------------------------------------------------------------*/
 
 /* Wait for what is under way. Gradients in flight are also read and written by other ranks, and
- * those expect the rest of the step: the communicator fails, which they hear of at once. Why this
- * rank gave up is more interesting than this consequence: its last error stays. A unit that is only
+ * those expect the rest of the step: the communicator fails, which they hear of at once, with the
+ * error for which this rank gave up, if there was one; here that stays the last error. A unit that is only
  * being fetched ahead is waited for: nothing is missing, and nobody need fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
@@ -12342,8 +12435,9 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
     memcpy(text, dtrain_last_error(), sizeof text);
     if (flying)
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE,
-                              "dtrain_strategy_destroy: called between ready and finish, with "
-                              "gradients in flight");
+                              text[0] ? dtrain__bare(text)
+                                      : "dtrain_strategy_destroy: called between ready and finish, "
+                                        "with gradients in flight");
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);
@@ -12600,12 +12694,14 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    for (int rank = 0; rank < (kind->owners ? shard_ranks : 1); rank++) {
+    /* equal slices are the same for all; owned tensors, and what compression keeps of a slice, not */
+    const int differ = kind->owners ? shard_ranks : desc.compression ? ranks : 1;
+    for (int rank = 0; rank < differ; rank++) {
         dtrain__layout layout;
         dtrain_memory one;
         int64_t stage;
-        const dtrain_result result =
-            dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank, ranks, rank);
+        const dtrain_result result = dtrain__layout_make(
+            &layout, a, params, count, &desc, shard_ranks, rank % shard_ranks, ranks, rank);
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
             dtrain__lay_memory(&layout);
@@ -12693,53 +12789,50 @@ static const uint32_t dtrain__auto_order[] = {
     DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
     DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 
-/* Make desc that of the i-th candidate; false when these ranks or other fields exclude it. */
-static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t i,
+enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
+
+/* What AUTO chooses from. totals are all that ranks compare: they may own different gradients. */
+typedef struct dtrain__candidates {
+    dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
+    dtrain_memory memory[DTRAIN__CANDIDATES];
+    uint64_t step_bytes[DTRAIN__CANDIDATES];
+    int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
+} dtrain__candidates;
+
+/* Make desc that of the i-th candidate; false when these ranks or other fields exclude it.
+ * node_ranks: of each node, 0 where nodes differ. */
+static bool dtrain__auto_candidate(int ranks, uint32_t node_ranks, size_t i,
                                    dtrain_strategy_desc *desc)
 {
     const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
     desc->kind = dtrain__auto_order[i];
-    dtrain_world_info nodes; /* emulated ones count */
-    dtrain_world_query(world, &nodes);
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
     if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind->replicas && (nodes.node_count == 1 || nodes.node_count * nodes.local_size != ranks))
-        return false;
-    if (kind->replicas) desc->node_size = (uint32_t)nodes.local_size;
+    if (kind->replicas && (node_ranks == 0 || node_ranks == (uint32_t)ranks)) return false;
+    if (kind->replicas || (desc->hierarchical && !desc->node_size)) desc->node_size = node_ranks;
     return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
 }
 
-/* The result of AUTO: the first candidate that fits, and what the others would have needed. */
-typedef struct dtrain__choice {
-    bool fits;
-    dtrain_strategy_desc desc; /* of the candidate planned last: the one that fits, if any does */
-    dtrain_memory memory;
-    uint64_t step_bytes, least; /* least: bytes of the candidate that needs least */
-    char before[160];           /* what the one before it would have needed */
-} dtrain__choice;
-
-/* Plan the candidates up to the first that needs at most `limit` bytes. Local. */
-static dtrain_result dtrain__choose(dtrain_world *world, const dtrain_param *params, size_t count,
-                                    const dtrain_strategy_desc *given, int ranks, uint64_t limit,
-                                    dtrain__choice *choice)
+/* Plan all candidates. Local. */
+static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dtrain_param *params,
+                                             size_t count, const dtrain_strategy_desc *given,
+                                             int ranks, uint32_t node_ranks,
+                                             dtrain__candidates *all)
 {
-    memset(choice, 0, sizeof *choice);
-    choice->least = UINT64_MAX;
-    for (size_t i = 0; i < sizeof dtrain__auto_order / sizeof *dtrain__auto_order; i++) {
-        choice->desc = *given;
-        if (!dtrain__auto_candidate(world, ranks, i, &choice->desc)) continue;
-        DTRAIN__TRY(dtrain__plan_kind(&world->allocator, params, count, &choice->desc, ranks,
-                                      &choice->memory, &choice->step_bytes));
-        const uint64_t total = choice->memory.total;
-        if (total < choice->least) choice->least = total;
-        choice->fits = total <= limit;
-        if (choice->fits) return DTRAIN_OK;
-        snprintf(choice->before, sizeof choice->before, "; %s would need %.1f MiB",
-                 dtrain__row_of(choice->desc.kind)->name, dtrain__mib(total));
+    bool any = false;
+    memset(all, 0, sizeof *all);
+    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++) {
+        all->descs[i] = *given;
+        all->totals[i] = INT64_MAX;
+        if (!dtrain__auto_candidate(ranks, node_ranks, i, &all->descs[i])) continue;
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &all->descs[i], ranks, &all->memory[i],
+                                      &all->step_bytes[i]));
+        all->totals[i] = (int64_t)all->memory[i].total;
+        any = true;
     }
-    if (choice->least < UINT64_MAX) return DTRAIN_OK;
+    if (any) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_strategy_create: DTRAIN_STRATEGY_AUTO: none of the kinds that it "
                        "chooses from with %d ranks takes the rest of the desc; name a kind to hear "
@@ -12748,64 +12841,78 @@ static dtrain_result dtrain__choose(dtrain_world *world, const dtrain_param *par
 }
 
 /* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
- * the candidates needs. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
-                                                     size_t count,
+ * the candidates needs. Local. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
+                                                     dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint64_t *bytes)
+                                                     uint32_t node_ranks, uint64_t *bytes)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain_compression_desc compression;
-    dtrain__choice choice;
-    dtrain_world_info nodes;
-    dtrain_world_query(world, &nodes);
+    dtrain__candidates all;
+    dtrain_memory memory;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
-        if (kind && kind->replicas && !desc.node_size) desc.node_size = (uint32_t)nodes.local_size;
-        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &choice.memory));
-        *bytes = choice.memory.total;
+        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
+        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
+        *bytes = memory.total;
         return DTRAIN_OK;
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &desc, &compression));
     DTRAIN__TRY(dtrain__resolve_params(params, count));
-    DTRAIN__TRY(dtrain__choose(world, params, count, &desc, ranks, 0, &choice));
-    *bytes = choice.least;
+    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &desc, ranks, node_ranks, &all));
+    *bytes = UINT64_MAX;
+    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
+        if ((uint64_t)all.totals[i] < *bytes) *bytes = (uint64_t)all.totals[i];
     return DTRAIN_OK;
 }
 
-/* Resolve AUTO: take the first candidate that fits. The reason names what the candidate before it
- * would have needed. */
+/* Resolve AUTO: take the first candidate that fits on every rank. The reason names what the
+ * candidate before it would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
-    const dtrain_memory *memory;
-    dtrain__choice choice;
-    int64_t left;
+    const int ranks = dtrain_comm_size(strategy->comm);
+    dtrain__candidates all;
+    uint32_t node_ranks;
+    int64_t left, least = INT64_MAX;
+    char before[160] = "";
+    size_t i;
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
-    const uint64_t limit = left > 0 ? (uint64_t)left : 0;
+    DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &node_ranks));
     DTRAIN__TRY(dtrain__agree(strategy->comm,
-                              dtrain__choose(strategy->world, strategy->params,
-                                             strategy->param_count, &strategy->desc,
-                                             dtrain_comm_size(strategy->comm), limit, &choice)));
-    if (!choice.fits)
+                              dtrain__plan_candidates(&strategy->allocator, strategy->params,
+                                                      strategy->param_count, &strategy->desc, ranks,
+                                                      node_ranks, &all)));
+    DTRAIN__TRY(dtrain_all_reduce(strategy->comm, all.totals, all.totals, DTRAIN__CANDIDATES,
+                                  DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    const uint64_t limit = left > 0 ? (uint64_t)left : 0;
+    for (i = 0; i < DTRAIN__CANDIDATES; i++) {
+        if (all.totals[i] == INT64_MAX) continue;
+        if ((uint64_t)all.totals[i] <= limit) break;
+        if (all.totals[i] < least) least = all.totals[i];
+        snprintf(before, sizeof before, "; %s would need %.1f MiB",
+                 dtrain__row_of(all.descs[i].kind)->name, dtrain__mib((uint64_t)all.totals[i]));
+    }
+    if (i == DTRAIN__CANDIDATES)
         return dtrain_fail(
             DTRAIN_ERROR_MEMORY,
             "dtrain_strategy_create: no strategy fits: the smallest needs %.1f MiB a rank for "
             "parameters, gradients, optimizer and buffers, and %.1f MiB are left for them beside "
             "%.1f MiB of activations and the rest: %.1f MiB are missing. More ranks, activation "
             "checkpointing, a smaller batch or, on a GPU, offload would help",
-            dtrain__mib(choice.least), dtrain__mib(limit), dtrain__mib(strategy->desc.other_bytes),
-            dtrain__mib((uint64_t)((int64_t)choice.least - left)));
-    memory = &choice.memory;
+            dtrain__mib((uint64_t)least), dtrain__mib(limit),
+            dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)(least - left)));
+    const dtrain_memory *memory = &all.memory[i];
     snprintf(strategy->reason, sizeof strategy->reason,
              "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
              "%.1f) of %.1f MiB, and %.1f MiB sent a step%s",
-             dtrain__row_of(choice.desc.kind)->name, dtrain__mib(memory->total),
+             dtrain__row_of(all.descs[i].kind)->name, dtrain__mib((uint64_t)all.totals[i]),
              dtrain__mib(memory->params), dtrain__mib(memory->grads),
              dtrain__mib(memory->optimizer), dtrain__mib(memory->buffers), dtrain__mib(limit),
-             dtrain__mib(choice.step_bytes), choice.before);
-    strategy->desc.kind = choice.desc.kind;
-    strategy->desc.node_size = choice.desc.node_size;
+             dtrain__mib(all.step_bytes[i]), before);
+    strategy->desc.kind = all.descs[i].kind;
+    strategy->desc.node_size = all.descs[i].node_size;
     return DTRAIN_OK;
 }
 
@@ -15099,10 +15206,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
     const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
-    if (optimizer->offloaded)
-        DTRAIN__TRY(
-            dtrain__strategy_keep(optimizer->strategy, dtrain__update_on_host(optimizer, &now)));
-    else DTRAIN__TRY(dtrain__optimizer_update(optimizer, NULL, &now, NULL));
+    const dtrain_result result = optimizer->offloaded
+                                     ? dtrain__update_on_host(optimizer, &now)
+                                     : dtrain__optimizer_update(optimizer, NULL, &now, NULL);
+    DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
     optimizer->step_count++;
     return dtrain_strategy_publish(optimizer->strategy);
 }
@@ -15961,6 +16068,8 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
+    uint32_t micro;  /* micro-batches of this step that are done: where it goes on if repeated */
+    double loss;     /* their sum */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median */
     int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
@@ -15985,8 +16094,8 @@ typedef struct dtrain__queue {
 
 /* train/trainer.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
-                                                    uint64_t seed, dtrain_tensor **loss);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
+                                                    dtrain_tensor **loss);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
@@ -16042,22 +16151,33 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
-/* Run one micro-batch up to its averaged gradient. *loss is read by the caller, after finish: a
- * device with a queue works through all of it before the host waits. A tape error (a NULL tensor)
- * comes out of backward. A batch that a feed holds already is not fetched again. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
-                                                    uint64_t seed, dtrain_tensor **loss)
+/* Run the micro-batch that the step has come to, up to its averaged gradient. *loss is read by the
+ * caller, after finish: a device with a queue works through all of it before the host waits. A batch
+ * that a feed holds already is not fetched again.
+ *
+ * A batch that cannot be read leaves the step where it is, to be repeated from there. After any
+ * other error of the pass (a tape error, a NULL tensor too, comes out of backward) this rank cannot
+ * take part in what the others do: the strategy fails on all of them. A gradient that is missing
+ * ends the step. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
+                                                    dtrain_tensor **loss)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain_tape *tape = trainer->tape;
     const bool fetched = tape->feed && tape->feed->filled;
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
+    const uint32_t micro = trainer->micro;
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
     if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
-    DTRAIN__TRY(dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro));
-    *loss = desc->loss(tape, desc->user);
-    DTRAIN__TRY(dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches));
-    return dtrain_strategy_finish(desc->strategy);
+    dtrain_result result =
+        dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
+    *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
+    if (result == DTRAIN_OK)
+        result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
+    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
+    result = dtrain_strategy_finish(desc->strategy);
+    trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
+    return result;
 }
 
 /* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm
@@ -16067,14 +16187,16 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     const dtrain_trainer_desc *desc = &trainer->desc;
     float norm = 0, scale = 1;
     bool found_inf;
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++) {
+    while (trainer->micro < desc->micro_batches) {
         dtrain_tensor *tensor;
         float loss = 0;
-        DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, dtrain__step_seed(trainer), &tensor));
+        if (trainer->micro == 0) trainer->loss = 0;
+        DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
         DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
-        record->loss += (double)loss;
+        trainer->loss += (double)loss;
     }
-    record->loss /= desc->micro_batches;
+    trainer->micro = 0;
+    record->loss = trainer->loss / desc->micro_batches;
     if (trainer->scaling)
         DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
                                                &scale, &found_inf));
@@ -16197,6 +16319,21 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* Evaluate on a tape that keeps nothing for a backward; one exchange at the end averages the means
  * of all ranks. */
+/* Add the loss of one batch to *sum. */
+static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                          void *user, double *sum)
+{
+    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
+    float loss = 0;
+    if (next_batch) DTRAIN__TRY(next_batch(user));
+    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+    DTRAIN__TRY(dtrain_tape_error(trainer->tape));
+    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+    *sum += (double)loss;
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss)
@@ -16208,14 +16345,8 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            (long long)batches);
     double sum = 0;
     for (int64_t i = 0; i < batches; i++) {
-        float one = 0;
-        if (next_batch) DTRAIN__TRY(next_batch(user));
-        DTRAIN__TRY(
-            dtrain_tape_begin(trainer->tape, trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
-        dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
-        DTRAIN__TRY(dtrain_tape_error(trainer->tape));
-        DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &one));
-        sum += (double)one;
+        const dtrain_result result = dtrain__evaluate_one(trainer, next_batch, user, &sum);
+        DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
     float own[DTRAIN__WORD_COUNT] = {0};
     double mean[DTRAIN__WORD_COUNT];
@@ -16355,8 +16486,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
         DTRAIN__TRY(result);
         DTRAIN__TRY(ended);
     }
-    if (queue->graph) DTRAIN__TRY(device->ops->graph_launch(device, queue->graph));
-    DTRAIN__TRY(device->ops->synchronize(device));
+    dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
+    if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
+    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     queue->steps++;
     for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
     record->loss /= desc->micro_batches;
@@ -16366,19 +16498,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. False in *same: targets are ignored in another number of places, and the
+ * known where they go. When one cannot be read, those before it stay, and the step can be repeated. False in *same: targets are ignored in another number of places, and the
  * recorded loss would divide by the wrong count. */
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
 {
     *same = true;
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
-        DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
         for (size_t i = 0; i < feed->count; i++) {
             const dtrain__feed_item *item = &feed->items[i];
-            memcpy(item->pinned, item->host, item->bytes);
+            if (!feed->filled) memcpy(item->pinned, item->host, item->bytes);
             if (item->dtype == DTRAIN_DTYPE_I32 &&
-                item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
+                item->valid_count != dtrain__count_valid(item->pinned, (int64_t)item->bytes / 4))
                 *same = false;
         }
         feed->filled = true;
@@ -16395,13 +16527,14 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     dtrain_tape *tape = trainer->tape;
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++) {
+    while (trainer->micro < desc->micro_batches) {
+        const uint32_t micro = trainer->micro;
         dtrain__feed *feed = &queue->feeds[micro];
         dtrain_tensor *loss;
         feed->next = 0;
         tape->feed = feed;
         tape->scalars = queue->scalars; /* which add the seed of the step */
-        const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
+        const dtrain_result result = dtrain__trainer_micro(trainer, 0, &loss);
         tape->feed = NULL;
         tape->scalars = NULL;
         feed->filled = false;
@@ -16409,6 +16542,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
+    trainer->micro = 0;
     dtrain_clip_args clip;
     memset(&clip, 0, sizeof clip);
     clip.sum_squares = desc->strategy->sum_squares;
@@ -16416,8 +16550,10 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
     DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
-    DTRAIN__TRY(device->ops->clip(device, &clip));
-    DTRAIN__TRY(dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars));
+    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
+    DTRAIN__TRY(dtrain__strategy_keep(
+        desc->strategy,
+        dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars)));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
@@ -16641,7 +16777,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
 {
     dtrain_strategy_desc strategy;
     dtrain__batch_plan plan;
-    uint32_t found = 0;
+    uint32_t found = 0, node_ranks;
     bool good = false;
     if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
         desc->max_batch > INT32_MAX)
@@ -16654,8 +16790,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     plan.world = world;
     plan.desc = desc;
     plan.comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
-    dtrain_result mine = dtrain__strategy_needs(world, desc->params, desc->param_count, &strategy,
-                                                dtrain_comm_size(plan.comm), &plan.fixed);
+    DTRAIN__TRY(dtrain__even_nodes(world, plan.comm, &node_ranks));
+    dtrain_result mine =
+        dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count, &strategy,
+                               dtrain_comm_size(plan.comm), node_ranks, &plan.fixed);
     DTRAIN__TRY(dtrain__agree(plan.comm, mine));
     DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan.comm, &plan.limit));
     mine = dtrain__batch_search(&plan, &found);
@@ -16813,6 +16951,29 @@ static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *met
 
 /* ---- the file ---------------------------------------------------------------------------------*/
 
+/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of files
+ * (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this thread,
+ * and one that this write has caused is taken; one that waited before is left alone. */
+static ssize_t dtrain__write_quietly(int file, const void *data, size_t bytes)
+{
+    const struct timespec at_once = {0, 0};
+    sigset_t quiet, before, waiting;
+    sigemptyset(&waiting);
+    sigemptyset(&quiet);
+    sigaddset(&quiet, SIGPIPE);
+    sigaddset(&quiet, SIGXFSZ);
+    sigpending(&waiting);
+    pthread_sigmask(SIG_BLOCK, &quiet, &before);
+    const ssize_t wrote = write(file, data, bytes);
+    const int error = errno;
+    if (sigismember(&waiting, SIGPIPE) == 1) sigdelset(&quiet, SIGPIPE);
+    if (sigismember(&waiting, SIGXFSZ) == 1) sigdelset(&quiet, SIGXFSZ);
+    if (wrote < 0 && (error == EPIPE || error == EFBIG)) sigtimedwait(&quiet, NULL, &at_once);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    errno = error;
+    return wrote;
+}
+
 /* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
  * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
 static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
@@ -16822,7 +16983,7 @@ static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
     size_t left = (size_t)(line->text + line->used - next);
     metrics->lines++;
     while (left > 0) {
-        ssize_t wrote = write(metrics->file, next, left);
+        ssize_t wrote = dtrain__write_quietly(metrics->file, next, left);
         if (wrote < 0 && errno == EINTR) continue;
         if (wrote <= 0) break;
         next += wrote;
@@ -16989,11 +17150,13 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->summary.val_loss = DTRAIN__NAN;
     dtrain_result result = DTRAIN_OK;
     if (*path) {
-        metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
+        /* not blocking: a pipe that nobody reads must not hold training up */
+        metrics->file =
+            open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0666);
         if (metrics->file < 0)
             result = dtrain_fail(DTRAIN_ERROR_FILE,
                                  "dtrain_metrics_create: the log file %s cannot be opened: %s",
-                                 path, strerror(errno));
+                                 path, errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
     }
     if (result == DTRAIN_OK) *out = metrics;
     else dtrain_metrics_destroy(metrics);

@@ -121,6 +121,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
  * MPI_Finalize waits for everybody and has no deadline. */
 static bool dtrain__mpi_all_end(dtrain_world *world, const dtrain__mpi_hub *hub)
 {
+    dtrain__wait wait = dtrain__wait_begin();
     MPI_Request request;
     int done = 0;
     if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
@@ -129,7 +130,7 @@ static bool dtrain__mpi_all_end(dtrain_world *world, const dtrain__mpi_hub *hub)
         if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
         if (done) return true;
         if (world->link) dtrain__link_pump(world, 1);
-        if (dtrain__trouble(world) != DTRAIN_OK) return false;
+        if (dtrain__wait_poll(world, &wait) != DTRAIN_OK) return false;
     }
 }
 

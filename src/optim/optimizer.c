@@ -61,10 +61,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
     const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
-    if (optimizer->offloaded)
-        DTRAIN__TRY(
-            dtrain__strategy_keep(optimizer->strategy, dtrain__update_on_host(optimizer, &now)));
-    else DTRAIN__TRY(dtrain__optimizer_update(optimizer, NULL, &now, NULL));
+    const dtrain_result result = optimizer->offloaded
+                                     ? dtrain__update_on_host(optimizer, &now)
+                                     : dtrain__optimizer_update(optimizer, NULL, &now, NULL);
+    DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
     optimizer->step_count++;
     return dtrain_strategy_publish(optimizer->strategy);
 }

@@ -211,8 +211,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 /* ---- Life -------------------------------------------------------------------------------------*/
 
 /* Wait for what is under way. Gradients in flight are also read and written by other ranks, and
- * those expect the rest of the step: the communicator fails, which they hear of at once. Why this
- * rank gave up is more interesting than this consequence: its last error stays. A unit that is only
+ * those expect the rest of the step: the communicator fails, which they hear of at once, with the
+ * error for which this rank gave up, if there was one; here that stays the last error. A unit that is only
  * being fetched ahead is waited for: nothing is missing, and nobody need fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
@@ -225,8 +225,9 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
     memcpy(text, dtrain_last_error(), sizeof text);
     if (flying)
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE,
-                              "dtrain_strategy_destroy: called between ready and finish, with "
-                              "gradients in flight");
+                              text[0] ? dtrain__bare(text)
+                                      : "dtrain_strategy_destroy: called between ready and finish, "
+                                        "with gradients in flight");
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);

@@ -52,22 +52,50 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
     desc->compression = NULL;
 }
 
+/* Find how many consecutive ranks of a communicator are a node, when every node has as many;
+ * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its own
+ * node would not be what others see of theirs. */
+DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
+                                                 uint32_t *node_ranks)
+{
+    int64_t nodes[DTRAIN_MAX_RANKS]; /* of each rank */
+    const int ranks = dtrain_comm_size(comm);
+    dtrain_world_info own; /* emulated nodes count */
+    int size = 1;
+    dtrain_world_query(world, &own);
+    const int64_t mine = own.node;
+    DTRAIN__TRY(dtrain_all_gather(comm, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
+    while (size < ranks && nodes[size] == nodes[0]) size++;
+    *node_ranks = ranks % size ? 0 : (uint32_t)size;
+    for (int r = 1; r < ranks; r++) /* a node begins at every multiple of size, and nowhere else */
+        if ((nodes[r] == nodes[r - 1]) != (r % size != 0)) *node_ranks = 0;
+    return DTRAIN_OK;
+}
+
 /* Resolve node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
  * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
 static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
 {
     dtrain_strategy_desc *desc = &strategy->desc;
     const char *const call = "dtrain_strategy_create";
-    dtrain_world_info nodes; /* emulated ones count */
     if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
-    dtrain_world_query(strategy->world, &nodes);
-    if (!desc->node_size && !desc->hierarchical && nodes.node_count == 1 && ranks > 1)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and replicates "
-                           "across nodes, but all ranks are on one; set node_size, or use "
-                           "DTRAIN_STRATEGY_FULL_SHARD",
-                           call);
-    if (!desc->node_size) desc->node_size = (uint32_t)nodes.local_size;
+    if (!desc->node_size) {
+        uint32_t size;
+        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &size));
+        if (size == 0)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: node_size is 0, and the nodes of these %d ranks do not have as "
+                               "many ranks each, one node after another; set node_size to a number "
+                               "that divides %d, or start as many ranks on every node",
+                               call, ranks, ranks);
+        if (!desc->hierarchical && size == (uint32_t)ranks && ranks > 1)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and "
+                               "replicates across nodes, but all ranks are on one; set node_size, "
+                               "or use DTRAIN_STRATEGY_FULL_SHARD",
+                               call);
+        desc->node_size = size;
+    }
     if (desc->node_size <= (uint32_t)ranks && (uint32_t)ranks % desc->node_size == 0)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

@@ -27,7 +27,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, d
     return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
 }
 
-/* Hold the host up until the event has happened. A dead rank is the communicator's to report. */
+/* Hold the host up until the event has happened, at most until the deadline. A dead rank is the
+ * communicator's to report. */
 DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
                                                   dtrain_event *event)
 {
@@ -38,7 +39,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
         DTRAIN__TRY(DTRAIN__ORDER(device, event_query, event, &done));
         if (done) return DTRAIN_OK;
         if (device->while_waiting) DTRAIN__TRY(device->while_waiting(device->waiting_user));
-        if (dtrain__wait_turn(strategy->world, &wait) == DTRAIN_ERROR_TIMEOUT)
+        (void)dtrain__wait_turn(strategy->world, &wait);
+        if (wait.waited_ns >= strategy->world->timeout_ns)
             return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
                                "the device did not finish the work before a copy to the host in "
                                "%.1f s",

@@ -23,12 +23,14 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    for (int rank = 0; rank < (kind->owners ? shard_ranks : 1); rank++) {
+    /* equal slices are the same for all; owned tensors, and what compression keeps of a slice, not */
+    const int differ = kind->owners ? shard_ranks : desc.compression ? ranks : 1;
+    for (int rank = 0; rank < differ; rank++) {
         dtrain__layout layout;
         dtrain_memory one;
         int64_t stage;
-        const dtrain_result result =
-            dtrain__layout_make(&layout, a, params, count, &desc, shard_ranks, rank, ranks, rank);
+        const dtrain_result result = dtrain__layout_make(
+            &layout, a, params, count, &desc, shard_ranks, rank % shard_ranks, ranks, rank);
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
             dtrain__lay_memory(&layout);
@@ -116,53 +118,50 @@ static const uint32_t dtrain__auto_order[] = {
     DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
     DTRAIN_STRATEGY_HYBRID_SHARD, DTRAIN_STRATEGY_FULL_SHARD};
 
-/* Make desc that of the i-th candidate; false when these ranks or other fields exclude it. */
-static bool dtrain__auto_candidate(const dtrain_world *world, int ranks, size_t i,
+enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_order };
+
+/* What AUTO chooses from. totals are all that ranks compare: they may own different gradients. */
+typedef struct dtrain__candidates {
+    dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
+    dtrain_memory memory[DTRAIN__CANDIDATES];
+    uint64_t step_bytes[DTRAIN__CANDIDATES];
+    int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
+} dtrain__candidates;
+
+/* Make desc that of the i-th candidate; false when these ranks or other fields exclude it.
+ * node_ranks: of each node, 0 where nodes differ. */
+static bool dtrain__auto_candidate(int ranks, uint32_t node_ranks, size_t i,
                                    dtrain_strategy_desc *desc)
 {
     const dtrain__kind_row *kind = dtrain__row_of(dtrain__auto_order[i]);
     desc->kind = dtrain__auto_order[i];
-    dtrain_world_info nodes; /* emulated ones count */
-    dtrain_world_query(world, &nodes);
     const uint32_t alone = desc->offload & DTRAIN_OFFLOAD_PARAMS  ? DTRAIN_STRATEGY_FULL_SHARD
                            : desc->offload & DTRAIN_OFFLOAD_GRADS ? DTRAIN_STRATEGY_SHARD_GRAD_OP
                                                                   : DTRAIN_STRATEGY_DDP;
     if (ranks == 1 ? desc->kind != alone : desc->kind == DTRAIN_STRATEGY_DDP) return false;
-    if (kind->replicas && (nodes.node_count == 1 || nodes.node_count * nodes.local_size != ranks))
-        return false;
-    if (kind->replicas) desc->node_size = (uint32_t)nodes.local_size;
+    if (kind->replicas && (node_ranks == 0 || node_ranks == (uint32_t)ranks)) return false;
+    if (kind->replicas || (desc->hierarchical && !desc->node_size)) desc->node_size = node_ranks;
     return dtrain__resolve_kind(desc, kind) == DTRAIN_OK;
 }
 
-/* The result of AUTO: the first candidate that fits, and what the others would have needed. */
-typedef struct dtrain__choice {
-    bool fits;
-    dtrain_strategy_desc desc; /* of the candidate planned last: the one that fits, if any does */
-    dtrain_memory memory;
-    uint64_t step_bytes, least; /* least: bytes of the candidate that needs least */
-    char before[160];           /* what the one before it would have needed */
-} dtrain__choice;
-
-/* Plan the candidates up to the first that needs at most `limit` bytes. Local. */
-static dtrain_result dtrain__choose(dtrain_world *world, const dtrain_param *params, size_t count,
-                                    const dtrain_strategy_desc *given, int ranks, uint64_t limit,
-                                    dtrain__choice *choice)
+/* Plan all candidates. Local. */
+static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dtrain_param *params,
+                                             size_t count, const dtrain_strategy_desc *given,
+                                             int ranks, uint32_t node_ranks,
+                                             dtrain__candidates *all)
 {
-    memset(choice, 0, sizeof *choice);
-    choice->least = UINT64_MAX;
-    for (size_t i = 0; i < sizeof dtrain__auto_order / sizeof *dtrain__auto_order; i++) {
-        choice->desc = *given;
-        if (!dtrain__auto_candidate(world, ranks, i, &choice->desc)) continue;
-        DTRAIN__TRY(dtrain__plan_kind(&world->allocator, params, count, &choice->desc, ranks,
-                                      &choice->memory, &choice->step_bytes));
-        const uint64_t total = choice->memory.total;
-        if (total < choice->least) choice->least = total;
-        choice->fits = total <= limit;
-        if (choice->fits) return DTRAIN_OK;
-        snprintf(choice->before, sizeof choice->before, "; %s would need %.1f MiB",
-                 dtrain__row_of(choice->desc.kind)->name, dtrain__mib(total));
+    bool any = false;
+    memset(all, 0, sizeof *all);
+    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++) {
+        all->descs[i] = *given;
+        all->totals[i] = INT64_MAX;
+        if (!dtrain__auto_candidate(ranks, node_ranks, i, &all->descs[i])) continue;
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &all->descs[i], ranks, &all->memory[i],
+                                      &all->step_bytes[i]));
+        all->totals[i] = (int64_t)all->memory[i].total;
+        any = true;
     }
-    if (choice->least < UINT64_MAX) return DTRAIN_OK;
+    if (any) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_strategy_create: DTRAIN_STRATEGY_AUTO: none of the kinds that it "
                        "chooses from with %d ranks takes the rest of the desc; name a kind to hear "
@@ -171,63 +170,77 @@ static dtrain_result dtrain__choose(dtrain_world *world, const dtrain_param *par
 }
 
 /* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
- * the candidates needs. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
-                                                     size_t count,
+ * the candidates needs. Local. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
+                                                     dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint64_t *bytes)
+                                                     uint32_t node_ranks, uint64_t *bytes)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain_compression_desc compression;
-    dtrain__choice choice;
-    dtrain_world_info nodes;
-    dtrain_world_query(world, &nodes);
+    dtrain__candidates all;
+    dtrain_memory memory;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
-        if (kind && kind->replicas && !desc.node_size) desc.node_size = (uint32_t)nodes.local_size;
-        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &choice.memory));
-        *bytes = choice.memory.total;
+        if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
+        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
+        *bytes = memory.total;
         return DTRAIN_OK;
     }
     DTRAIN__TRY(dtrain__resolve_desc(given, &desc, &compression));
     DTRAIN__TRY(dtrain__resolve_params(params, count));
-    DTRAIN__TRY(dtrain__choose(world, params, count, &desc, ranks, 0, &choice));
-    *bytes = choice.least;
+    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &desc, ranks, node_ranks, &all));
+    *bytes = UINT64_MAX;
+    for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
+        if ((uint64_t)all.totals[i] < *bytes) *bytes = (uint64_t)all.totals[i];
     return DTRAIN_OK;
 }
 
-/* Resolve AUTO: take the first candidate that fits. The reason names what the candidate before it
- * would have needed. */
+/* Resolve AUTO: take the first candidate that fits on every rank. The reason names what the
+ * candidate before it would have needed. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
 {
-    const dtrain_memory *memory;
-    dtrain__choice choice;
-    int64_t left;
+    const int ranks = dtrain_comm_size(strategy->comm);
+    dtrain__candidates all;
+    uint32_t node_ranks;
+    int64_t left, least = INT64_MAX;
+    char before[160] = "";
+    size_t i;
     if (strategy->desc.kind != DTRAIN_STRATEGY_AUTO) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__auto_limit(strategy->world, &strategy->desc, strategy->comm, &left));
-    const uint64_t limit = left > 0 ? (uint64_t)left : 0;
+    DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &node_ranks));
     DTRAIN__TRY(dtrain__agree(strategy->comm,
-                              dtrain__choose(strategy->world, strategy->params,
-                                             strategy->param_count, &strategy->desc,
-                                             dtrain_comm_size(strategy->comm), limit, &choice)));
-    if (!choice.fits)
+                              dtrain__plan_candidates(&strategy->allocator, strategy->params,
+                                                      strategy->param_count, &strategy->desc, ranks,
+                                                      node_ranks, &all)));
+    DTRAIN__TRY(dtrain_all_reduce(strategy->comm, all.totals, all.totals, DTRAIN__CANDIDATES,
+                                  DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    const uint64_t limit = left > 0 ? (uint64_t)left : 0;
+    for (i = 0; i < DTRAIN__CANDIDATES; i++) {
+        if (all.totals[i] == INT64_MAX) continue;
+        if ((uint64_t)all.totals[i] <= limit) break;
+        if (all.totals[i] < least) least = all.totals[i];
+        snprintf(before, sizeof before, "; %s would need %.1f MiB",
+                 dtrain__row_of(all.descs[i].kind)->name, dtrain__mib((uint64_t)all.totals[i]));
+    }
+    if (i == DTRAIN__CANDIDATES)
         return dtrain_fail(
             DTRAIN_ERROR_MEMORY,
             "dtrain_strategy_create: no strategy fits: the smallest needs %.1f MiB a rank for "
             "parameters, gradients, optimizer and buffers, and %.1f MiB are left for them beside "
             "%.1f MiB of activations and the rest: %.1f MiB are missing. More ranks, activation "
             "checkpointing, a smaller batch or, on a GPU, offload would help",
-            dtrain__mib(choice.least), dtrain__mib(limit), dtrain__mib(strategy->desc.other_bytes),
-            dtrain__mib((uint64_t)((int64_t)choice.least - left)));
-    memory = &choice.memory;
+            dtrain__mib((uint64_t)least), dtrain__mib(limit),
+            dtrain__mib(strategy->desc.other_bytes), dtrain__mib((uint64_t)(least - left)));
+    const dtrain_memory *memory = &all.memory[i];
     snprintf(strategy->reason, sizeof strategy->reason,
              "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
              "%.1f) of %.1f MiB, and %.1f MiB sent a step%s",
-             dtrain__row_of(choice.desc.kind)->name, dtrain__mib(memory->total),
+             dtrain__row_of(all.descs[i].kind)->name, dtrain__mib((uint64_t)all.totals[i]),
              dtrain__mib(memory->params), dtrain__mib(memory->grads),
              dtrain__mib(memory->optimizer), dtrain__mib(memory->buffers), dtrain__mib(limit),
-             dtrain__mib(choice.step_bytes), choice.before);
-    strategy->desc.kind = choice.desc.kind;
-    strategy->desc.node_size = choice.desc.node_size;
+             dtrain__mib(all.step_bytes[i]), before);
+    strategy->desc.kind = all.descs[i].kind;
+    strategy->desc.node_size = all.descs[i].node_size;
     return DTRAIN_OK;
 }

@@ -166,6 +166,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
 /* strategy/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
+DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
+                                                 uint32_t *node_ranks);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
@@ -204,8 +206,8 @@ DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(dtrain_world *world, dtrain_param *params,
-                                                     size_t count,
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
+                                                     dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint64_t *bytes);
+                                                     uint32_t node_ranks, uint64_t *bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);

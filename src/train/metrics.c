@@ -111,6 +111,29 @@ static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *met
 
 /* ---- the file ---------------------------------------------------------------------------------*/
 
+/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of files
+ * (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this thread,
+ * and one that this write has caused is taken; one that waited before is left alone. */
+static ssize_t dtrain__write_quietly(int file, const void *data, size_t bytes)
+{
+    const struct timespec at_once = {0, 0};
+    sigset_t quiet, before, waiting;
+    sigemptyset(&waiting);
+    sigemptyset(&quiet);
+    sigaddset(&quiet, SIGPIPE);
+    sigaddset(&quiet, SIGXFSZ);
+    sigpending(&waiting);
+    pthread_sigmask(SIG_BLOCK, &quiet, &before);
+    const ssize_t wrote = write(file, data, bytes);
+    const int error = errno;
+    if (sigismember(&waiting, SIGPIPE) == 1) sigdelset(&quiet, SIGPIPE);
+    if (sigismember(&waiting, SIGXFSZ) == 1) sigdelset(&quiet, SIGXFSZ);
+    if (wrote < 0 && (error == EPIPE || error == EFBIG)) sigtimedwait(&quiet, NULL, &at_once);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    errno = error;
+    return wrote;
+}
+
 /* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
  * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
 static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
@@ -120,7 +143,7 @@ static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
     size_t left = (size_t)(line->text + line->used - next);
     metrics->lines++;
     while (left > 0) {
-        ssize_t wrote = write(metrics->file, next, left);
+        ssize_t wrote = dtrain__write_quietly(metrics->file, next, left);
         if (wrote < 0 && errno == EINTR) continue;
         if (wrote <= 0) break;
         next += wrote;
@@ -287,11 +310,13 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->summary.val_loss = DTRAIN__NAN;
     dtrain_result result = DTRAIN_OK;
     if (*path) {
-        metrics->file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY, 0666);
+        /* not blocking: a pipe that nobody reads must not hold training up */
+        metrics->file =
+            open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0666);
         if (metrics->file < 0)
             result = dtrain_fail(DTRAIN_ERROR_FILE,
                                  "dtrain_metrics_create: the log file %s cannot be opened: %s",
-                                 path, strerror(errno));
+                                 path, errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
     }
     if (result == DTRAIN_OK) *out = metrics;
     else dtrain_metrics_destroy(metrics);

@@ -162,7 +162,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
 {
     dtrain_strategy_desc strategy;
     dtrain__batch_plan plan;
-    uint32_t found = 0;
+    uint32_t found = 0, node_ranks;
     bool good = false;
     if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
         desc->max_batch > INT32_MAX)
@@ -175,8 +175,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     plan.world = world;
     plan.desc = desc;
     plan.comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
-    dtrain_result mine = dtrain__strategy_needs(world, desc->params, desc->param_count, &strategy,
-                                                dtrain_comm_size(plan.comm), &plan.fixed);
+    DTRAIN__TRY(dtrain__even_nodes(world, plan.comm, &node_ranks));
+    dtrain_result mine =
+        dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count, &strategy,
+                               dtrain_comm_size(plan.comm), node_ranks, &plan.fixed);
     DTRAIN__TRY(dtrain__agree(plan.comm, mine));
     DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan.comm, &plan.limit));
     mine = dtrain__batch_search(&plan, &found);

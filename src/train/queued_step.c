@@ -55,8 +55,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
         DTRAIN__TRY(result);
         DTRAIN__TRY(ended);
     }
-    if (queue->graph) DTRAIN__TRY(device->ops->graph_launch(device, queue->graph));
-    DTRAIN__TRY(device->ops->synchronize(device));
+    dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
+    if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
+    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     queue->steps++;
     for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
     record->loss /= desc->micro_batches;
@@ -66,19 +67,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. False in *same: targets are ignored in another number of places, and the
+ * known where they go. When one cannot be read, those before it stay, and the step can be repeated. False in *same: targets are ignored in another number of places, and the
  * recorded loss would divide by the wrong count. */
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
 {
     *same = true;
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
-        DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
         for (size_t i = 0; i < feed->count; i++) {
             const dtrain__feed_item *item = &feed->items[i];
-            memcpy(item->pinned, item->host, item->bytes);
+            if (!feed->filled) memcpy(item->pinned, item->host, item->bytes);
             if (item->dtype == DTRAIN_DTYPE_I32 &&
-                item->valid_count != dtrain__count_valid(item->host, (int64_t)item->bytes / 4))
+                item->valid_count != dtrain__count_valid(item->pinned, (int64_t)item->bytes / 4))
                 *same = false;
         }
         feed->filled = true;
@@ -95,13 +96,14 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     dtrain_tape *tape = trainer->tape;
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++) {
+    while (trainer->micro < desc->micro_batches) {
+        const uint32_t micro = trainer->micro;
         dtrain__feed *feed = &queue->feeds[micro];
         dtrain_tensor *loss;
         feed->next = 0;
         tape->feed = feed;
         tape->scalars = queue->scalars; /* which add the seed of the step */
-        const dtrain_result result = dtrain__trainer_micro(trainer, micro, 0, &loss);
+        const dtrain_result result = dtrain__trainer_micro(trainer, 0, &loss);
         tape->feed = NULL;
         tape->scalars = NULL;
         feed->filled = false;
@@ -109,6 +111,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
+    trainer->micro = 0;
     dtrain_clip_args clip;
     memset(&clip, 0, sizeof clip);
     clip.sum_squares = desc->strategy->sum_squares;
@@ -116,8 +119,10 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
     DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
-    DTRAIN__TRY(device->ops->clip(device, &clip));
-    DTRAIN__TRY(dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars));
+    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
+    DTRAIN__TRY(dtrain__strategy_keep(
+        desc->strategy,
+        dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars)));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }

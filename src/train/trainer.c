@@ -84,22 +84,33 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
-/* Run one micro-batch up to its averaged gradient. *loss is read by the caller, after finish: a
- * device with a queue works through all of it before the host waits. A tape error (a NULL tensor)
- * comes out of backward. A batch that a feed holds already is not fetched again. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
-                                                    uint64_t seed, dtrain_tensor **loss)
+/* Run the micro-batch that the step has come to, up to its averaged gradient. *loss is read by the
+ * caller, after finish: a device with a queue works through all of it before the host waits. A batch
+ * that a feed holds already is not fetched again.
+ *
+ * A batch that cannot be read leaves the step where it is, to be repeated from there. After any
+ * other error of the pass (a tape error, a NULL tensor too, comes out of backward) this rank cannot
+ * take part in what the others do: the strategy fails on all of them. A gradient that is missing
+ * ends the step. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
+                                                    dtrain_tensor **loss)
 {
     const dtrain_trainer_desc *desc = &trainer->desc;
     dtrain_tape *tape = trainer->tape;
     const bool fetched = tape->feed && tape->feed->filled;
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
+    const uint32_t micro = trainer->micro;
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
     if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
-    DTRAIN__TRY(dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro));
-    *loss = desc->loss(tape, desc->user);
-    DTRAIN__TRY(dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches));
-    return dtrain_strategy_finish(desc->strategy);
+    dtrain_result result =
+        dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
+    *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
+    if (result == DTRAIN_OK)
+        result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
+    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
+    result = dtrain_strategy_finish(desc->strategy);
+    trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
+    return result;
 }
 
 /* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm
@@ -109,14 +120,16 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     const dtrain_trainer_desc *desc = &trainer->desc;
     float norm = 0, scale = 1;
     bool found_inf;
-    for (uint32_t micro = 0; micro < desc->micro_batches; micro++) {
+    while (trainer->micro < desc->micro_batches) {
         dtrain_tensor *tensor;
         float loss = 0;
-        DTRAIN__TRY(dtrain__trainer_micro(trainer, micro, dtrain__step_seed(trainer), &tensor));
+        if (trainer->micro == 0) trainer->loss = 0;
+        DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
         DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
-        record->loss += (double)loss;
+        trainer->loss += (double)loss;
     }
-    record->loss /= desc->micro_batches;
+    trainer->micro = 0;
+    record->loss = trainer->loss / desc->micro_batches;
     if (trainer->scaling)
         DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
                                                &scale, &found_inf));
@@ -239,6 +252,21 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* Evaluate on a tape that keeps nothing for a backward; one exchange at the end averages the means
  * of all ranks. */
+/* Add the loss of one batch to *sum. */
+static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
+                                          void *user, double *sum)
+{
+    const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
+    float loss = 0;
+    if (next_batch) DTRAIN__TRY(next_batch(user));
+    DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+    DTRAIN__TRY(dtrain_tape_error(trainer->tape));
+    DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+    *sum += (double)loss;
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss)
@@ -250,14 +278,8 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            (long long)batches);
     double sum = 0;
     for (int64_t i = 0; i < batches; i++) {
-        float one = 0;
-        if (next_batch) DTRAIN__TRY(next_batch(user));
-        DTRAIN__TRY(
-            dtrain_tape_begin(trainer->tape, trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD, 0));
-        dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
-        DTRAIN__TRY(dtrain_tape_error(trainer->tape));
-        DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &one));
-        sum += (double)one;
+        const dtrain_result result = dtrain__evaluate_one(trainer, next_batch, user, &sum);
+        DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
     float own[DTRAIN__WORD_COUNT] = {0};
     double mean[DTRAIN__WORD_COUNT];

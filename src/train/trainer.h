@@ -85,11 +85,15 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * not finite is DTRAIN_ERROR_NUMERIC on all ranks, naming step and rank; no parameter has changed
  * if it was the gradient. With loss scaling such a gradient is no error: the step is skipped on all
  * ranks, parameters and optimizer state stay, and the scale falls until dtrain_loss_scaler_update
- * gives up. */
+ * gives up.
+ *
+ * An error of next_batch comes back as it is, and the step can be repeated: it goes on with the
+ * micro-batch that could not be read, while the other ranks wait. An error of loss, of the tape or
+ * of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
 /* Evaluate the mean loss without gradients over `batches` calls of next_batch, averaged over
  * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
- * user. */
+ * user. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);

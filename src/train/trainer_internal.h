@@ -39,6 +39,8 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
+    uint32_t micro;  /* micro-batches of this step that are done: where it goes on if repeated */
+    double loss;     /* their sum */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median */
     int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
@@ -63,8 +65,8 @@ typedef struct dtrain__queue {
 
 /* train/trainer.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint32_t micro,
-                                                    uint64_t seed, dtrain_tensor **loss);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
+                                                    dtrain_tensor **loss);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);

@@ -25,6 +25,15 @@ DTRAIN__PRIVATE const char *dtrain__signal_name(int number)
     case SIGSEGV: return "SIGSEGV, an invalid memory access";
     case SIGPIPE: return "SIGPIPE, its output was closed";
     case SIGTERM: return "SIGTERM";
+    case SIGTRAP: return "SIGTRAP";
+    case SIGUSR1: return "SIGUSR1";
+    case SIGUSR2: return "SIGUSR2";
+    case SIGALRM: return "SIGALRM, a timer of the program";
+    case SIGVTALRM: return "SIGVTALRM, a timer of the program";
+    case SIGPROF: return "SIGPROF, a timer of the program";
+    case SIGXCPU: return "SIGXCPU, its limit of processor time";
+    case SIGXFSZ: return "SIGXFSZ, its limit on the size of files";
+    case SIGSYS: return "SIGSYS, a system call that is forbidden here";
     default: return "see kill -l";
     }
 }
@@ -40,7 +49,7 @@ DTRAIN__PRIVATE void dtrain__describe_end(const dtrain__control *control, int ra
         "was killed by signal",
         "could not start",
         "was killed by the launcher: it did not end in time",
-        "is gone: its connection closed; it exited, crashed or was killed, or its host is lost"};
+        "is gone, and nobody saw how: it exited, crashed or was killed, or its host is lost"};
     const dtrain__exit_record *end = &control->exits[rank];
     const uint32_t how = dtrain__load(&end->how);
     const int used = snprintf(text, room, "rank %d %s", rank, said[how]);

@@ -174,7 +174,7 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
 }
 
 /* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
- * record. */
+ * record. A status that another thread of the host has reaped nobody knows: that rank is lost. */
 static void dtrain__reap(dtrain__launch *launch)
 {
     for (int i = 0; i < (int)launch->desc.rank_count; i++) {
@@ -183,15 +183,18 @@ static void dtrain__reap(dtrain__launch *launch)
         if (launch->pids[i] <= 0) continue;
         const pid_t pid = waitpid(launch->pids[i], &status, WNOHANG);
         if (pid == 0 || (pid < 0 && errno != ECHILD)) continue;
-        if (pid < 0) status = 0; /* another thread of the host has reaped it */
+        launch->pids[i] = 0;
+        launch->live--;
+        if (pid < 0) {
+            dtrain__record_lost(launch->region.control, rank);
+            continue;
+        }
         const uint32_t known = dtrain__load(&launch->region.control->exits[rank].how);
         const bool killed = WIFSIGNALED(status);
         int value = killed ? WTERMSIG(status) : WEXITSTATUS(status);
         dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
         if (killed) how = DTRAIN__SIGNALED;
         if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
-        launch->pids[i] = 0;
-        launch->live--;
         if (known == DTRAIN__RUNNING || (killed && known == DTRAIN__LEFT))
             dtrain__record_end(launch->region.control, rank, how, value, "");
     }
@@ -204,6 +207,7 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
     if (!from_terminal) dtrain__signal_ranks(launch, number);
     if (!stop) return;
+    dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
     launch->forwarded = number;
     if (++launch->stop_count < 2) return;
     launch->kill_ns = 1;

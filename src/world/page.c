@@ -25,6 +25,7 @@ static uint64_t dtrain__host_id(void)
     const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
     if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
     if (file >= 0) close(file);
+    else if (errno == EMFILE || errno == ENFILE) return 0; /* not what another rank here finds */
     if (stat("/proc/self/ns/net", &status) == 0) spaces[0] = (uint64_t)status.st_ino;
     if (stat("/proc/self/ns/pid", &status) == 0) spaces[1] = (uint64_t)status.st_ino;
     return dtrain__siphash(spaces, text, sizeof text);
@@ -74,6 +75,11 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
         local_rank += i < world->rank && all[i].host == mine;
         local_size += all[i].host == mine;
         hosts += first == i;
+        if (all[i].host == 0)
+            return dtrain__abort_with(world, DTRAIN_ERROR_SYSTEM,
+                                      "dtrain_launch: rank %d has no file descriptor left to find "
+                                      "out on which host it is; raise the limit (ulimit -n)",
+                                      i);
     }
     world->node_count = hosts;
     DTRAIN__TRY(dtrain__agree_on_nodes(world, all));

@@ -140,6 +140,18 @@ static void dtrain__socket_tune(int socket)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
+/* Move a descriptor away from 0, 1 and 2: where the host has closed those, the next open of a file
+ * would get one, and what somebody prints would go to another rank. */
+static int dtrain__above_stdio(int socket)
+{
+    if (socket < 0 || socket > 2) return socket;
+    const int moved = fcntl(socket, F_DUPFD_CLOEXEC, 3);
+    const int error = errno;
+    close(socket);
+    errno = error;
+    return moved;
+}
+
 /* Listen at all addresses of this host, of both families where there are two; when rank 0's address
  * is that of the loopback, which only this host can call, at that one alone. */
 static dtrain_result dtrain__listen(dtrain__rendezvous *r)
@@ -158,9 +170,9 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
     const bool loopback = strncmp(host, "127.", 4) == 0;
     if (loopback) inet_pton(AF_INET, host, &four.sin_addr);
     const int type = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
-    r->listener = loopback ? -1 : socket(AF_INET6, type, 0);
+    r->listener = loopback ? -1 : dtrain__above_stdio(socket(AF_INET6, type, 0));
     const bool both = r->listener >= 0;
-    if (!both) r->listener = socket(AF_INET, type, 0);
+    if (!both) r->listener = dtrain__above_stdio(socket(AF_INET, type, 0));
     if (both) setsockopt(r->listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
     const struct sockaddr *address = (const struct sockaddr *)(both ? (void *)&six : (void *)&four);
     if (r->listener >= 0 &&
@@ -281,7 +293,7 @@ static void dtrain__meet_clock(dtrain__rendezvous *r)
              "rank 0 has waited %.1f s at %s port %u, and %d of %d ranks have not come: %s%s%s",
              1e-9 * (double)(now - r->start_ns), r->place->address, r->place->port,
              r->world->size - 1 - r->came, r->world->size, missing,
-             r->problem[0] ? "; last turned away: " : "", r->problem);
+             r->problem[0] ? "; the last trouble: " : "", r->problem);
     if (late) dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT, "%s", text);
     else dtrain_log(r->world, DTRAIN_LOG_INFO, "%s", text);
 }
@@ -312,7 +324,13 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
                           i - first, ends[i - first].name);
         dtrain__socket_close(&ends[i - first].socket);
     }
-    const int socket = polls[0].revents ? accept(r->listener, NULL, NULL) : -1;
+    const int socket = polls[0].revents ? dtrain__above_stdio(accept(r->listener, NULL, NULL)) : -1;
+    if (polls[0].revents && socket < 0 && (errno == EMFILE || errno == ENFILE)) {
+        snprintf(r->problem, sizeof r->problem, "nobody can be let in: %s; raise ulimit -n",
+                 strerror(errno));
+        dtrain__socket_close(&r->pending[r->accepted++ % DTRAIN__PENDING_MOST].socket);
+        (void)poll(NULL, 0, 50);
+    }
     if (socket >= 0) {
         dtrain__pending *pending = &r->pending[r->accepted++ % DTRAIN__PENDING_MOST];
         dtrain__socket_close(&pending->socket);
@@ -328,6 +346,14 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
 static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
 {
     const int others = r->world->size - 1;
+    const rlim_t needed = 1 + DTRAIN__PENDING_MOST + (rlim_t)r->world->size;
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < needed) /* poll() refuses more */
+        return dtrain__meet_fail(r, DTRAIN_ERROR_SYSTEM,
+                                 "rank 0 may open %llu files and needs %llu for %d ranks; raise "
+                                 "the limit (ulimit -n)",
+                                 (unsigned long long)files.rlim_cur, (unsigned long long)needed,
+                                 r->world->size);
     DTRAIN__TRY(dtrain__listen(r));
     for (uint32_t i = 0; i < DTRAIN__PENDING_MOST; i++) r->pending[i].socket = -1;
     while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
@@ -392,7 +418,7 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
     left.tv_usec = (suseconds_t)(left_us % 1000000u);
     (void)getnameinfo(at->ai_addr, at->ai_addrlen, end->name, sizeof end->name, NULL, 0,
                       NI_NUMERICHOST);
-    end->socket = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    end->socket = dtrain__above_stdio(socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (end->socket < 0) return dtrain__try_failed(r, "no socket: %s", strerror(errno));
     setsockopt(end->socket, SOL_SOCKET, SO_SNDTIMEO, &left, sizeof left);
     if (connect(end->socket, at->ai_addr, at->ai_addrlen) != 0)
@@ -441,12 +467,23 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
         struct addrinfo *found = NULL;
         bool settled = false;
         const int error = getaddrinfo(r->place->address, port, &wanted, &found);
-        if (error) dtrain__try_failed(r, "the name cannot be resolved: %s", gai_strerror(error));
+        if (error)
+            dtrain__try_failed(r, "the name cannot be resolved: %s%s", gai_strerror(error),
+                               strchr(r->place->address, ':') ? "; the port goes into DTRAIN_PORT "
+                                                                "or MASTER_PORT, not behind it"
+                                                              : "");
         for (const struct addrinfo *at = found; at && !settled; at = at->ai_next)
             settled = dtrain__call(r, at);
         if (found) freeaddrinfo(found);
         if (settled) return r->result;
         now = dtrain__now_ns();
+        if (now - r->logged_ns >= 10000000000u) {
+            r->logged_ns = now;
+            dtrain_log(r->world, DTRAIN_LOG_WARNING,
+                       "rank %d has looked for rank 0 at %s port %u for %.0f s: %s", r->world->rank,
+                       r->place->address, r->place->port, 1e-9 * (double)(now - r->start_ns),
+                       r->problem);
+        }
         if (now < r->deadline_ns && (!r->stranger || now < r->start_ns + DTRAIN__PATIENCE_NS))
             continue;
         return dtrain__meet_fail(r, r->stranger ? DTRAIN_ERROR_MISMATCH : DTRAIN_ERROR_TIMEOUT,

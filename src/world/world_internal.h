@@ -35,7 +35,7 @@ typedef enum dtrain__end {
     DTRAIN__SIGNALED = 3,  /* killed by a signal */
     DTRAIN__UNSTARTED = 4, /* its world could not be made */
     DTRAIN__STOPPED = 5,   /* killed by the launcher after the grace period */
-    DTRAIN__LOST = 6       /* its connection closed without an exit */
+    DTRAIN__LOST = 6       /* gone, and nobody saw how */
 } dtrain__end;
 
 #define DTRAIN__EXIT_TEXT 496

@@ -4,6 +4,7 @@
 #include "dtrain.h"
 #include "ranks.h"
 
+#include <pthread.h>
 #include <sys/resource.h>
 
 enum { PROCESSES = DTRAIN_LAUNCH_PROCESSES, THREADS = DTRAIN_LAUNCH_THREADS };
@@ -392,6 +393,38 @@ static void test_sigchld_ignored(void)
     CHECK(dtrain_launch(&desc, rank_uses_all, NULL, &info) == DTRAIN_OK);
 }
 
+/* Another thread of the host takes every child's status: whoever did not say how it ended is lost. */
+static int32_t reaping;
+static void *reap_all(void *unused)
+{
+    (void)unused;
+    while (__atomic_load_n(&reaping, __ATOMIC_ACQUIRE)) {
+        while (waitpid(-1, NULL, WNOHANG) > 0) {}
+        ranks_sleep_us(200);
+    }
+    return NULL;
+}
+static void test_status_taken_by_another(void)
+{
+    dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
+    dtrain_launch_info info;
+    pthread_t thread;
+    int round;
+    __atomic_store_n(&reaping, 1, __ATOMIC_RELEASE);
+    CHECK(pthread_create(&thread, NULL, reap_all, NULL) == 0);
+    for (round = 0; round < 10; round++) {
+        ending end = {1, SIGSEGV, 1, true};
+        CHECK(dtrain_launch(&desc, rank_uses_all, NULL, &info) == DTRAIN_OK);
+        const dtrain_result result = dtrain_launch(&desc, rank_ends, &end, &info);
+        CHECK_MSG(result == DTRAIN_ERROR_RANK_FAILED && info.first_failed_rank == 1 &&
+                      info.exit_code,
+                  "%s, rank %d, exit code %d", dtrain_result_text(result), info.first_failed_rank,
+                  info.exit_code);
+    }
+    __atomic_store_n(&reaping, 0, __ATOMIC_RELEASE);
+    pthread_join(thread, NULL);
+}
+
 /* Masks and handlers: ranks see what the caller had, and so does the caller afterwards. */
 static int32_t alarms;
 static void on_alarm(int number)
@@ -491,6 +524,26 @@ static void test_forwarding(void)
     check_forwarded(SIGHUP, 0);
     check_forwarded(SIGUSR1, 0);
     check_forwarded(SIGTERM, 1);
+}
+
+/* Stopped ranks hear of a request to stop too. */
+static void test_forwarding_to_stopped(void)
+{
+    wards *all = (wards *)ranks_shared(sizeof *all);
+    int status = 0, r;
+    pid_t child;
+    fflush(NULL);
+    child = fork();
+    if (child == 0) {
+        dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
+        _exit(dtrain_launch(&desc, rank_until_told, all, NULL) == DTRAIN_ERROR_RANK_FAILED ? 51
+                                                                                           : 52);
+    }
+    ranks_await(&all->ready, 3);
+    for (r = 0; r < 3; r++) kill(all->pid[r], SIGSTOP);
+    kill(child, SIGTERM);
+    CHECK_MSG(test_wait(child, RANKS_SOON, &status), "the launcher did not end");
+    CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 51, "status %x", (unsigned)status);
 }
 
 /* ---- a launcher that dies ---- */
@@ -993,8 +1046,10 @@ int main(int argc, char **argv)
     RUN(test_stdio_and_atexit);
     RUN(test_other_children);
     RUN(test_sigchld_ignored);
+    RUN(test_status_taken_by_another);
     RUN(test_signal_state);
     RUN(test_forwarding);
+    RUN(test_forwarding_to_stopped);
     RUN(test_launcher_killed);
     RUN(test_log);
     RUN(test_log_stderr);

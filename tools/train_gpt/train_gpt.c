@@ -88,7 +88,10 @@ cleanup:
     if (result != DTRAIN_OK && result != DTRAIN_ERROR_PEER && dtrain_world_rank(world) == 0)
         fprintf(stderr, "\ntrain_gpt: %s\n", dtrain_last_error());
     close_job(&j);
-    return result == DTRAIN_OK ? 0 : 1;
+    if (result != DTRAIN_OK) return 1;
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    fprintf(stderr, "train_gpt: what it had to say could not be written: %s\n", strerror(errno));
+    return 1;
 }
 
 /* Choose device and communicator. Without --comm the library chooses the communicator: on the cpu
