@@ -12,14 +12,6 @@
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/emulated_device.h"
 
-#if defined(__SANITIZE_THREAD__)
-#define TEST_RACES 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define TEST_RACES 1
-#endif
-#endif
-
 enum { MOST = 4 };
 
 /* ---- launching ---- */
@@ -647,7 +639,7 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_threads);
-#ifdef TEST_RACES
+#if TEST_RACES
     SKIP(test_processes, "they share little, and a training run takes 10 s under ThreadSanitizer");
     return test_summary();
 #endif

@@ -74,10 +74,10 @@ static int test_passed, test_failed, test_skipped;
                (double)(tolerance))
 #define RUN(test) test_run(#test, test)
 #define SKIP(test, reason) test_skip(#test, reason)
-#define RUN_NUMBERS(test)                                                              \
-    do {                                                                               \
+#define RUN_NUMBERS(test)                                                               \
+    do {                                                                                \
         if (TEST_RACES) SKIP(test, "numbers alone: nothing new for the race detector"); \
-        else RUN(test);                                                                \
+        else RUN(test);                                                                 \
     } while (0)
 
 /* DTRAIN_TEST_FULL=1: sweeps run in full. */
