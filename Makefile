@@ -22,7 +22,7 @@ endif
 
 PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate/simulate.c
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
-UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c
+UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c tests/fuzz/test_programs.c
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
@@ -48,6 +48,7 @@ help:
 	@echo "make asan tsan  the tests under the address and undefined behaviour sanitizers, or that of threads"
 	@echo "make valgrind   the tests that valgrind can run"
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
+	@echo "make fuzz-programs   N=1000 random programs in which ranks differ, against plain loops"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
 	@echo "make golden     makes the PyTorch reference values again and compares (python3, torch)"
 	@echo "make checks     valgrind, fuzz, golden and lint, beside one another"
@@ -66,7 +67,7 @@ ifeq ($(origin CXX),default)
 CXX := $(if $(findstring clang,$(CC)),clang++,g++)
 endif
 ifneq ($(shell command -v $(CXX)),)
-EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation
+EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs
 EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
@@ -74,7 +75,7 @@ endif
 
 # ---- Tests ----------------------------------------------------------------------------------------
 # run.sh takes them in this order, one for each core at a time: the longest come first.
-LONGEST := $(addprefix $(BUILD)/,tests/test_compression emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm \
+LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_compression emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm \
              tests/test_rendezvous tests/test_nccl) tests/cli/test_examples.sh
 LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh) \
            tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
@@ -113,7 +114,7 @@ asan:
 tsan:
 	$(MAKE) test BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
-	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults launch links nccl ddp strategies compression \
+	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults launch links nccl ddp strategies compression programs ranks_differ \
 	    trainer gemm device sparse)"
 
 # What else reads or runs the code, each a target of its own, and all beside one another.
@@ -121,6 +122,10 @@ valgrind: $(TESTS)
 	@BUILD=$(BUILD) sh tests/scripts/valgrind.sh
 fuzz:
 	@BUILD=$(BUILD) sh tests/scripts/fuzz.sh
+# N random programs: make fuzz-programs N=10000
+fuzz-programs: N = 1000
+fuzz-programs: $(BUILD)/tests/test_programs
+	$(BUILD)/tests/test_programs --count $(N)
 golden:
 	@sh tests/reference/check.sh
 lint:
@@ -166,7 +171,7 @@ openmpi mpich:
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
 # flags of its compiler (flags): when one of them changes it is built again.
-vpath %.c   examples tools/train_gpt tools/simulate tests/unit tests/cuda tests/nccl tests/cli bench
+vpath %.c   examples tools/train_gpt tools/simulate tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
 vpath %.cpp tests/cuda tests/cuda/emulation
 STRICT_CXX := -std=c++17 -Wall -Wextra -Werror
 OPTIONS = $(CFLAGS) $(DEFINES) -I. -MMD -MP -MF $@.d -MT $@

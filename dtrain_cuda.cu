@@ -3423,7 +3423,8 @@ static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
     const dtrain_cuda_state *const state = dtrain_cuda_state_of(device);
     const dtrain_cuda_row_plan plan = dtrain_cuda_plan_rows(args->rows, args->n, wide ? width : 1);
     const size_t shared_bytes = params ? (size_t)(2 * plan.kept * plan.threads) * sizeof(float) : 0;
-    if (!plan.fits || shared_bytes > state->shared_limit)
+    const size_t static_bytes = 2 * DTRAIN_CUDA_WARP * sizeof(float); /* slots: they count too */
+    if (!plan.fits || shared_bytes + static_bytes > state->shared_limit)
         return dtrain_cuda_layernorm_backward_long(device, args);
 
     void (*const kernel)(dtrain_layernorm_backward_args, dtrain_cuda_row_plan, float *) =
@@ -3435,7 +3436,7 @@ static dtrain_result dtrain_cuda_layernorm_backward_run(dtrain_device *device,
     if (params)
         DTRAIN_CUDA_TRY(
             dtrain_cuda_scratch(device, (size_t)(blocks * 2 * args->n) * sizeof(float), &partials));
-    if (shared_bytes > 48 * 1024) /* more than a kernel has without asking */
+    if (shared_bytes + static_bytes > 48 * 1024) /* more than a kernel has without asking */
         DTRAIN_CUDA_TRY(dtrain_cuda_check(
             cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  (int)shared_bytes),

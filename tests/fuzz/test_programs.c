@@ -1,16 +1,18 @@
 /* Random programs: worlds, models, strategies and steps in which ranks differ from one another in
  * everything that the documentation lets them differ in, against plain loops in double precision.
  *
- *     build/tests/programs                        the seeds that ever failed, then 300 new ones
- *     build/tests/programs --count 10000          so many new ones; they are printed to be repeated
- *     build/tests/programs --seconds 120          as many as fit
- *     build/tests/programs --seed 77              this one, in words; if it fails it is shrunk
+ *     build/tests/test_programs                        the seeds that ever failed, then 300 new ones;
+ *                                                 with DTRAIN_TEST_FULL=1 a minute of new ones
+ *     build/tests/test_programs --count 10000          so many new ones; they are printed to be repeated
+ *     build/tests/test_programs --seconds 120          as many as fit
+ *     build/tests/test_programs --seed 77              this one, in words; if it fails it is shrunk
  *
  * A program is a pure function of its seed: every decision of a rank is drawn from (seed, what, rank,
  * step, micro-batch, parameter), so that the oracle can take it too. What ranks may do differently: lack
  * gradients, single ones or all of a unit or of a micro-batch; mark them in another order; own the memory
  * of some; step over units in backward; gather one twice; come late; look (query) at any moment. All
- * ranks together read, verify and evaluate between forward and backward, and between steps. Gradients
+ * ranks together read, verify and evaluate between forward and backward, and between steps. In one program of
+ * twelve a rank gives up in the middle: then the others end with an error that says so, at once. Gradients
  * are small multiples of 1/8: sums of them are exact in every order and dtype. */
 #include "test.h"
 
@@ -39,8 +41,9 @@ typedef struct program {
     param_plan p[MOST_PARAMS];
     /* One decision in so many; 0: never. */
     uint64_t lacks, lacks_unit, lacks_all, stragglers, looks, own_order, repeats;
-    int64_t elements; /* of all storages */
-    char note[16];    /* what shrinking took away */
+    int quitter, quit_step; /* a rank that gives up in the middle of this step; -1: none */
+    int64_t elements;       /* of all storages */
+    char note[16];          /* what shrinking took away */
 } program;
 
 /* What ranks tell and what they are told; in shared memory, behind it the oracle's arrays. */
@@ -139,8 +142,21 @@ typedef struct rank_state {
     int rank;
     dtrain_strategy *strategy;
     dtrain_param params[MOST_PARAMS];
-    float *memory, *host;
+    dtrain_device *device;
+    float *memory, *host; /* the model's own arrays, of the device; scratch of this program */
 } rank_state;
+
+/* What is in an array of the device, as many floats as scratch has room for; and the way back. */
+static const float *look_at(rank_state *s, const float *array, int64_t count)
+{
+    if (dtrain_device_copy(s->device, s->host, array, (size_t)count * sizeof(float)) != DTRAIN_OK)
+        return NULL;
+    return s->host;
+}
+static dtrain_result put_back(rank_state *s, float *array, int64_t count)
+{
+    return dtrain_device_copy(s->device, array, s->host, (size_t)count * sizeof(float));
+}
 
 static int wrong(rank_state *s, const char *format, ...)
 {
@@ -182,6 +198,7 @@ static int check_value(rank_state *s, int p, const float *value, int step, bool 
     const program *g = s->y.g;
     const int storage = g->p[p].storage;
     const double tolerance = gathered ? s->y.r->gathered_tolerance : s->y.r->tolerance;
+    if (value && value != s->host) value = look_at(s, value, g->p[p].count);
     if (!value) return wrong(s, "step %d, %s: parameter %d has no value", step, when, p);
     for (int64_t i = 0; i < g->p[p].count && exact(g); i++) {
         const double expected = value_of(&s->y, step, storage, i);
@@ -249,10 +266,12 @@ static int contribute(rank_state *s, int step, int micro, int p)
     const program *g = s->y.g;
     dtrain_param *q = &s->params[p];
     if (!q->grad) return wrong(s, "step %d: parameter %d has no gradient's memory", step, p);
+    if (!look_at(s, q->grad, g->p[p].count)) return wrong(s, "step %d: a copy failed", step);
     for (int64_t i = 0; i < g->p[p].count; i++) {
         const float part = gradient(g, s->rank, step, micro, p, i);
-        q->grad[i] = q->state.grad_written ? q->grad[i] + part : part;
+        s->host[i] = q->state.grad_written ? s->host[i] + part : part;
     }
+    GOOD(put_back(s, q->grad, g->p[p].count));
     alone(s, step, micro, 100 + p);
     GOOD(dtrain_strategy_ready(s->strategy, (size_t)p));
     return 0;
@@ -276,12 +295,26 @@ static int order_of(const rank_state *s, int step, int micro, uint32_t unit, int
     return count;
 }
 
+/* Begins a backward and leaves it: what it returns ends the rank, and the others must hear of it. */
+static int give_up(rank_state *s, int step, int micro)
+{
+    const uint32_t unit = (uint32_t)s->y.g->units - 1;
+    int order[MOST_PARAMS];
+    const int count = order_of(s, step, micro, unit, order);
+    GOOD(dtrain_strategy_gather(s->strategy, unit, DTRAIN_PASS_BACKWARD));
+    for (int i = 0; i < count; i++) STEP(contribute(s, step, micro, order[i]));
+    s->y.r->outcome[s->rank] = 1;
+    return 3;
+}
+
 static int backward(rank_state *s, int step, int micro)
 {
     const program *g = s->y.g;
     const bool whole = g->desc.kind <= DTRAIN_STRATEGY_ZERO1;
     const bool anyhow = one_in(g, 2, SKIP_GATHER, s->rank, step, micro, -1);
     int order[MOST_PARAMS];
+    if (s->rank == g->quitter && step == g->quit_step && micro == g->micro / 2)
+        return give_up(s, step, micro);
     if (idle(g, s->rank, step, micro)) return 0;
     if (whole && anyhow) { /* gather is not needed */
         const int count = order_of(s, step, micro, UINT32_MAX, order);
@@ -311,15 +344,20 @@ static int check_gradients(rank_state *s, int step)
     GOOD(dtrain_strategy_shards(s->strategy, &shards, &count));
     for (size_t k = 0; k < count; k++) {
         const int p = (int)(shards[k].param - s->params);
-        for (int64_t i = 0; i < shards[k].count && exact(g); i++) {
+        const int64_t size = shards[k].count;
+        float *const updates = s->host + g->elements;
+        if (!look_at(s, shards[k].grad, size)) return wrong(s, "step %d: a copy failed", step);
+        for (int64_t i = 0; i < size && exact(g); i++) {
             const double expected = mean_of(&s->y, step, p)[shards[k].offset + i];
-            if (!is_close((double)shards[k].grad[i], expected, s->y.r->tolerance))
+            if (!is_close((double)s->host[i], expected, s->y.r->tolerance))
                 return wrong(s, "step %d: gradient of parameter %d[%lld] is %.9g, expected %.9g",
-                             step, p, (long long)(shards[k].offset + i), (double)shards[k].grad[i],
+                             step, p, (long long)(shards[k].offset + i), (double)s->host[i],
                              expected);
         }
-        for (int64_t i = 0; i < shards[k].count; i++)
-            shards[k].value[i] -= RATE * shards[k].grad[i];
+        for (int64_t i = 0; i < size; i++) updates[i] = RATE * s->host[i];
+        if (!look_at(s, shards[k].value, size)) return wrong(s, "step %d: a copy failed", step);
+        for (int64_t i = 0; i < size; i++) s->host[i] -= updates[i];
+        GOOD(put_back(s, shards[k].value, size));
     }
     return 0;
 }
@@ -377,7 +415,9 @@ static void register_model(rank_state *s)
         if (plan->storage != p) q->alias_of = &s->params[plan->storage];
         else if (plan->host_value) {
             q->value = at;
-            for (int64_t i = 0; i < plan->count; i++) at[i] = gradient(g, s->rank, 77, 0, p, i);
+            for (int64_t i = 0; i < plan->count; i++)
+                s->host[i] = gradient(g, s->rank, 77, 0, p, i);
+            put_back(s, at, plan->count);
             at += plan->count;
         }
         if (plan->storage == p && !(plan->flags & DTRAIN_PARAM_FROZEN) &&
@@ -395,8 +435,12 @@ static int rank_main(dtrain_world *world, void *user)
     int result = 1;
     s->y = *y;
     s->rank = dtrain_world_rank(world);
-    s->memory = (float *)calloc(2 * (size_t)g->elements + 64, sizeof(float));
-    s->host = (float *)calloc((size_t)g->elements + 64, sizeof(float));
+    s->device = dtrain_world_device(world);
+    s->host = (float *)calloc(2 * (size_t)g->elements + 64, sizeof(float));
+    const size_t bytes = (2 * (size_t)g->elements + 64) * sizeof(float);
+    void *memory;
+    if (s->device->ops->alloc(s->device, bytes, &memory) != DTRAIN_OK) return 2;
+    s->memory = (float *)memory;
     register_model(s);
     desc.kept_units = g->kept;
     desc.no_overlap = g->no_overlap >> s->rank & 1;
@@ -415,7 +459,7 @@ static int rank_main(dtrain_world *world, void *user)
         if (result == 0) y->r->outcome[s->rank] = 1;
     }
     dtrain_strategy_destroy(s->strategy);
-    free(s->memory);
+    s->device->ops->free(s->device, s->memory, bytes);
     free(s->host);
     free(s);
     return result;
@@ -515,6 +559,8 @@ static program generate(uint64_t seed)
     g.lacks = rate(&state), g.lacks_unit = rate(&state), g.lacks_all = rate(&state);
     g.stragglers = rate(&state), g.looks = rate(&state), g.own_order = rate(&state);
     g.repeats = rate(&state);
+    g.quitter = pick(&state, 12) ? -1 : (int)pick(&state, (uint64_t)g.ranks);
+    g.quit_step = (int)pick(&state, (uint64_t)g.steps);
     return g;
 }
 
@@ -526,17 +572,17 @@ static void print_program(const program *g)
     printf("  seed %llu%s: %d ranks (%s), %s, %d steps of %d micro-batches, accumulation %u, "
            "node_size %u%s, "
            "missing %u, reduce %s, param %s, whole_below %lld, buckets %zu %zu%s, no_overlap %02x, "
-           "compression %u (dense %llu)\n"
+           "compression %u (dense %llu), quits %d in %d\n"
            "  one in: lacks %llu, unit %llu, all %llu; late %llu, looks %llu, order %llu, repeats "
            "%llu\n",
            (unsigned long long)g->seed, g->note, g->ranks, ranks_mode_name(g->mode), kinds[d->kind],
            g->steps, g->micro, d->accumulation, d->node_size,
            d->hierarchical ? ", hierarchical" : "", d->missing_gradient,
            dtrain_dtype_name((dtrain_dtype)d->reduce_dtype),
-           dtrain_dtype_name((dtrain_dtype)d->param_dtype),
-           (long long)d->whole_below, d->first_bucket_bytes, d->bucket_bytes,
-           d->keep_after_forward ? ", kept" : "", g->no_overlap, g->compression.kind,
-           (unsigned long long)g->compression.dense_steps, (unsigned long long)g->lacks,
+           dtrain_dtype_name((dtrain_dtype)d->param_dtype), (long long)d->whole_below,
+           d->first_bucket_bytes, d->bucket_bytes, d->keep_after_forward ? ", kept" : "",
+           g->no_overlap, g->compression.kind, (unsigned long long)g->compression.dense_steps,
+           g->quitter, g->quit_step, (unsigned long long)g->lacks,
            (unsigned long long)g->lacks_unit, (unsigned long long)g->lacks_all,
            (unsigned long long)g->stragglers, (unsigned long long)g->looks,
            (unsigned long long)g->own_order, (unsigned long long)g->repeats);
@@ -587,18 +633,23 @@ static bool passes(program *g, char *text, size_t room)
         setpgid(0, 0);
         desc.timeout_ms = 8000;
         desc.log = say_nothing;
+#ifdef DTRAIN_USE_CUDA
+        desc.device_ops =
+            dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */
+#endif
         alarm(40);
         _exit(dtrain_launch(&desc, rank_main, &y, NULL) == DTRAIN_OK ? 0 : 1);
     }
     int status = 0;
     waitpid(child, &status, 0);
     kill(-child, SIGKILL);
-    bool good = status == 0;
+    const bool quits = g->quitter >= 0 && g->quitter < g->ranks && g->quit_step < g->steps;
+    bool good = !quits ? status == 0 : WIFEXITED(status) && WEXITSTATUS(status) == 1;
     snprintf(text, room, "the launcher ended with status %x", (unsigned)status);
     for (int r = g->ranks - 1; r >= 0; r--) {
-        good = good && y.r->outcome[r] == 1;
-        if (y.r->outcome[r] == 2 && !strstr(y.r->text[r], "PEER"))
-            snprintf(text, room, "rank %d: %s", r, y.r->text[r]);
+        const bool peer = y.r->outcome[r] == 2 && strstr(y.r->text[r], "DTRAIN_ERROR_PEER");
+        good = good && (y.r->outcome[r] == 1 || (peer && quits));
+        if (y.r->outcome[r] == 2 && !peer) snprintf(text, room, "rank %d: %s", r, y.r->text[r]);
     }
     munmap(y.r, bytes);
     return good;
@@ -662,7 +713,16 @@ static void shrink(program *g)
 static const struct {
     uint64_t seed;
     const char *why;
-} failed_once[] = {{1, "none yet"}};
+} failed_once[] = {
+    {1, "a gradient that one rank lacks in one micro-batch"},
+    {334322844, "the same, with an alias"},
+    {334322845, "a unit without gradients on one rank: reduce-scatter met all-gather"},
+    {334322847, "whole gradients beside sharded ones, reduced in every micro-batch"},
+    {334322850, "the memory of gradients is the host's on one rank"},
+    {334322866, "a rank that steps over units"},
+    {334322878, "late in a run of three steps"},
+    {987324227, "a bucket of no unit, launched in the middle of a backward"},
+};
 
 static bool run_seed(uint64_t seed, bool words)
 {
@@ -674,18 +734,21 @@ static bool run_seed(uint64_t seed, bool words)
     shrink(&g);
     passes(&g, text, sizeof text);
     print_program(&g);
-    printf("  %s\n  again: build/tests/programs --seed %llu\n", text, (unsigned long long)seed);
+    printf("  %s\n  again: build/tests/test_programs --seed %llu\n", text,
+           (unsigned long long)seed);
     return false;
 }
 
 int main(int argc, char **argv)
 {
-    uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u, count = 300;
-    double end = 0;
+    const bool full = test_full();
+    uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u, count = full ? UINT64_MAX : 300;
+    double end = full ? test_seconds() + 60 : 0;
     long passed = 0, failed = 0;
     for (int i = 1; i + 1 < argc; i += 2) {
-        if (strcmp(argv[i], "--seed") == 0) first = strtoull(argv[i + 1], NULL, 10), count = 1;
-        else if (strcmp(argv[i], "--count") == 0) count = strtoull(argv[i + 1], NULL, 10);
+        if (strcmp(argv[i], "--seed") == 0)
+            first = strtoull(argv[i + 1], NULL, 10), count = 1, end = 0;
+        else if (strcmp(argv[i], "--count") == 0) count = strtoull(argv[i + 1], NULL, 10), end = 0;
         else if (strcmp(argv[i], "--seconds") == 0)
             end = test_seconds() + atof(argv[i + 1]), count = UINT64_MAX;
     }

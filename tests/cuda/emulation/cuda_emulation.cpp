@@ -1060,7 +1060,10 @@ thread_local int current_device;
 thread_local cudaError_t last_error;
 thread_local bool in_host_function;
 
-const size_t shared_default = 48 * 1024;
+/* What __shared__ arrays of a kernel take counts too. How much that is an emulation of the source does not know: a
+ * KiB stands for it. */
+const size_t shared_static = 1024;
+const size_t shared_default = 48 * 1024 - shared_static;
 size_t shared_limit()
 {
     int capability = 10 * machine().major + machine().minor;
@@ -2123,7 +2126,7 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attr
         if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout)
             return value < -1 || value > 100 ? cudaErrorInvalidValue : cudaSuccess;
         if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 ||
-            size_t(value) > shared_limit())
+            size_t(value) > shared_limit() - shared_static)
             return cudaErrorInvalidValue;
         machine().dynamic_limits[kernel] = value;
         return cudaSuccess;
