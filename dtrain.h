@@ -965,13 +965,13 @@ typedef struct dtrain_param {
  *     publish()            after this rank's shards were updated; dtrain_optimizer_step calls it
  *
  * Forward gathers units in the order in which they appear in the array, backward in the opposite
- * order; the next one is fetched meanwhile. Kinds that keep parameters and
- * gradients whole (DDP, ZERO1) need no gather and no release.
+ * order; the next one is fetched meanwhile. Kinds that keep parameters and gradients whole (DDP,
+ * ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below it param->grad is
+ * memory for one unit's backward, and only shards() shows reduced gradients; in FULL_SHARD and below
+ * param->value is NULL outside gather and release.
  *
  * Ranks may differ in which gradients they have and in the order in which they become ready, in
- * which units backward comes to, and in who owns the memory of gradients. In SHARD_GRAD_OP and the kinds below
- * it param->grad is memory for one unit's backward, and only shards() shows reduced gradients; in
- * FULL_SHARD and below param->value is NULL outside gather and release.
+ * which units backward comes to, and in who owns the memory of gradients.
  *
  * A tensor that several units use (tied weights) is registered once and has an alias in each other
  * unit: it stays whole from its first gather in a step to the update. */
@@ -9528,9 +9528,10 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 }
 
 /* The order matters: units that this rank's backward has not come to are walked, everything is
- * launched before ranks exchange what is missing, and waited for before anything is reported. So a step that fails for a missing gradient has made the same
- * collectives as one that succeeds, and the next step finds all ranks at the same place. Units
- * fetched ahead and not used are waited for, because they read the shards that will be updated. */
+ * launched before ranks exchange what is missing, and waited for before anything is reported. So a
+ * step that fails for a missing gradient has made the same collectives as one that succeeds, and
+ * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
+ * because they read the shards that will be updated. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
@@ -9963,8 +9964,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to make
- * activations again, to an earlier one; backward goes back, and may step over units. */
+/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
+ * make activations again, to an earlier one; backward goes back, and may step over units. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          dtrain_pass pass)
 {
@@ -10054,7 +10055,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
 }
 
 /* Gather a unit for a pass and show it. One that is gathered for backward again is only shown; a
- * forward inside a backward, which makes activations again, ends the backward of the unit before. */
+ * forward inside a backward, which makes activations again, ends the backward of the unit
+ * before. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
 {
     if (pass == DTRAIN_PASS_BACKWARD) {
@@ -10251,8 +10253,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
 }
 
 /* Find how many consecutive ranks of a communicator are a node, when every node has as many;
- * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its own
- * node would not be what others see of theirs. */
+ * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its
+ * own node would not be what others see of theirs. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
                                                  uint32_t *node_ranks)
 {
@@ -12422,8 +12424,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* Wait for what is under way. Gradients in flight are also read and written by other ranks, and
  * those expect the rest of the step: the communicator fails, which they hear of at once, with the
- * error for which this rank gave up, if there was one; here that stays the last error. A unit that is only
- * being fetched ahead is waited for: nothing is missing, and nobody need fail. */
+ * error for which this rank gave up, if there was one; here that stays the last error. A unit that
+ * is only being fetched ahead is waited for: nothing is missing, and nobody need fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
@@ -12694,7 +12696,8 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    /* equal slices are the same for all; owned tensors, and what compression keeps of a slice, not */
+    /* equal slices are the same for all; owned tensors, and what compression keeps of a slice,
+     * not */
     const int differ = kind->owners ? shard_ranks : desc.compression ? ranks : 1;
     for (int rank = 0; rank < differ; rank++) {
         dtrain__layout layout;
@@ -16152,8 +16155,8 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
 /* Run the micro-batch that the step has come to, up to its averaged gradient. *loss is read by the
- * caller, after finish: a device with a queue works through all of it before the host waits. A batch
- * that a feed holds already is not fetched again.
+ * caller, after finish: a device with a queue works through all of it before the host waits. A
+ * batch that a feed holds already is not fetched again.
  *
  * A batch that cannot be read leaves the step where it is, to be repeated from there. After any
  * other error of the pass (a tape error, a NULL tensor too, comes out of backward) this rank cannot
@@ -16489,6 +16492,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
+        queue->feeds[micro].filled = false; /* used up; a replay does not say so */
     queue->steps++;
     for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
     record->loss /= desc->micro_batches;
@@ -16498,8 +16503,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. When one cannot be read, those before it stay, and the step can be repeated. False in *same: targets are ignored in another number of places, and the
- * recorded loss would divide by the wrong count. */
+ * known where they go. When one cannot be read, those before it stay, and the step can be repeated.
+ * False in *same: targets are ignored in another number of places, and the recorded loss would
+ * divide by the wrong count. */
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
 {
     *same = true;
@@ -16951,9 +16957,9 @@ static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *met
 
 /* ---- the file ---------------------------------------------------------------------------------*/
 
-/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of files
- * (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this thread,
- * and one that this write has caused is taken; one that waited before is left alone. */
+/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of
+ * files (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this
+ * thread, and one that this write has caused is taken; one that waited before is left alone. */
 static ssize_t dtrain__write_quietly(int file, const void *data, size_t bytes)
 {
     const struct timespec at_once = {0, 0};

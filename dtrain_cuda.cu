@@ -441,8 +441,7 @@ static dtrain_result dtrain_cuda_not_captured(dtrain_device *device, const char 
 /* Refuse a data type other than F32, BF16, F16 and 0, which means F32. */
 static dtrain_result dtrain_cuda_known_dtype(const char *name, dtrain_dtype dtype)
 {
-    if (dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 ||
-        dtype == DTRAIN_DTYPE_F16)
+    if (dtype == DTRAIN_DTYPE_F32 || dtype == DTRAIN_DTYPE_BF16 || dtype == DTRAIN_DTYPE_F16)
         return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s takes f32, bf16 and f16, found the data type %d (%s)", name, (int)dtype,

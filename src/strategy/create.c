@@ -212,8 +212,8 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* Wait for what is under way. Gradients in flight are also read and written by other ranks, and
  * those expect the rest of the step: the communicator fails, which they hear of at once, with the
- * error for which this rank gave up, if there was one; here that stays the last error. A unit that is only
- * being fetched ahead is waited for: nothing is missing, and nobody need fail. */
+ * error for which this rank gave up, if there was one; here that stays the last error. A unit that
+ * is only being fetched ahead is waited for: nothing is missing, and nobody need fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;

@@ -182,8 +182,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
     return DTRAIN__NONE;
 }
 
-/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to make
- * activations again, to an earlier one; backward goes back, and may step over units. */
+/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
+ * make activations again, to an earlier one; backward goes back, and may step over units. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          dtrain_pass pass)
 {
@@ -273,7 +273,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
 }
 
 /* Gather a unit for a pass and show it. One that is gathered for backward again is only shown; a
- * forward inside a backward, which makes activations again, ends the backward of the unit before. */
+ * forward inside a backward, which makes activations again, ends the backward of the unit
+ * before. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
 {
     if (pass == DTRAIN_PASS_BACKWARD) {

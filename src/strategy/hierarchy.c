@@ -53,8 +53,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
 }
 
 /* Find how many consecutive ranks of a communicator are a node, when every node has as many;
- * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its own
- * node would not be what others see of theirs. */
+ * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its
+ * own node would not be what others see of theirs. */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
                                                  uint32_t *node_ranks)
 {

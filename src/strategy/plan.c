@@ -23,7 +23,8 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
         desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    /* equal slices are the same for all; owned tensors, and what compression keeps of a slice, not */
+    /* equal slices are the same for all; owned tensors, and what compression keeps of a slice,
+     * not */
     const int differ = kind->owners ? shard_ranks : desc.compression ? ranks : 1;
     for (int rank = 0; rank < differ; rank++) {
         dtrain__layout layout;

@@ -511,9 +511,10 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 }
 
 /* The order matters: units that this rank's backward has not come to are walked, everything is
- * launched before ranks exchange what is missing, and waited for before anything is reported. So a step that fails for a missing gradient has made the same
- * collectives as one that succeeds, and the next step finds all ranks at the same place. Units
- * fetched ahead and not used are waited for, because they read the shards that will be updated. */
+ * launched before ranks exchange what is missing, and waited for before anything is reported. So a
+ * step that fails for a missing gradient has made the same collectives as one that succeeds, and
+ * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
+ * because they read the shards that will be updated. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;

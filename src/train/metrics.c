@@ -111,9 +111,9 @@ static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *met
 
 /* ---- the file ---------------------------------------------------------------------------------*/
 
-/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of files
- * (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this thread,
- * and one that this write has caused is taken; one that waited before is left alone. */
+/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of
+ * files (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this
+ * thread, and one that this write has caused is taken; one that waited before is left alone. */
 static ssize_t dtrain__write_quietly(int file, const void *data, size_t bytes)
 {
     const struct timespec at_once = {0, 0};

@@ -58,6 +58,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
+        queue->feeds[micro].filled = false; /* used up; a replay does not say so */
     queue->steps++;
     for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
     record->loss /= desc->micro_batches;
@@ -67,8 +69,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. When one cannot be read, those before it stay, and the step can be repeated. False in *same: targets are ignored in another number of places, and the
- * recorded loss would divide by the wrong count. */
+ * known where they go. When one cannot be read, those before it stay, and the step can be repeated.
+ * False in *same: targets are ignored in another number of places, and the recorded loss would
+ * divide by the wrong count. */
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
 {
     *same = true;

@@ -85,8 +85,8 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
 /* Run the micro-batch that the step has come to, up to its averaged gradient. *loss is read by the
- * caller, after finish: a device with a queue works through all of it before the host waits. A batch
- * that a feed holds already is not fetched again.
+ * caller, after finish: a device with a queue works through all of it before the host waits. A
+ * batch that a feed holds already is not fetched again.
  *
  * A batch that cannot be read leaves the step where it is, to be repeated from there. After any
  * other error of the pass (a tape error, a NULL tensor too, comes out of backward) this rank cannot

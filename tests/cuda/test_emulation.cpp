@@ -266,7 +266,7 @@ static void test_launch_limits(void)
     CHECK(dtrain_emulation_launch(trap, dim3(1, 65536), 32, 0, 0, y) ==
           cudaErrorInvalidConfiguration);
     CHECK(cudaGetLastError() == cudaErrorInvalidConfiguration && cudaGetLastError() == cudaSuccess);
-    CHECK(dtrain_emulation_launch(overrun, 1, 1, 49153, 0, y) == cudaErrorInvalidValue);
+    CHECK(dtrain_emulation_launch(overrun, 1, 1, 48 * 1024 - 1023, 0, y) == cudaErrorInvalidValue);
     cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     CHECK(cudaFuncSetAttribute(overrun, most, 232449) == cudaErrorInvalidValue);
     OK(cudaFuncSetAttribute(overrun, most, 232448));

@@ -2126,7 +2126,7 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attr
         if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout)
             return value < -1 || value > 100 ? cudaErrorInvalidValue : cudaSuccess;
         if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 ||
-            size_t(value) > shared_limit() - shared_static)
+            size_t(value) > shared_limit())
             return cudaErrorInvalidValue;
         machine().dynamic_limits[kernel] = value;
         return cudaSuccess;
