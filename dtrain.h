@@ -967,8 +967,8 @@ typedef struct dtrain_param {
  * Forward gathers units in the order in which they appear in the array, backward in the opposite
  * order; the next one is fetched meanwhile. Kinds that keep parameters and gradients whole (DDP,
  * ZERO1) need no gather and no release. In SHARD_GRAD_OP and the kinds below it param->grad is
- * memory for one unit's backward, and only shards() shows reduced gradients; in FULL_SHARD and below
- * param->value is NULL outside gather and release.
+ * memory for one unit's backward, and only shards() shows reduced gradients; in FULL_SHARD and
+ * below param->value is NULL outside gather and release.
  *
  * Ranks may differ in which gradients they have and in the order in which they become ready, in
  * which units backward comes to, and in who owns the memory of gradients.

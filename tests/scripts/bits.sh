@@ -28,7 +28,7 @@ for ranks in 1 2 3 4; do
         done
     done
     row accumulate $ranks --accum 3
-    row accumulate_every $ranks --accum 3 --accum-mode every
+    row accumulate_every $ranks --strategy full_shard --accum 3 --accum-mode every
     row full_shard/every $ranks --strategy full_shard --accum 2 --accum-mode every
     row hybrid_shard/shard_every $ranks --strategy hybrid_shard --node-size 1 --accum 2 --accum-mode shard_every
     row dropout $ranks --dropout 0.1 --activation-checkpointing 1
