@@ -317,6 +317,8 @@ struct dtrain_cuda_gemm_cache; /* gemm.cuh */
 struct dtrain_cuda_state {
     dtrain_allocator allocator; /* of host memory */
     int index, multiprocessors, major, minor;
+    int code_version;              /* what the kernels were compiled for, 80 for sm_80: a newer GPU
+                                      runs older code too, without its instructions */
     size_t shared_limit;           /* dynamic shared memory a block may ask for */
     uint32_t math;                 /* dtrain_math */
     bool tune;                     /* time GEMM algorithms at their first use */
@@ -707,6 +709,11 @@ static dtrain_result dtrain_cuda_open(const dtrain_device_desc *desc, dtrain_dev
     DTRAIN_CUDA_TRY(
         dtrain_cuda_check(cudaMallocHost((void **)&state->host_fault, sizeof *state->host_fault),
                           "allocating the fault record"));
+    cudaFuncAttributes code;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(
+        cudaFuncGetAttributes(&code, (const void *)dtrain_cuda_clear_fault_kernel),
+        "asking what the kernels were compiled for"));
+    state->code_version = code.ptxVersion;
     DTRAIN_CUDA_TRY(dtrain_cuda_clear_fault(device));
     DTRAIN_CUDA_TRY(dtrain_cuda_await(device));
     return dtrain_cuda_open_lt(state);
@@ -4493,13 +4500,21 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
  *     D (16,8)    d[0..1] row g, columns 2t and 2t+1   d[2..3] row g+8
  *
  * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and
- * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1. */
+ * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1.
+ *
+ * mma of this shape and cp.async came with Ampere. Code for older GPUs (nvcc 13 compiles for sm_75
+ * when no architecture is named) has none of them: dtrain_cuda_flash_takes keeps off. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define DTRAIN_CUDA_BEFORE_AMPERE
+#endif
 
 static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
                                                        const uint32_t b[2], dtrain_cuda_bf16)
 {
 #ifdef DTRAIN_CUDA_EMULATION
     dtrain_emulation_mma_16816(d, a, b, true);
+#elif defined(DTRAIN_CUDA_BEFORE_AMPERE)
+    __trap();
 #else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9}, {%0,%1,%2,%3};"
@@ -4513,6 +4528,8 @@ static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_
 {
 #ifdef DTRAIN_CUDA_EMULATION
     dtrain_emulation_mma_16816(d, a, b, false);
+#elif defined(DTRAIN_CUDA_BEFORE_AMPERE)
+    __trap();
 #else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
@@ -4554,6 +4571,8 @@ static __device__ __forceinline__ void dtrain_cuda_copy_async(void *shared, cons
 {
 #ifdef DTRAIN_CUDA_EMULATION
     dtrain_emulation_cp_async_16(shared, global, read ? 16 : 0);
+#elif defined(DTRAIN_CUDA_BEFORE_AMPERE)
+    __trap();
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                      (uint32_t)__cvta_generic_to_shared(shared)),
@@ -4569,6 +4588,8 @@ static __device__ __forceinline__ void dtrain_cuda_copy_wait(void)
 #ifdef DTRAIN_CUDA_EMULATION
     dtrain_emulation_cp_async_commit();
     dtrain_emulation_cp_async_wait(0);
+#elif defined(DTRAIN_CUDA_BEFORE_AMPERE)
+    __trap();
 #else
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
@@ -4590,7 +4611,7 @@ static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
 static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
                                                                    dtrain_cuda_bf16 kind)
 {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
     uint32_t pair;
     (void)kind;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -4606,7 +4627,7 @@ static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, fl
 static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
                                                                    dtrain_cuda_f16 kind)
 {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
     uint32_t pair;
     (void)kind;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -5253,18 +5274,17 @@ static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
 }
 
 /* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: other head
- * sizes, fp32 arithmetic, pointers that are not 16-byte aligned, GPUs before Ampere or with little
- * shared memory, and numbers of rows or columns whose products inside a tile may not fit 32
+ * sizes, fp32 arithmetic, pointers that are not 16-byte aligned, GPUs before Ampere or code for
+ * them, little shared memory, and numbers of rows or columns whose products inside a tile may not fit 32
  * bits. */
 template <typename Args>
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
 {
     const int64_t head = args->heads > 0 && args->n % args->heads == 0 ? args->n / args->heads : 0;
     const bool halves = args->dtype == DTRAIN_DTYPE_BF16 || args->dtype == DTRAIN_DTYPE_F16;
-    const bool narrowed =
-        (args->dtype == DTRAIN_DTYPE_F32 || args->dtype == 0) && state->math == DTRAIN_MATH_BF16;
+    const bool narrowed = args->dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_BF16;
     return (head == 32 || head == 64 || head == 80 || head == 96 || head == 128) &&
-           (halves || narrowed) && state->major >= 8 &&
+           (halves || narrowed) && state->code_version >= 80 &&
            state->shared_limit >= dtrain_cuda_flash_backward_shape<128, true>::shared_bytes &&
            dtrain_cuda_aligned(args->qkv) && dtrain_cuda_aligned(args->y) &&
            args->sequence <= 1 << 30 && args->n <= 1 << 24;

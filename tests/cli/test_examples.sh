@@ -172,6 +172,9 @@ good "an emulated cluster" "cluster emulated: 2 nodes x 2 ranks, 10 Gb/s and 20 
 grep -q "cluster  *2   emulated nodes of 2 ranks, 10 Gb/s" "$tmp/out"
 result "the emulated cluster is in the table" $? "$tmp/out"
 good "an emulated cluster's nodes" "strategy hybrid_shard: 2 shards x 2 replicas" $gpt --emulate 2x2:100:0 --strategy hybrid_shard
+$gpt >/dev/full 2>"$tmp/err"
+[ $? -eq 1 ] && grep -q "could not be written" "$tmp/err"
+result "a full disk behind stdout" $? "$tmp/err"
 trains "--comm local" "$usual" 0.0002 $gpt --comm local
 good "strategy, memory and bytes are shown" "strategy hybrid_shard: 2 shards x 2 replicas" $gpt --ranks 4 --strategy hybrid_shard --node-size 2
 good "auto says why" "auto +zero1: .* MiB a rank" $gpt --strategy auto

@@ -54,7 +54,8 @@ while [ "$lanes" -gt 0 ]; do
     lanes=$((lanes - 1))
 done
 for each in "$@"; do
-    read -r number <&3
+    number= # a child that ends meanwhile interrupts read
+    until [ -n "$number" ]; do read -r number <&3; done
     eval "row \"\${$number}\" $number"
 done
 rm -rf "$out"

@@ -4,6 +4,8 @@
  *     make build/tests/test_metrics && build/tests/test_metrics */
 #include "test.h"
 #include "dtrain.h"
+#include <signal.h>
+#include <sys/stat.h>
 #include <fcntl.h>
 #include <locale.h>
 #include <sys/ioctl.h>
@@ -292,7 +294,6 @@ static int limited_rank(dtrain_world *world, void *user)
 
 static void test_torn_line(void)
 {
-    signal(SIGXFSZ, SIG_IGN);
     with_world(limited_rank, NULL);
     CHECK(warnings == 1);
     const char *line = read_back(log_path);
@@ -303,6 +304,40 @@ static void test_torn_line(void)
         line = next_line(line);
         CHECK(line[0] == '{' && json_number(line, "step") == step);
     }
+}
+
+/* A pipe: without a reader it is refused, one that is full or has lost its reader costs lines, and nothing else. */
+static int pipe_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    sigset_t waiting;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    desc.jsonl_path = log_path;
+    CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_ERROR_FILE);
+    CHECK_MSG(strstr(dtrain_last_error(), "nobody reads this pipe"), "%s", dtrain_last_error());
+    const int reader = open(log_path, O_RDONLY | O_NONBLOCK);
+    if (!CHECK(reader >= 0 && dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    for (int64_t step = 0; step < 2000; step++) {
+        dtrain_step_record r = record_of(step);
+        if (step == 1900) close(reader);
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    }
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
+    dtrain_metrics_destroy(metrics);
+    sigpending(&waiting);
+    CHECK(!sigismember(&waiting, SIGPIPE));
+    return 0;
+}
+
+static void test_pipe(void)
+{
+    unlink(log_path);
+    if (!CHECK(mkfifo(log_path, 0600) == 0)) return;
+    with_world(pipe_rank, NULL);
+    CHECK(warnings == 1);
+    unlink(log_path);
 }
 
 static int unopenable_rank(dtrain_world *world, void *user)
@@ -495,6 +530,7 @@ int main(int argc, char **argv)
     RUN(test_locale);
     RUN(test_full_disk);
     RUN(test_torn_line);
+    RUN(test_pipe);
     RUN(test_unopenable);
     RUN(test_table);
     RUN(test_live_line);

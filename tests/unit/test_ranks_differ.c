@@ -281,10 +281,94 @@ static void test_moments(void)
     run_scenes("own collectives", own_collectives, DTRAIN_STRATEGY_DDP);
 }
 
+/* ---- Decisions ------------------------------------------------------------------------------------ */
+
+/* Two nodes of three ranks: what a rank sees of its own node is not what the others see of theirs, when some of them
+ * make a strategy. */
+static int nodes_rank(dtrain_world *world, void *user)
+{
+    static const int members[][6] = {
+        {1, 1, 0, 1, 1, 0}, {1, 1, 1, 1, 0, 0}, {1, 0, 0, 1, 1, 0}, {1, 1, 1, 1, 1, 1}};
+    static const int sizes[] = {2, 0, 0, 3}; /* of the nodes; 0: they differ */
+    const int rank = dtrain_world_rank(world);
+    (void)user;
+    for (int i = 0; i < 4; i++)
+        for (int kind = 0; kind < 3; kind++) {
+            dtrain_strategy_desc desc;
+            dtrain_strategy_info info;
+            dtrain_strategy *s;
+            dtrain_comm *comm;
+            dtrain_param p = one_param("a", 0);
+            memset(&desc, 0, sizeof desc);
+            RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), members[i][rank], rank, &comm));
+            if (members[i][rank]) {
+                desc.kind = kind == 0   ? DTRAIN_STRATEGY_HYBRID_SHARD
+                            : kind == 1 ? DTRAIN_STRATEGY_DDP
+                                        : DTRAIN_STRATEGY_AUTO;
+                desc.hierarchical = kind == 1;
+                desc.comm = comm;
+                const dtrain_result result = dtrain_strategy_create(world, &p, 1, &desc, &s);
+                dtrain_strategy_query(s, &info);
+                if (kind < 2 && sizes[i] == 0)
+                    CHECK_MSG(result == DTRAIN_ERROR_ARGUMENT &&
+                                  strstr(dtrain_last_error(), "node_size is 0"),
+                              "members %d, rank %d: %s", i, rank, dtrain_last_error());
+                else
+                    CHECK_MSG(result == DTRAIN_OK, "members %d, rank %d: %s", i, rank,
+                              dtrain_last_error());
+                if (kind < 2 && sizes[i]) CHECK((int)info.desc.node_size == sizes[i]);
+                dtrain_strategy_destroy(s);
+            }
+            dtrain_comm_destroy(comm);
+        }
+    return 0;
+}
+static void test_uneven_nodes(void)
+{
+    dtrain_launch_desc desc = ranks_desc(6, DTRAIN_LAUNCH_THREADS);
+    desc.emulation.node_ranks = 3;
+    desc.emulation.gigabits_per_second = 1000;
+    CHECK_MSG(ranks_launch(&desc, nodes_rank, NULL, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+}
+
+/* Rank 1 owns its gradients, which is more memory: AUTO takes for all what fits there too. */
+static int auto_rank(dtrain_world *world, void *user)
+{
+    enum { LARGE = 100000 };
+    static float own[LARGE];
+    dtrain_param p = ranks_param("a", NULL, NULL, LARGE, 0), q = p;
+    dtrain_strategy_desc desc;
+    dtrain_strategy_info info;
+    dtrain_memory without, with;
+    dtrain_strategy *s;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = DTRAIN_STRATEGY_ZERO1;
+    RANKS_TRY(dtrain_strategy_plan(&q, 1, &desc, 2, &without));
+    q = p;
+    q.grad = own;
+    RANKS_TRY(dtrain_strategy_plan(&q, 1, &desc, 2, &with));
+    CHECK(with.total > without.total);
+    desc.kind = DTRAIN_STRATEGY_AUTO;
+    desc.memory_limit = (without.total + with.total) / 2;
+    if (dtrain_world_rank(world) == 1) p.grad = own;
+    const dtrain_result result = dtrain_strategy_create(world, &p, 1, &desc, &s);
+    dtrain_strategy_query(s, &info);
+    CHECK_MSG(result == DTRAIN_OK ? info.desc.kind > DTRAIN_STRATEGY_ZERO1
+                                  : result == DTRAIN_ERROR_MEMORY,
+              "%s: %s", dtrain_result_text(result),
+              result == DTRAIN_OK ? info.name : dtrain_last_error());
+    dtrain_strategy_destroy(s);
+    return 0;
+}
+static void test_auto_agrees(void) { ranks_run(2, DTRAIN_LAUNCH_THREADS, auto_rank, NULL); }
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     RUN(test_lacking);
     RUN(test_moments);
+    RUN(test_uneven_nodes);
+    RUN(test_auto_agrees);
     return test_summary();
 }

@@ -1423,6 +1423,53 @@ static void test_region_impossible(void)
     crew_check(&c, 0, 2, DTRAIN_ERROR_UNSUPPORTED, "rank 1", "not free");
 }
 
+/* Too few files may be open for all who could come: that is said, and nobody is taken for absent. */
+static void allow_few_files(int rank)
+{
+    struct rlimit limit;
+    limit.rlim_cur = limit.rlim_max = 40;
+    if (rank == 0) setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+static void test_few_files(void)
+{
+    crew c = make_crew(2, rank_never_runs, NULL);
+    c.before = allow_few_files;
+    c.timeout_ms = 2000;
+    crew_start_all(&c);
+    crew_wait(&c);
+    crew_check(&c, 0, 1, DTRAIN_ERROR_SYSTEM, "may open 40 files", "ulimit -n");
+    crew_check(&c, 1, 2, DTRAIN_ERROR_TIMEOUT, "rank 0 was not found", "");
+}
+
+/* A host that has closed its standard streams: no socket takes their place. */
+static void close_streams(int rank)
+{
+    (void)rank;
+    for (int fd = 0; fd < 3; fd++) close(fd);
+}
+
+static int rank_has_no_streams(dtrain_world *world, void *user)
+{
+    (void)user;
+    for (int fd = 0; fd < 3; fd++) {
+        int type;
+        socklen_t length = sizeof type;
+        CHECK(getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) != 0);
+    }
+    return dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK ? 0 : 1;
+}
+
+static void test_no_streams(void)
+{
+    crew c = make_crew(3, rank_has_no_streams, NULL);
+    int i;
+    c.before = close_streams;
+    crew_start_all(&c);
+    crew_wait(&c);
+    for (i = 0; i < 3; i++) crew_check(&c, i, i + 1, DTRAIN_OK, "", "");
+}
+
 /* ---- dtrain_launch around it ---- */
 
 static int rank_tells_threads(dtrain_world *world, void *user)
@@ -1671,6 +1718,8 @@ int main(int argc, char **argv)
         RUN(test_region_elsewhere);
         RUN(test_region_impossible);
     }
+    RUN(test_few_files);
+    RUN(test_no_streams);
     RUN(test_default_threads);
     RUN(test_no_memory);
     RUN(test_desc_against_launcher);

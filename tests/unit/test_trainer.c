@@ -17,6 +17,8 @@
 typedef struct run {
     uint32_t ranks, accumulation, mode, checkpoint_every;
     int steps, eval_at, plan_at, nan_rank, nan_step, fail_step, slow_rank, sleep_us;
+    int stumbling_rank; /* whose every second read fails once, and is repeated */
+    int bad_rank;       /* whose loss fails in step 2 */
     float clip, dropout;
     uint64_t seed;
     dtrain_allocator allocator;
@@ -39,6 +41,7 @@ static run *run_create(uint32_t ranks, uint32_t accumulation, int steps)
     r->ranks = ranks, r->accumulation = accumulation, r->steps = steps;
     r->mode = DTRAIN_LAUNCH_THREADS;
     r->eval_at = r->plan_at = r->nan_rank = r->nan_step = r->fail_step = r->slow_rank = -1;
+    r->stumbling_rank = r->bad_rank = -1;
     r->seed = 1;
     return r;
 }
@@ -49,6 +52,7 @@ typedef struct rank_state {
     run *r;
     int rank;
     int64_t batch, micro; /* micro-batches taken so far */
+    bool stumbled;        /* at the one that comes next */
     dtrain_param params[5];
     dtrain_trainer_desc desc;
     int32_t tokens[GLOBAL_BATCH], targets[GLOBAL_BATCH];
@@ -69,6 +73,11 @@ static dtrain_result next_batch(void *user)
     }
     if (step == s->r->fail_step)
         return dtrain_fail(DTRAIN_ERROR_DATA, "the well has run dry at step %d", (int)step);
+    if (s->rank == s->r->stumbling_rank && s->micro % 2 && !s->stumbled) {
+        s->stumbled = true;
+        return dtrain_fail(DTRAIN_ERROR_DATA, "try again");
+    }
+    s->stumbled = false;
     s->micro++;
     return DTRAIN_OK;
 }
@@ -91,6 +100,7 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     h = dtrain_cross_entropy(tape, h, targets);
     int64_t step = (s->micro - 1) / s->r->accumulation;
     if (s->rank == s->r->nan_rank && step == s->r->nan_step) h = dtrain_scale(tape, h, NAN);
+    if (s->rank == s->r->bad_rank && step == 2) h = dtrain_dropout(tape, h, 7);
     return h;
 }
 
@@ -128,6 +138,8 @@ static void take_steps(dtrain_world *world, dtrain_trainer *trainer, rank_state 
         if (result == DTRAIN_OK && step == r->eval_at) result = evaluate(trainer, s);
         copy_params(s, r->before[s->rank]);
         if (result == DTRAIN_OK) result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
+        while (result == DTRAIN_ERROR_DATA && s->stumbled)
+            result = dtrain_trainer_step(trainer, &r->records[s->rank][step]);
         r->ended[s->rank] = result;
         copy_params(s, r->after[s->rank]);
         if (r->ended[s->rank] != DTRAIN_OK) {
@@ -391,6 +403,39 @@ static void test_batch_function_fails(void)
     CHECK_MSG(strstr(r->error[0], "run dry at step 4") != NULL, "%s", r->error[0]);
 }
 
+/* A read that failed is repeated, whichever micro-batch it was of: nothing is lost or counted twice. */
+static void test_step_is_repeated(void)
+{
+    for (uint32_t accumulation = 1; accumulation <= 4; accumulation *= 2)
+        for (int ranks = 1; ranks <= 3; ranks += 2) {
+            run *smooth = run_create((uint32_t)ranks, accumulation, 8);
+            run *stumbling = run_create((uint32_t)ranks, accumulation, 8);
+            stumbling->stumbling_rank = ranks - 1;
+            run_well(smooth);
+            run_well(stumbling);
+            check_same_losses(stumbling, smooth, 0);
+            for (int rank = 0; rank < ranks; rank++)
+                CHECK(memcmp(stumbling->after[rank], smooth->after[rank],
+                             sizeof smooth->after[0]) == 0);
+        }
+}
+
+/* A loss that fails on one rank ends the step on all of them, at once. */
+static void test_loss_fails_on_one_rank(void)
+{
+    run *r = run_create(3, 2, 8);
+    const double start = test_seconds();
+    r->bad_rank = 1;
+    CHECK(run_launch(r) == DTRAIN_OK);
+    CHECK_MSG(test_seconds() - start < 10, "%.1f s", test_seconds() - start);
+    for (int rank = 0; rank < 3; rank++) {
+        CHECK_MSG(r->ended[rank] != DTRAIN_OK, "rank %d went on", rank);
+        CHECK_MSG(strstr(r->error[rank], "dtrain_dropout: probability is 7"), "rank %d: %s", rank,
+                  r->error[rank]);
+        CHECK(memcmp(r->before[rank], r->after[rank], sizeof r->before[rank]) == 0);
+    }
+}
+
 static int arguments_rank(dtrain_world *world, void *user)
 {
     rank_state s;
@@ -595,6 +640,8 @@ int main(int argc, char **argv)
     RUN(test_evaluation_without_dropout);
     RUN(test_nan_of_one_rank);
     RUN(test_batch_function_fails);
+    RUN(test_step_is_repeated);
+    RUN(test_loss_fails_on_one_rank);
     RUN(test_arguments);
     RUN(test_straggler_is_named_once);
     RUN(test_equal_ranks_are_no_stragglers);

@@ -71,7 +71,7 @@ static const struct settings usual = {
     .cluster = "h100",
     .gpus = {8, {8, 16, 32, 64, 128, 256, 512, 1024}},
     .strategies = {2, {DTRAIN_STRATEGY_DDP - 1, DTRAIN_STRATEGY_FULL_SHARD - 1}},
-    .batches = {1, {4}},
+    .batches = {1, {0}}, /* the largest that fits */
     .precision = 1,
     .accum = 1,
     .bucket_mib = 25,
@@ -110,7 +110,10 @@ static const flag flag_table[] = {
     {"--gpus", 'I', &flags.gpus, 1, 65536, "how many; efficiency is relative to the first", NULL},
     {"--strategies", 'W', &flags.strategies, 0, 0,
      "where parameters, gradients and optimizer state live", strategies},
-    {"--batch-sizes", 'I', &flags.batches, 1, 1e6, "samples per GPU and micro-batch", NULL},
+    {"--batch-sizes", 'I', &flags.batches, 1, 1e6,
+     "samples per GPU and micro-batch; default the largest of 1, 2, 4 ... 64 that fits, with "
+     "checkpointing if it must be",
+     NULL},
     {"--accum", 'i', &flags.accum, 1, 1e6, "micro-batches per step", NULL},
     {"--global-batch", 'i', &flags.global_batch, 1, 1e9,
      "samples of all GPUs per step, cut in micro-batches of at most --batch-sizes: strong scaling",
@@ -211,7 +214,7 @@ typedef struct row {
     double step_ms, compute_ms, comm_ms, exposed_ms, straggler_ms, memory_gib;
     double rate, efficiency; /* things a second and GPU; of the first row of the line, per cent */
     uint64_t sent, planned;  /* bytes: counted, and dtrain_strategy_query's step_bytes */
-    bool fits;
+    bool fits, checkpointed; /* checkpointed: because it would not fit otherwise */
 } row;
 
 /* The mean of the largest of n standard normal numbers (Blom's approximation). */
@@ -405,17 +408,51 @@ static dtrain_result share_global_batch(row *r)
     return DTRAIN_OK;
 }
 
-/* All rows of one strategy and batch; *count is how many there are. */
+enum { MOST_BATCH = 64 };
+
+/* Gives r, whose gpus, strategy and accum are given, the largest batch that fits; false in r->fits when not even
+ * one sample does, with the blocks' activations made again. */
+static dtrain_result choose_batch(dtrain_world *world, model *m, row *r)
+{
+    row best = *r;
+    for (int again = 0; again < 2 && !best.fits; again++) {
+        if (again && (!m->blocks || flags.checkpointing)) break;
+        checkpoint_blocks(m, again ? 1 : flags.checkpointing);
+        for (long batch = 1; batch <= MOST_BATCH; batch *= 2) {
+            row next = *r;
+            next.batch = batch;
+            next.checkpointed = again;
+            TRY(simulate(world, m, &next));
+            if (batch == 1 || next.fits) best = next;
+            if (!next.fits) break;
+        }
+    }
+    *r = best;
+    return DTRAIN_OK;
+}
+
+/* All rows of one strategy and batch; *count is how many there are. A batch of 0 is the largest that fits the first
+ * number of GPUs that it fits at all, and the same for all: what scales is the number of GPUs. */
 static dtrain_result simulate_line(dtrain_world *world, model *m, long strategy, long batch,
                                    row *rows)
 {
     const row *first = NULL;
+    row chosen;
+    memset(&chosen, 0, sizeof chosen);
+    for (long i = 0; i < flags.gpus.count && batch == 0 && !chosen.fits; i++) {
+        chosen.gpus = flags.gpus.items[i];
+        chosen.strategy = strategy;
+        chosen.accum = flags.accum;
+        TRY(choose_batch(world, m, &chosen));
+    }
+    checkpoint_blocks(m, chosen.checkpointed ? 1 : flags.checkpointing);
     for (long i = 0; i < flags.gpus.count; i++) {
         row *r = &rows[i];
         memset(r, 0, sizeof *r);
         r->gpus = flags.gpus.items[i];
         r->strategy = strategy;
-        r->batch = batch;
+        r->batch = batch ? batch : chosen.batch;
+        r->checkpointed = chosen.checkpointed;
         r->accum = flags.accum;
         if (flags.global_batch) TRY(share_global_batch(r));
         if (i == 0 && flags.measured_rate > 0) TRY(calibrate(world, m, *r, flags.measured_rate));
@@ -448,17 +485,47 @@ static void print_head(const model *m)
            "comm ms", "exposed", "sent MiB", "mem GiB");
 }
 
-static void print_row(const row *r)
+/* would: what fits where r does not */
+static void print_row(const row *r, const char *would)
 {
     printf("%6ld %5ld  %-13s %6ld %6ld ", r->gpus, r->nodes, strategies[r->strategy], r->batch,
            r->accum);
     if (r->fits)
-        printf("%10.2f %12.0f %6.1f %10.2f %10.2f %9.1f %9.2f\n", r->step_ms,
+        printf("%10.2f %12.0f %6.1f %10.2f %10.2f %9.1f %9.2f%s\n", r->step_ms,
                r->rate * (double)r->gpus, r->efficiency, r->comm_ms, r->exposed_ms,
-               (double)r->sent / 1048576, r->memory_gib);
+               (double)r->sent / 1048576, r->memory_gib,
+               r->checkpointed ? "  with checkpointing" : "");
     else
-        printf("%10s %12s %6s %10s %10s %9s %9.2f  does not fit\n", "-", "-", "-", "-", "-", "-",
-               r->memory_gib);
+        printf("%10s %12s %6s %10s %10s %9s %9.2f  does not fit%s\n", "-", "-", "-", "-", "-", "-",
+               r->memory_gib, would);
+}
+
+/* Says in *text what would fit where r does not: one sample on as many GPUs, sharded and with checkpointing, or on
+ * more of them. */
+static dtrain_result what_would_fit(dtrain_world *world, model *m, const row *r, char *text,
+                                    size_t room)
+{
+    const long most = 1024 > r->gpus ? 1024 : r->gpus;
+    row next;
+    *text = 0;
+    checkpoint_blocks(m, 1);
+    for (long gpus = r->gpus; gpus <= most; gpus *= 2) {
+        memset(&next, 0, sizeof next);
+        next.gpus = gpus;
+        next.strategy = DTRAIN_STRATEGY_FULL_SHARD - 1;
+        next.batch = next.accum = 1;
+        TRY(simulate(world, m, &next));
+        if (next.fits) break;
+    }
+    checkpoint_blocks(m, flags.checkpointing);
+    if (next.fits && next.gpus == r->gpus)
+        snprintf(text, room, "; full_shard with a batch of 1%s would",
+                 m->blocks ? " and checkpointing" : "");
+    else if (next.fits)
+        snprintf(text, room, "; full_shard on %ld GPUs with a batch of 1%s would", next.gpus,
+                 m->blocks ? " and checkpointing" : "");
+    else snprintf(text, room, ", and nothing up to %ld GPUs does", most);
+    return DTRAIN_OK;
 }
 
 static void write_json(FILE *file, const model *m, const row *r)
@@ -512,8 +579,8 @@ static bool draw(const char *path, const row *rows, long lines)
             y[points++] = first[i].efficiency;
         }
         plot_line(&p, colour, dash, x, y, points);
-        snprintf(name, sizeof name, "%s, batch %ld%s", strategies[first->strategy], first->batch,
-                 points ? "" : " (does not fit)");
+        snprintf(name, sizeof name, points ? "%s, batch %ld" : "%s: does not fit",
+                 strategies[first->strategy], first->batch);
         for (int i = 0; i < points; i++) plot_point(&p, colour, x[i], y[i], name);
         plot_legend(&p, colour, dash, name);
     }
@@ -548,7 +615,13 @@ static int run_table(dtrain_world *world)
         if (simulate_line(world, &m, flags.strategies.items[line / flags.batches.count],
                           flags.batches.items[line % flags.batches.count], first) != DTRAIN_OK)
             code = BAD("%s", last_error());
-        for (long i = 0; i < flags.gpus.count && !code; i++) print_row(&first[i]);
+        for (long i = 0; i < flags.gpus.count && !code; i++) {
+            char would[96] = "";
+            if (!first[i].fits &&
+                what_would_fit(world, &m, &first[i], would, sizeof would) != DTRAIN_OK)
+                code = BAD("%s", last_error());
+            if (!code) print_row(&first[i], would);
+        }
     }
     if (!code) code = write_files(&m, rows, lines);
     free_model(&m);
@@ -600,7 +673,7 @@ static int one_row(dtrain_world *world, row *r)
     memset(r, 0, sizeof *r);
     r->gpus = flags.gpus.items[0];
     r->strategy = flags.strategies.items[0];
-    r->batch = flags.batches.items[0];
+    r->batch = flags.batches.items[0] ? flags.batches.items[0] : 1;
     r->accum = flags.accum;
     if (!code) code = make_model(&m);
     if (code) return code;

@@ -18,6 +18,7 @@ typedef struct model {
     char (*names)[40];
     size_t count, room;
     uint32_t units;
+    long blocks;        /* of a transformer, whose activations can be made again; 0: none */
     double samples;     /* per sample: tokens, or 1 */
     const char *things; /* "tokens", "images" */
 } model;
@@ -125,6 +126,17 @@ static void add_block(model *m, const struct transformer *t, uint32_t unit, bool
     add_layer(m, "mlp.down", unit, C, F, 2 * T * (double)(C * F), T * (double)C);
 }
 
+/* Make the activations of every `every`-th block again in backward; 0: of none. */
+static void checkpoint_blocks(model *m, long every)
+{
+    const uint32_t last = (uint32_t)m->blocks + 1;
+    for (size_t i = 0; i < m->count; i++) {
+        const uint32_t unit = m->params[i].unit;
+        m->layers[i].kept =
+            !m->blocks || unit == 0 || unit == last || !every || (unit - 1) % (uint32_t)every != 0;
+    }
+}
+
 /* Unit 0 is the embedding, the last the final norm and the head. */
 static void make_transformer(model *m, const struct transformer *t)
 {
@@ -141,11 +153,8 @@ static void make_transformer(model *m, const struct transformer *t)
     add_layer(m, "norm", last, C, 0, 0, 2 * T * (double)C);
     add_layer(m, "head", last, V, C, 2 * T * (double)(V * C), T * (double)V);
     if (t->tied) m->params[m->count - 1].alias_of = &m->params[0];
-    for (size_t i = 0; i < m->count; i++) {
-        const uint32_t unit = m->params[i].unit;
-        m->layers[i].kept = unit == 0 || unit == last || !flags.checkpointing ||
-                            (unit - 1) % (uint32_t)flags.checkpointing != 0;
-    }
+    m->blocks = t->layers;
+    checkpoint_blocks(m, flags.checkpointing);
 }
 
 static void add_convolution(model *m, const char *name, uint32_t unit, int inputs, int outputs,

@@ -55,6 +55,8 @@ struct dtrain_cuda_gemm_cache; /* gemm.cuh */
 struct dtrain_cuda_state {
     dtrain_allocator allocator; /* of host memory */
     int index, multiprocessors, major, minor;
+    int code_version;              /* what the kernels were compiled for, 80 for sm_80: a newer GPU
+                                      runs older code too, without its instructions */
     size_t shared_limit;           /* dynamic shared memory a block may ask for */
     uint32_t math;                 /* dtrain_math */
     bool tune;                     /* time GEMM algorithms at their first use */
@@ -445,6 +447,11 @@ static dtrain_result dtrain_cuda_open(const dtrain_device_desc *desc, dtrain_dev
     DTRAIN_CUDA_TRY(
         dtrain_cuda_check(cudaMallocHost((void **)&state->host_fault, sizeof *state->host_fault),
                           "allocating the fault record"));
+    cudaFuncAttributes code;
+    DTRAIN_CUDA_TRY(dtrain_cuda_check(
+        cudaFuncGetAttributes(&code, (const void *)dtrain_cuda_clear_fault_kernel),
+        "asking what the kernels were compiled for"));
+    state->code_version = code.ptxVersion;
     DTRAIN_CUDA_TRY(dtrain_cuda_clear_fault(device));
     DTRAIN_CUDA_TRY(dtrain_cuda_await(device));
     return dtrain_cuda_open_lt(state);
