@@ -5275,8 +5275,8 @@ static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
 
 /* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: other head
  * sizes, fp32 arithmetic, pointers that are not 16-byte aligned, GPUs before Ampere or code for
- * them, little shared memory, and numbers of rows or columns whose products inside a tile may not fit 32
- * bits. */
+ * them, little shared memory, and numbers of rows or columns whose products inside a tile may not
+ * fit 32 bits. */
 template <typename Args>
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
 {
