@@ -8,7 +8,7 @@ fi
 mkdir -p "$build"
 for fuzzer in tests/fuzz/fuzz_*.c; do
     program=$build/$(basename "$fuzzer" .c)
-    if clang -O1 -g -I. -fsanitize=fuzzer,address,undefined "$fuzzer" -o "$program" -lm -lpthread >"$program.log" 2>&1 &&
+    if clang -O1 -g -I. -DDTRAIN_NO_SIMD -fsanitize=fuzzer,address,undefined "$fuzzer" -o "$program" -lm -lpthread >"$program.log" 2>&1 &&
         "$program" -max_total_time="${FUZZ_SECONDS:-30}" -print_final_stats=1 -verbosity=0 -artifact_prefix="$build/" >>"$program.log" 2>&1; then
         passed=$((passed + 1)); echo "  ok   $fuzzer, $(sed -n 's/^stat::number_of_executed_units: *//p' "$program.log") inputs"
     else failed=$((failed + 1)); echo "  FAIL $fuzzer"; tail -n 30 "$program.log"; fi
