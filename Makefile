@@ -48,6 +48,7 @@ help:
 	@echo "make asan tsan  the tests under the address and undefined behaviour sanitizers, or that of threads"
 	@echo "make valgrind   the tests that valgrind can run"
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
+	@echo "make coverage   which lines of src/ the tests execute, folder by folder (gcov)"
 	@echo "make fuzz-programs   N=1000 random programs in which ranks differ, against plain loops"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
 	@echo "make golden     makes the PyTorch reference values again and compares (python3, torch)"
@@ -126,6 +127,8 @@ fuzz:
 fuzz-programs: N = 1000
 fuzz-programs: $(BUILD)/tests/test_programs
 	$(BUILD)/tests/test_programs --count $(N)
+coverage:
+	@BUILD=$(BUILD) CC="$(CC)" MAKE="$(MAKE)" sh tests/scripts/coverage.sh
 golden:
 	@sh tests/reference/check.sh
 lint:
@@ -288,7 +291,7 @@ clean:
 	rm -rf $(BUILD)
 
 .PHONY: docs examples help run test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
-        asan tsan valgrind fuzz golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
+        asan tsan valgrind fuzz fuzz-programs coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

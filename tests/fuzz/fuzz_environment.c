@@ -1,6 +1,7 @@
 /* fuzz_environment.c: what launchers say in the environment, host lists included, in hostile words.
  *
- *     clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz/fuzz_environment.c -o fuzz_environment -lm -pthread
+ *     clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz/fuzz_environment.c \
+ *           -o fuzz_environment -lm -pthread
  *     ./fuzz_environment -max_total_time=30
  *
  * A line of the input is one variable: its first byte chooses the name, the rest is the value. Wrong is: a crash, a
