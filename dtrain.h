@@ -264,6 +264,9 @@
                       With clipping, kinds add up the norm in different orders, in double: it is
                       the same float but in rare cases (about one step in 10^8). GPU kernels use no
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
+   Whatever ranks do  they may differ in which gradients they have and in whose memory, in the order
+                      in which they become ready, in the units that backward comes to: the result
+                      is right, or all ranks get an error.
    Memory             of parameters, gradients and optimizer state follows the table in
                       strategy/strategy.h, and is known before anything is allocated.
    No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
