@@ -143,6 +143,7 @@ mutate:
 nightly: export DTRAIN_TEST_FULL = 1
 nightly: export DTRAIN_TEST_DIALECTS = 1
 nightly: export FUZZ_SECONDS = 600
+nightly: export CUDA_ARCH = 75 80 86 89 90 100 120
 nightly:
 	$(MAKE) test-all
 	$(MAKE) test-all CC=clang BUILD=$(BUILD)/clang
