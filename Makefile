@@ -76,8 +76,9 @@ endif
 
 # ---- Tests ----------------------------------------------------------------------------------------
 # run.sh takes them in this order, one for each core at a time: the longest come first.
-LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_compression emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm \
-             tests/test_rendezvous tests/test_nccl) tests/cli/test_examples.sh
+LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
+             emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
+           tests/cli/test_examples.sh
 LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh) \
            tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))

@@ -1081,7 +1081,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
 /* Free a strategy and the memory that the library owns; the params' pointers to it become NULL.
- * Local. With buckets still in flight the communicator fails, so that the other ranks do not
+ * Local. In the middle of a backward the communicator fails, so that the other ranks do not
  * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 
@@ -12240,6 +12240,7 @@ static dtrain_result dtrain__strategy_begin(dtrain_world *world, dtrain_param *p
         (dtrain_strategy *)dtrain__alloc(allocator, 1, sizeof *strategy, "a strategy");
     *out = strategy;
     if (!strategy) return DTRAIN_ERROR_MEMORY;
+    strategy->backward = DTRAIN__NONE;
     strategy->world = world;
     strategy->device = dtrain_world_device(world);
     strategy->comm = comm;
@@ -12425,29 +12426,26 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Wait for what is under way. Gradients in flight are also read and written by other ranks, and
- * those expect the rest of the step: the communicator fails, which they hear of at once, with the
- * error for which this rank gave up, if there was one; here that stays the last error. A unit that
- * is only being fetched ahead is waited for: nothing is missing, and nobody need fail. */
+/* Wait for what is under way. In the middle of a backward the other ranks expect the rest of it:
+ * the communicator fails, which they hear of at once, with the last error of this rank, which is
+ * likely to be why it gave up; here that stays the last error. A unit that is only being fetched
+ * ahead is waited for: nothing is missing, and nobody need fail. */
 static void dtrain__strategy_abandon(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    char text[DTRAIN__ERROR_BYTES];
-    bool flying = false;
-    for (size_t b = 0; b < layout->bucket_count; b++)
-        for (size_t i = 0; i < strategy->works_per_bucket; i++)
-            flying = flying || layout->buckets[b].reduces[i];
-    memcpy(text, dtrain_last_error(), sizeof text);
-    if (flying)
-        dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE,
-                              text[0] ? dtrain__bare(text)
-                                      : "dtrain_strategy_destroy: called between ready and finish, "
-                                        "with gradients in flight");
+    char before[DTRAIN__ERROR_BYTES], text[DTRAIN__ERROR_BYTES];
+    memcpy(before, dtrain_last_error(), sizeof before);
+    snprintf(text, sizeof text,
+             "dtrain_strategy_destroy: called between ready and finish, in the middle of a "
+             "backward%s%s",
+             before[0] ? "; the last error here was: " : "", dtrain__bare(before));
+    if (layout->all > 1 && (strategy->marked_count || strategy->backward != DTRAIN__NONE))
+        dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);
     }
-    if (text[0]) dtrain__set_last_error(text);
+    if (before[0]) dtrain__set_last_error(before);
 }
 
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)

@@ -148,7 +148,7 @@ DTRAIN_API dtrain_result dtrain_strategy_create(dtrain_world *world, dtrain_para
                                                 const dtrain_strategy_desc *desc,
                                                 dtrain_strategy **out);
 /* Free a strategy and the memory that the library owns; the params' pointers to it become NULL.
- * Local. With buckets still in flight the communicator fails, so that the other ranks do not
+ * Local. In the middle of a backward the communicator fails, so that the other ranks do not
  * wait. */
 DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy);
 

@@ -58,6 +58,7 @@ for each in "$@"; do
     until [ -n "$number" ]; do read -r number <&3; done
     eval "row \"\${$number}\" $number"
 done
+wait # for the lanes to see that nothing is left, before the marks of what is taken go
 rm -rf "$out"
 
 echo

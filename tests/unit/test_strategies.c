@@ -1372,10 +1372,10 @@ int main(int argc, char **argv)
     RUN_NUMBERS(test_matrix_8_ranks);
     RUN_NUMBERS(test_bf16_autocast);
     RUN_NUMBERS(test_f16_autocast);
-    RUN(test_checkpointing);
-    RUN(test_bf16_parameters);
-    RUN(test_reduce_dtype);
-    RUN(test_keeping_units);
+    RUN_NUMBERS(test_checkpointing);
+    RUN_NUMBERS(test_bf16_parameters);
+    RUN_NUMBERS(test_reduce_dtype);
+    RUN_NUMBERS(test_keeping_units);
     RUN_NUMBERS(test_64_ranks);
     RUN(test_memory);
     RUN(test_bytes);
