@@ -8948,6 +8948,7 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
     dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
+DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
@@ -9165,6 +9166,13 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
     if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
     return dtrain__progress(strategy);
+}
+
+/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
+ * finish. */
+DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
+{
+    return strategy->marked_count || strategy->backward != DTRAIN__NONE;
 }
 
 /* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
@@ -12439,7 +12447,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
              "dtrain_strategy_destroy: called between ready and finish, in the middle of a "
              "backward%s%s",
              before[0] ? "; the last error here was: " : "", dtrain__bare(before));
-    if (layout->all > 1 && (strategy->marked_count || strategy->backward != DTRAIN__NONE))
+    if (layout->all > 1 && dtrain__in_backward(strategy))
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
@@ -12616,7 +12624,7 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 static dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy, const char *call)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!strategy->marked_count && strategy->backward == DTRAIN__NONE) return DTRAIN_OK;
+    if (!dtrain__in_backward(strategy)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: a backward is under way; call dtrain_strategy_finish before", call);
 }
@@ -16196,7 +16204,8 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         float loss = 0;
         if (trainer->micro == 0) trainer->loss = 0;
         DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
-        DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+        DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
+                                          dtrain_tensor_read(trainer->tape, tensor, &loss)));
         trainer->loss += (double)loss;
     }
     trainer->micro = 0;

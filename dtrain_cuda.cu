@@ -169,7 +169,7 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 #endif
 }
 
-/* Name call<T> for the T that `dtype` stands for; 0 stands for F32. */
+/* Name call<T> for the T that `dtype` stands for. */
 #define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
     ((dtype) == DTRAIN_DTYPE_BF16  ? call<dtrain_cuda_bf16> \
      : (dtype) == DTRAIN_DTYPE_F16 ? call<dtrain_cuda_f16>  \

@@ -224,7 +224,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
              "dtrain_strategy_destroy: called between ready and finish, in the middle of a "
              "backward%s%s",
              before[0] ? "; the last error here was: " : "", dtrain__bare(before));
-    if (layout->all > 1 && (strategy->marked_count || strategy->backward != DTRAIN__NONE))
+    if (layout->all > 1 && dtrain__in_backward(strategy))
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);

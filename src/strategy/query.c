@@ -132,7 +132,7 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 static dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy, const char *call)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!strategy->marked_count && strategy->backward == DTRAIN__NONE) return DTRAIN_OK;
+    if (!dtrain__in_backward(strategy)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: a backward is under way; call dtrain_strategy_finish before", call);
 }

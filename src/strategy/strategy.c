@@ -147,6 +147,13 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     return dtrain__progress(strategy);
 }
 
+/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
+ * finish. */
+DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
+{
+    return strategy->marked_count || strategy->backward != DTRAIN__NONE;
+}
+
 /* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
  * its own from dtrain_strategy_gather to the gather of another unit. */
 static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)

@@ -125,7 +125,8 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         float loss = 0;
         if (trainer->micro == 0) trainer->loss = 0;
         DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
-        DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
+        DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
+                                          dtrain_tensor_read(trainer->tape, tensor, &loss)));
         trainer->loss += (double)loss;
     }
     trainer->micro = 0;

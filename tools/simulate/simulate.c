@@ -431,7 +431,7 @@ static dtrain_result choose_batch(dtrain_world *world, model *m, row *r)
     return DTRAIN_OK;
 }
 
-/* All rows of one strategy and batch; *count is how many there are. A batch of 0 is the largest that fits the first
+/* All rows of one strategy and batch. A batch of 0 is the largest that fits the first
  * number of GPUs that it fits at all, and the same for all: what scales is the number of GPUs. */
 static dtrain_result simulate_line(dtrain_world *world, model *m, long strategy, long batch,
                                    row *rows)
