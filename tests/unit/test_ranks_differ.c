@@ -363,6 +363,48 @@ static int auto_rank(dtrain_world *world, void *user)
 }
 static void test_auto_agrees(void) { ranks_run(2, DTRAIN_LAUNCH_THREADS, auto_rank, NULL); }
 
+/* Ranks that compress other slices of a bucket hold different amounts: the plan is that of the one with most. */
+static int plan_rank(dtrain_world *world, void *user)
+{
+    int64_t *held = (int64_t *)user;
+    const int rank = dtrain_world_rank(world);
+    dtrain_param p[2] = {ranks_param("large", NULL, NULL, 300, 300),
+                         ranks_param("small", NULL, NULL, 70, 0)},
+                 q[2];
+    dtrain_compression_desc topk;
+    dtrain_strategy_desc desc;
+    dtrain_strategy_info info;
+    dtrain_memory plan;
+    dtrain_strategy *s;
+    memset(&topk, 0, sizeof topk);
+    memset(&desc, 0, sizeof desc);
+    topk.kind = DTRAIN_COMPRESSION_TOPK;
+    topk.topk_ratio = 0.5f;
+    desc.compression = &topk;
+    desc.hierarchical = true;
+    desc.node_size = 2;
+    memcpy(q, p, sizeof q);
+    RANKS_TRY(dtrain_strategy_plan(q, 2, &desc, 4, &plan));
+    RANKS_TRY(dtrain_strategy_create(world, p, 2, &desc, &s));
+    dtrain_strategy_query(s, &info);
+    held[rank] = (int64_t)info.buffer_bytes;
+    RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+    int64_t most = 0, least = INT64_MAX;
+    for (int r = 0; r < 4; r++) {
+        most = held[r] > most ? held[r] : most;
+        least = held[r] < least ? held[r] : least;
+    }
+    CHECK_MSG((int64_t)plan.buffers == most, "planned %lld, held %lld to %lld",
+              (long long)plan.buffers, (long long)least, (long long)most);
+    CHECK(least < most && held[0] < most); /* or this tests nothing */
+    dtrain_strategy_destroy(s);
+    return 0;
+}
+static void test_plan_of_most(void)
+{
+    ranks_run(4, DTRAIN_LAUNCH_THREADS, plan_rank, ranks_shared(4 * sizeof(int64_t)));
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -370,5 +412,6 @@ int main(int argc, char **argv)
     RUN(test_moments);
     RUN(test_uneven_nodes);
     RUN(test_auto_agrees);
+    RUN(test_plan_of_most);
     return test_summary();
 }
