@@ -1342,7 +1342,8 @@ typedef struct dtrain_tensor {
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
 /* Autocast to bf16: linear layers and attention read and write bf16 and add up in fp32; norms,
  * losses and the sums of residual connections stay fp32, as in torch.autocast. Parameters and their
- * gradients are fp32; a weight is rounded once per pass. */
+ * gradients are fp32; a weight is rounded once per pass, and one that a strategy gathers each time
+ * its unit is there: copies take one unit's memory. */
 #define DTRAIN_TAPE_BF16 2u
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u
@@ -1801,10 +1802,11 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 /* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
  * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
  * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
- * desc wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and
- * workspace is what the process held before the model came. The loss reads its inputs, so their
- * buffers must be there; what is in them does not matter. Under autocast, parameters need their
- * count or shape. Local; needs a next_batch, which is not called. */
+ * desc wants it as other_bytes; autocast's copies of weights all count then. With a strategy, which
+ * may gather units and have the copies of one at a time, what it and desc->optimizer hold is
+ * counted too, and workspace is what the process held before the model came. The loss reads its
+ * inputs, so their buffers must be there; what is in them does not matter. Under autocast,
+ * parameters need their count or shape. Local; needs a next_batch, which is not called. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_memory *memory);
 
@@ -1824,12 +1826,12 @@ typedef struct dtrain_plan_batch_desc {
  *
  *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
- * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
- * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch. The
- * prediction is tried: every rank allocates and touches that much at the same time, and where one
- * cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
- * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
- * missing. */
+ * with those two of the strategy's desc, as AUTO reads them, and autocast's copies as its kind has
+ * them. For AUTO itself the kind that needs least counts, with all copies, and
+ * dtrain_strategy_create then takes the first that leaves room for the batch. The prediction is
+ * tried: every rank allocates and touches that much at the same time, and where one cannot, all try
+ * an eighth less. Leaves set_batch called with the result. Collective, the same answer on every
+ * rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
@@ -8795,6 +8797,13 @@ typedef struct dtrain__layout {
     uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
+/* A strategy that has not been made. */
+typedef struct dtrain__planned {
+    dtrain_strategy_desc desc; /* resolved */
+    dtrain_compression_desc compression;
+    dtrain__layout layout; /* all zero: none */
+} dtrain__planned;
+
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
 
 /* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
@@ -8999,8 +9008,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
-DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                 const dtrain_param *storage, dtrain_dtype dtype);
+DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
+                                                              const dtrain_param *storage);
+DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
+                                                 const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
 
@@ -9050,7 +9061,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint32_t node_ranks, uint64_t *bytes);
+                                                     uint32_t node_ranks, uint64_t *bytes,
+                                                     dtrain__planned *planned);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);
 
 /* ---- The kinds --------------------------------------------------------------------------------*/
@@ -10107,18 +10119,25 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     return DTRAIN_OK;
 }
 
-/* Return a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
-DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                 const dtrain_param *storage, dtrain_dtype dtype)
+/* Return the bucket with which a parameter's values come and go; NULL: they stay, or the parameter
+ * is none of the layout's. */
+DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
+                                                              const dtrain_param *storage)
 {
-    if (!strategy || !strategy->layout.shards.params ||
-        strategy->desc.param_dtype != (uint32_t)dtype)
+    const size_t i = storage->state.index;
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
+        dtrain__value_is_whole(layout, &layout->entries[i]))
         return NULL;
-    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
-    if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
-    const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
-    if (bucket->presence != DTRAIN__HERE) return NULL;
-    return bucket->low_values + entry->offset;
+    return &layout->buckets[layout->entries[i].bucket];
+}
+
+/* Return such a parameter's values in the type that they travelled in; NULL in a plan. */
+DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
+                                                 const dtrain_param *storage)
+{
+    const dtrain__entry *entry = &layout->entries[storage->state.index];
+    const uint16_t *low = layout->buckets[entry->bucket].low_values;
+    return low ? low + entry->offset : NULL;
 }
 
 /* ---- Whole values, updated by slices ----------------------------------------------------------*/
@@ -12691,6 +12710,27 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
+/* Count how many ranks share one copy of the model. */
+static int dtrain__plan_sharers(const dtrain_strategy_desc *desc, int ranks)
+{
+    const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
+    if (!kind->shards.state) return 1;
+    return kind->replicas && desc->node_size ? (int)desc->node_size : ranks;
+}
+
+/* Lay out what a rank would hold, in counts alone; free it after an error too. params and *desc are
+ * resolved. */
+static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
+                                         size_t count, const dtrain_strategy_desc *desc, int ranks,
+                                         int rank, dtrain__layout *layout)
+{
+    const int sharers = dtrain__plan_sharers(desc, ranks);
+    DTRAIN__TRY(
+        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    dtrain__lay_memory(layout);
+    return DTRAIN_OK;
+}
+
 /* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
  * but tables. params and *desc are resolved, and so is its kind. */
 static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
@@ -12699,24 +12739,23 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    const int nodes = kind->replicas && desc.node_size ? ranks / (int)desc.node_size : 1;
-    const int shard_ranks = kind->shards.state ? ranks / nodes : 1;
     const size_t states =
         desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     /* equal slices are the same for all; owned tensors, and what compression keeps of a slice,
      * not */
-    const int differ = kind->owners ? shard_ranks : desc.compression ? ranks : 1;
+    const int differ = kind->owners       ? dtrain__plan_sharers(&desc, ranks)
+                       : desc.compression ? ranks
+                                          : 1;
     for (int rank = 0; rank < differ; rank++) {
         dtrain__layout layout;
         dtrain_memory one;
         int64_t stage;
-        const dtrain_result result = dtrain__layout_make(
-            &layout, a, params, count, &desc, shard_ranks, rank % shard_ranks, ranks, rank);
+        const dtrain_result result =
+            dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
-            dtrain__lay_memory(&layout);
             one.params = layout.value_bytes;
             one.grads = layout.grad_bytes;
             one.buffers = layout.bytes[DTRAIN__BUFFERS];
@@ -12736,30 +12775,39 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return DTRAIN_OK;
 }
 
+/* Resolve params, and desc, of a named kind, into what is planned. */
+static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
+                                          const dtrain_strategy_desc *desc, int ranks,
+                                          dtrain__planned *planned)
+{
+    const char *const call = "dtrain_strategy_plan";
+    DTRAIN__TRY(dtrain__resolve_desc(desc, &planned->desc, &planned->compression));
+    const dtrain__kind_row *kind = dtrain__row_of(planned->desc.kind);
+    if (!kind)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
+                           call, (unsigned)desc->kind);
+    DTRAIN__TRY(dtrain__resolve_kind(&planned->desc, kind));
+    if (desc->node_size && ranks % (int)desc->node_size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
+                           desc->node_size, ranks);
+    return dtrain__resolve_params(params, count);
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory)
 {
-    const char *const call = "dtrain_strategy_plan";
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
+    dtrain__planned planned;
+    uint64_t step_bytes;
     if (!params || !desc || !memory || rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: params, desc or memory is NULL, or rank_count (%d) is below 1",
-                           call, rank_count);
-    dtrain_strategy_desc resolved;
-    dtrain_compression_desc compression;
-    uint64_t step_bytes;
-    DTRAIN__TRY(dtrain__resolve_desc(desc, &resolved, &compression));
-    const dtrain__kind_row *kind = dtrain__row_of(resolved.kind);
-    if (!kind)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
-                           call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__resolve_kind(&resolved, kind));
-    if (desc->node_size && rank_count % (int)desc->node_size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
-                           desc->node_size, rank_count);
-    DTRAIN__TRY(dtrain__resolve_params(params, param_count));
-    return dtrain__plan_kind(&a, params, param_count, &resolved, rank_count, memory, &step_bytes);
+                           "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
+                           "(%d) is below 1",
+                           rank_count);
+    DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, rank_count, &planned));
+    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory,
+                             &step_bytes);
 }
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
@@ -12853,26 +12901,31 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
 }
 
 /* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
- * the candidates needs. Local. */
+ * the candidates needs. Of a named kind *planned keeps the layout of rank 0, which the caller frees
+ * after an error too: it says which values come and go. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint32_t node_ranks, uint64_t *bytes)
+                                                     uint32_t node_ranks, uint64_t *bytes,
+                                                     dtrain__planned *planned)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    dtrain_compression_desc compression;
     dtrain__candidates all;
     dtrain_memory memory;
+    uint64_t step_bytes;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
+        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
+        DTRAIN__TRY(
+            dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory, &step_bytes));
         *bytes = memory.total;
-        return DTRAIN_OK;
+        dtrain__resolve_levels(&planned->desc, ranks);
+        return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
     }
-    DTRAIN__TRY(dtrain__resolve_desc(given, &desc, &compression));
+    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
     DTRAIN__TRY(dtrain__resolve_params(params, count));
-    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &desc, ranks, node_ranks, &all));
+    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
     *bytes = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
         if ((uint64_t)all.totals[i] < *bytes) *bytes = (uint64_t)all.totals[i];
@@ -12948,6 +13001,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
  *     host arena      tensors, nodes                       until the next begin
  *     data arena      every forward value                  until the next begin
  *     two regions     values that checkpointing drops      until the next but one unit that drops
+ *     casts           rounded weights of a gathered unit   as long as the unit is there
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *     params          values and gradients                 not the tape's
@@ -12984,6 +13038,7 @@ enum {
     DTRAIN__ARENA_HOST,
     DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
     DTRAIN__ARENA_DATA,
+    DTRAIN__ARENA_CASTS,
     DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
     DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2
 };
@@ -13026,12 +13081,17 @@ typedef struct dtrain__tape_segment {
     const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
 } dtrain__tape_segment;
 
-/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
- * not its address: a strategy that gathers units may have several weights there in turn. */
+/* A weight in the type of autocast, made at its first use in a pass. Of a weight that is there
+ * while its unit is, the copy is too: it is made at the first use behind a mark, where the copies
+ * of the unit before were, and when backward comes to that mark it is made there again. The key is
+ * the parameter and not its address, at which there may be several weights in turn. */
 typedef struct dtrain__cast {
     struct dtrain__cast *next;
     const dtrain_param *storage;
-    const void *low;
+    int64_t count;
+    void *low;
+    uint32_t mark;
+    bool passing; /* it goes with its unit */
 } dtrain__cast;
 
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
@@ -13060,6 +13120,7 @@ enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
     dtrain_strategy *strategy;
+    const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
     bool planning; /* on the plan device: params and strategy are left alone */
@@ -13068,7 +13129,8 @@ struct dtrain_tape {
         uint32_t state, flags;
         uint64_t seed, dropout_count;
         dtrain_dtype cast;   /* the type of autocast; F32 without */
-        dtrain__cast *casts; /* weights rounded in this pass */
+        dtrain__cast *casts; /* weights rounded in this pass; backward drops those behind it */
+        uint32_t cast_mark;  /* whose casts are there, of those that go with their units */
         dtrain_node *last;
         size_t node_count, tensor_count, recomputed_count;
         uint32_t mark_count, segment_count;
@@ -13095,6 +13157,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
+DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
                                                    const void *x, uint32_t x_dtype, void *y,
                                                    uint32_t y_dtype);
@@ -13135,6 +13198,8 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
                                                     size_t bytes);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
+DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
+                                          uint32_t dtype);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype);
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
@@ -13154,6 +13219,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
     tape->strategy = strategy;
+    tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
     for (int i = 0; i < DTRAIN__ARENAS; i++)
@@ -13555,28 +13621,58 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made at
- * the first use in this pass. It is no result of a node, because other units may use it too. */
+/* Round a weight into its copy. */
+static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *cast)
+{
+    return dtrain__tape_convert(tape->device, cast->count, cast->storage->value, DTRAIN_DTYPE_F32,
+                                cast->low, tape->pass.cast);
+}
+
+/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made. It
+ * is no result of a node, because other nodes may use it too. */
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
-    const void *low = dtrain__strategy_low(tape->strategy, storage, dtype);
+    const dtrain__bucket *gathered = dtrain__gathered_bucket(tape->layout, storage);
+    const uint32_t mark = tape->pass.mark_count;
+    const bool passing = gathered && gathered->slotted;
     dtrain__cast *cast = tape->pass.casts;
-    if (low) return low;
-    while (cast && cast->storage != storage) cast = cast->next;
+    if (gathered && tape->layout->desc->param_dtype == (uint32_t)dtype)
+        return dtrain__gathered_low(tape->layout, storage);
+    while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
     if (cast) return cast->low;
-    int64_t count = storage->shape[0] ? 1 : storage->count;
-    for (int a = 0; a < 4 && storage->shape[a]; a++) count *= storage->shape[a];
     cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
-    void *made = dtrain__take_data(tape, NULL, count, dtype);
-    if (!cast || !made) return NULL; /* the error sticks */
-    dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, count, storage->value,
-                                                  DTRAIN_DTYPE_F32, made, dtype));
+    if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
-    cast->low = made;
+    cast->mark = mark;
+    cast->passing = passing;
+    cast->count = storage->shape[0] ? 1 : storage->count;
+    for (int a = 0; a < 4 && storage->shape[a]; a++) cast->count *= storage->shape[a];
+    if (passing && tape->pass.cast_mark != mark) {
+        tape->pass.cast_mark = mark;
+        dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
+    }
+    cast->low =
+        dtrain__take_values(tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_DATA],
+                            cast->count, dtype);
+    if (!cast->low) return NULL;
     cast->next = tape->pass.casts;
     tape->pass.casts = cast;
-    return made;
+    dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
+    return cast->low;
+}
+
+/* Make the copies again that went with their units, for the backward of what is behind a mark. */
+DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
+{
+    dtrain__cast *cast = tape->pass.casts;
+    if (tape->pass.cast_mark == mark) return DTRAIN_OK;
+    tape->pass.cast_mark = mark;
+    while (cast && cast->mark > mark) cast = cast->next;
+    tape->pass.casts = cast;
+    for (; cast && cast->mark == mark; cast = cast->next)
+        if (cast->passing) DTRAIN__TRY(dtrain__cast_make(tape, cast));
+    return DTRAIN_OK;
 }
 
 /* Take the next parameter: its values, and where its gradient goes if it gets one in this pass. A
@@ -13734,6 +13830,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     dtrain_tensor *y = op->outputs[0];
     bool accumulate;
     DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
     DTRAIN__TRY(dtrain__segment_again(tape, node));
     if (!y->grad) { /* another output has one, or nothing depends on the node's results */
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
@@ -14877,22 +14974,28 @@ DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
     return memory;
 }
 
-/* Take device memory for count values of this pass, contents undefined: results of the node, or
- * what stays until the next begin when node is NULL. */
-DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
-                                        uint32_t dtype)
+/* Take device memory for count values of an arena, contents undefined. */
+DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
+                                          uint32_t dtype)
 {
-    const bool dropped = node && node->dropped;
     size_t bytes;
     if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) &&
         bytes <= PTRDIFF_MAX)
-        return dtrain__bump_take(
-            tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], bytes);
+        return dtrain__bump_take(tape, arena, bytes);
     dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_MEMORY,
                           "a tensor of %lld elements is more than this machine can address",
                           (long long)count));
     return NULL;
+}
+
+/* Take memory for results of the node, or for what stays until the next begin when node is NULL. */
+DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
+                                        uint32_t dtype)
+{
+    const bool dropped = node && node->dropped;
+    return dtrain__take_values(
+        tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
 }
 
 /* Make a tensor of this pass, the node's result or (NULL) an input. NULL after an error, which
@@ -16662,18 +16765,18 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  *    said how it went. Ranks of one host share its memory, so one after the other proves nothing.
  * 3. Where a rank has failed, all go on with an eighth less. */
 
-/* Count a step's memory by class. On the plan device the tape leaves the parameters' bookkeeping
- * alone, so a plan can be made at any time, between two steps as well. */
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_memory *memory)
+/* Count the memory of activations, with a strategy's layout or without. On the plan device the tape
+ * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
+ * well. */
+static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                              const dtrain__layout *layout, dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
     dtrain_tape *tape;
     dtrain_tape_info info;
-    if (!world || !desc || !desc->loss || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan: world, desc, its loss or memory is NULL");
+    if (!desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: desc's loss is NULL");
     if (!desc->next_batch)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan: the loss fetches its own batches and cannot be "
@@ -16684,8 +16787,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
     /* No strategy: `ready` would start communication, and a plan is one rank's own affair. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
-    if (result == DTRAIN_OK)
+    if (result == DTRAIN_OK) {
+        tape->layout = layout;
         result = dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
+    }
     if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
     if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
     dtrain_tape_query(tape, &info);
@@ -16694,6 +16799,18 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     DTRAIN__TRY(result);
     memory->activations = info.activation_bytes;
     memory->activation_grads = info.gradient_bytes;
+    return DTRAIN_OK;
+}
+
+/* Count a step's memory by class. */
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_memory *memory)
+{
+    if (!world || !desc || !memory)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan: world, desc or memory is NULL");
+    DTRAIN__TRY(dtrain__plan_activations(world, desc,
+                                         desc->strategy ? &desc->strategy->layout : NULL, memory));
     if (desc->strategy) {
         dtrain_strategy_info strategy;
         dtrain_strategy_query(desc->strategy, &strategy);
@@ -16715,6 +16832,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
     const dtrain_plan_batch_desc *desc;
+    dtrain__planned planned;
     dtrain_comm *comm;
     uint64_t fixed; /* bytes of strategy and optimizer */
     int64_t limit;  /* of those and activations */
@@ -16724,13 +16842,11 @@ typedef struct dtrain__batch_plan {
 static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
                                          uint64_t *bytes)
 {
+    const dtrain_trainer_desc *trainer = plan->desc->trainer;
     dtrain_memory memory;
-    dtrain_trainer_desc trainer = *plan->desc->trainer;
-    trainer.strategy = NULL;
-    trainer.optimizer = NULL;
-    DTRAIN__TRY(plan->desc->set_batch(trainer.user, batch));
-    DTRAIN__TRY(dtrain_trainer_plan(plan->world, &trainer, &memory));
-    *bytes = memory.total;
+    DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
+    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory));
+    *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
 
@@ -16787,38 +16903,29 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
 
 /* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
  * them before the next collective, so that nobody waits for a rank that has left. */
-DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
-                                                   const dtrain_plan_batch_desc *desc,
-                                                   uint32_t *batch)
+static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batch)
 {
+    const dtrain_plan_batch_desc *desc = plan->desc;
+    dtrain_world *world = plan->world;
     dtrain_strategy_desc strategy;
-    dtrain__batch_plan plan;
     uint32_t found = 0, node_ranks;
     bool good = false;
-    if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
-        desc->max_batch > INT32_MAX)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan_batch: expected world, desc and batch, a desc with "
-                           "set_batch, trainer and params, and a max_batch below 2^31");
-    memset(&plan, 0, sizeof plan);
     memset(&strategy, 0, sizeof strategy);
     if (desc->strategy) strategy = *desc->strategy;
-    plan.world = world;
-    plan.desc = desc;
-    plan.comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
-    DTRAIN__TRY(dtrain__even_nodes(world, plan.comm, &node_ranks));
-    dtrain_result mine =
-        dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count, &strategy,
-                               dtrain_comm_size(plan.comm), node_ranks, &plan.fixed);
-    DTRAIN__TRY(dtrain__agree(plan.comm, mine));
-    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan.comm, &plan.limit));
-    mine = dtrain__batch_search(&plan, &found);
-    DTRAIN__TRY(dtrain__agree(plan.comm, mine));
+    plan->comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
+    DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
+    dtrain_result mine = dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count,
+                                                &strategy, dtrain_comm_size(plan->comm), node_ranks,
+                                                &plan->fixed, &plan->planned);
+    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
+    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan->comm, &plan->limit));
+    mine = dtrain__batch_search(plan, &found);
+    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
     int32_t least = (int32_t)found;
-    DTRAIN__TRY(
-        dtrain_all_reduce(plan.comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
+    DTRAIN__TRY(dtrain_all_reduce(plan->comm, &least, &least, 1, DTRAIN_DTYPE_I32,
+                                  DTRAIN_REDUCE_MIN, NULL));
     for (; least > 0; least -= (least + 7) / 8) {
-        DTRAIN__TRY(dtrain__batch_trial(&plan, (uint32_t)least, &good));
+        DTRAIN__TRY(dtrain__batch_trial(plan, (uint32_t)least, &good));
         if (good) break;
     }
     if (!good)
@@ -16826,9 +16933,27 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                            "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not "
                            "every rank could allocate what one sample needs: set memory_limit to "
                            "less, or end what else uses the device",
-                           dtrain__mib((uint64_t)plan.limit));
+                           dtrain__mib((uint64_t)plan->limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
+                                                   const dtrain_plan_batch_desc *desc,
+                                                   uint32_t *batch)
+{
+    dtrain__batch_plan plan;
+    if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
+        desc->max_batch > INT32_MAX)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan_batch: expected world, desc and batch, a desc with "
+                           "set_batch, trainer and params, and a max_batch below 2^31");
+    memset(&plan, 0, sizeof plan);
+    plan.world = world;
+    plan.desc = desc;
+    const dtrain_result result = dtrain__batch_find(&plan, batch);
+    dtrain__layout_free(&plan.planned.layout, &world->allocator);
+    return result;
 }
 
 /* Divide twice: the global batch among ranks, and a rank's share into the largest equal parts that

@@ -20,6 +20,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
     tape->strategy = strategy;
+    tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
     for (int i = 0; i < DTRAIN__ARENAS; i++)
