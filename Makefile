@@ -24,6 +24,7 @@ PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
 UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c tests/fuzz/test_programs.c
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
+SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
@@ -193,16 +194,17 @@ FORCE:
 
 # The implementation is compiled once, for everything that calls the public API alone. Examples and tools are linked
 # with it too, although their text asks for an implementation of their own (and for its includes): it is written for
-# whoever compiles them by one line. Tests that define DTRAIN_IMPLEMENTATION look inside; where kernels are not
-# their subject, they get it without SIMD, which compiles in a third of the time.
+# whoever compiles them by one line. Tests that look inside include what they want of src/, internal headers or a
+# whole file, and are linked with all of src/, where private functions can be called; those of the kernels of each
+# instruction set define DTRAIN_IMPLEMENTATION.
 LINKED  := -DDTRAIN__IMPLEMENTED \
            $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
 PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))
 ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
-INSIDE  := $(notdir $(shell grep -l 'define DTRAIN_IMPLEMENTATION' $(UNIT) 2>/dev/null))
-KERNELS := test_gemm.c test_device.c test_dtypes.c test_sparse.c
-# Those of kernels also compile vectors that are wider than the compiler's target (a note on the ABI of statics).
-PLAIN    = $(if $(filter $(filter-out $(KERNELS),$(INSIDE)),$(<F)),-O1 -DDTRAIN_NO_SIMD) $(if $(filter $(KERNELS),$(<F)),-Wno-psabi)
+INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(wildcard tests/unit/*.c)))
+# Kernels are also compiled for vectors that are wider than the compiler's target (a note on the ABI of statics).
+KERNELS := $(addprefix $(BUILD)/tests/test_,gemm device dtypes sparse)
+$(KERNELS): private PROGRAM += -Wno-psabi
 IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
 ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
 PROGRAM        = $(CC) $(STRICT) $(OPTIONS)
@@ -216,7 +218,10 @@ $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
 $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
-	$(PROGRAM) $(PLAIN) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+$(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
+	@mkdir -p $(@D)
+	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(BUILD)/sources.a -o $@ $(LIBS)
 $(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
@@ -266,8 +271,9 @@ $(BUILD)/cuda/%: $(BUILD)/cuda/%.o $(BUILD)/cuda/dtrain.a
 
 # ---- The sources one by one -----------------------------------------------------------------------
 # The product files are joined from src/; src compiles each file of it alone, and links all of them.
-SOURCES := $(shell find src -name '*.c' 2>/dev/null)
 src: $(SOURCES:%.c=$(BUILD)/%.o)
+$(BUILD)/sources.a: $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/%,$(SOURCES)))
+	$(ARCHIVE)
 $(BUILD)/src/%.o: src/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(STRICT) $(OPTIONS) -Isrc -Itests/nccl/mock -c $< -o $@
