@@ -201,9 +201,10 @@ typedef struct dtrain_sum_args {
     bool squares, accumulate;
     double scale;
     const void *x;
-    double *total;      /* (1) device memory, or NULL (then without accumulate) */
-    float *out;         /* (1) device memory, or NULL */
-    dtrain_dtype dtype; /* of x */
+    double *total;       /* (1) device memory, or NULL (then without accumulate) */
+    float *out;          /* (1) device memory, or NULL */
+    dtrain_dtype dtype;  /* of x */
+    const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
 /* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
@@ -299,7 +300,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 6u
+#define DTRAIN_DEVICE_ABI 7u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.

@@ -612,7 +612,7 @@ static void test_graph_is_eager(void)
     }
 }
 
-/* The number of ignored targets is part of the recorded loss: a change records it again. */
+/* The recorded loss divides by the number of targets that each step has. */
 static void test_graph_notices_ignored_targets(void)
 {
     run how = plain();

@@ -17,7 +17,7 @@ static dtrain_result add_one(float *y, int64_t count)
 
 static dtrain_result sum_of(const float *x, int64_t count, float *out)
 {
-    dtrain_sum_args args = {count, false, false, 1, x, NULL, out, DTRAIN_DTYPE_F32};
+    dtrain_sum_args args = {count, false, false, 1, x, NULL, out, DTRAIN_DTYPE_F32, NULL};
     return gpu->ops->sum(gpu, &args);
 }
 
