@@ -2190,9 +2190,10 @@ typedef struct dtrain_sum_args {
     bool squares, accumulate;
     double scale;
     const void *x;
-    double *total;      /* (1) device memory, or NULL (then without accumulate) */
-    float *out;         /* (1) device memory, or NULL */
-    dtrain_dtype dtype; /* of x */
+    double *total;       /* (1) device memory, or NULL (then without accumulate) */
+    float *out;          /* (1) device memory, or NULL */
+    dtrain_dtype dtype;  /* of x */
+    const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
 /* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
@@ -2288,13 +2289,13 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 6u
+#define DTRAIN_DEVICE_ABI 7u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
  *
- * query, host_register, host_unregister and the entries from stream_create to graph_destroy may be
- * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
+ * query, host_register, host_unregister and the entries from stream_create to may_free may be NULL,
+ * which means: nothing to do. Such a device has finished its work when a call returns, its
  * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
@@ -2341,6 +2342,12 @@ struct dtrain_device_ops {
     dtrain_result (*graph_end)(dtrain_device *device, dtrain_graph **out);
     dtrain_result (*graph_launch)(dtrain_device *device, dtrain_graph *graph);
     void (*graph_destroy)(dtrain_device *device, dtrain_graph *graph);
+    /* End a recording under way, and all graphs: launching one is an error from here on, destroying
+     * it is not. A communicator that ends calls it, because graphs keep its collectives. */
+    void (*graphs_drop)(dtrain_device *device);
+    /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
+     * back by other means. False: a kernel does not end, and memory stays for good. */
+    bool (*may_free)(dtrain_device *device);
 
     dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
     dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);
@@ -6071,10 +6078,10 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)
 /* clang-format on */
 
-/* The entries from stream_create to graph_destroy of a device that has finished its work when a
- * call returns. */
+/* The entries from stream_create to may_free of a device that has finished its work when a call
+ * returns. */
 #define DTRAIN__NO_ORDER \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \
@@ -13067,7 +13074,8 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* contributions to be added to it */
-    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
+    float factor;                         /* of I32 inputs: one over the entries that are not -1; */
+    const float *device_factor;           /* or 1, and that is there: a pass that is replayed */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
@@ -13099,13 +13107,13 @@ typedef struct dtrain__cast {
 #define DTRAIN__FEED_ITEMS 16
 
 /* Each input goes through page-locked memory of its own, which the next step can fill while nobody
- * calls the model. */
+ * calls the model. Behind an I32 input, there and on the device, stands one over its valid count:
+ * the number changes from step to step, and a recorded loss finds it there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
-    void *pinned;
+    void *pinned;     /* (bytes + 4) */
     size_t bytes;
     dtrain_dtype dtype;
-    int64_t valid_count; /* of I32: in the recorded pass */
 } dtrain__feed_item;
 
 typedef struct dtrain__feed {
@@ -13149,7 +13157,7 @@ struct dtrain_tape {
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 
@@ -13311,19 +13319,40 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
+/* Return one over the entries that are not -1, the targets that are not ignored; 0 without any: the
+ * loss is then 0. */
+static float dtrain__valid_factor(const void *host, int64_t count)
+{
+    const int32_t *entries = (const int32_t *)host;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
+    return valid ? 1.0f / (float)valid : 0.0f;
+}
+
+/* Copy the caller's data to an input's page-locked place. */
+DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
+{
+    const float factor = item->dtype == DTRAIN_DTYPE_I32
+                             ? dtrain__valid_factor(item->host, (int64_t)item->bytes / 4)
+                             : 0;
+    memcpy(item->pinned, item->host, item->bytes);
+    memcpy((char *)item->pinned + item->bytes, &factor, sizeof factor);
+}
+
 /* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
- * the device when the stream comes to it. *host becomes that place. */
-static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
+ * the device when the stream comes to it. */
+static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, const void *host)
 {
     dtrain__feed *feed = tape->feed;
     dtrain__feed_item *item = &feed->items[feed->next];
-    const size_t bytes = (size_t)x->count * 4;
+    size_t bytes = (size_t)x->count * 4;
     if (feed->next == DTRAIN__FEED_ITEMS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pass that is replayed has at most %d inputs",
                            DTRAIN__FEED_ITEMS);
     if (feed->next == feed->count) {
-        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes, &item->pinned));
+        DTRAIN__TRY(
+            tape->device->ops->host_alloc(tape->device, bytes + sizeof(float), &item->pinned));
         item->bytes = bytes;
         item->dtype = (dtrain_dtype)x->dtype;
         feed->count++;
@@ -13333,12 +13362,15 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x
                            "step; a step that is replayed must repeat its shapes",
                            feed->next + 1, bytes, item->bytes);
     }
-    if (!feed->filled) memcpy(item->pinned, *host, bytes);
-    item->host = *host;
-    if (item->dtype == DTRAIN_DTYPE_I32)
-        item->valid_count = dtrain__count_valid(item->pinned, x->count);
-    *host = item->pinned;
+    item->host = host;
+    if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* with room for the factor: one copy brings both */
+        x->data = dtrain__take_data(tape, NULL, x->count + 1, x->dtype);
+        if (!x->data) return tape->error;
+        ((dtrain__tape_tensor *)x)->device_factor = (const float *)x->data + x->count;
+        bytes += sizeof(float);
+    }
     return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
                                          DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
@@ -13367,23 +13399,14 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
-    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else
         result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
                                          DTRAIN_COPY_HOST_TO_DEVICE);
     /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
-        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
+    if (dtype == DTRAIN_DTYPE_I32)
+        ((dtrain__tape_tensor *)x)->factor = tape->feed ? 1 : dtrain__valid_factor(host, x->count);
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
-}
-
-/* Count the entries that are not -1, the targets that are not ignored. */
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
-{
-    const int32_t *entries = (const int32_t *)host;
-    int64_t valid = 0;
-    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
-    return valid;
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
@@ -14611,18 +14634,19 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
  *
  * y = factor * sum of x, with factor 1 or one over the count. */
 
-/* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
- * would lose digits of the loss. */
-static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
-                                           int64_t count, double factor)
+/* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
+ * double: a float sum over many rows would lose digits of the loss. */
+static dtrain_result dtrain__sum_to(dtrain_op *op, void *out, const void *x, uint32_t dtype,
+                                    int64_t count, float scale, const float *factor)
 {
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
     args.count = count;
-    args.scale = factor;
+    args.scale = (double)scale;
     args.x = x;
-    args.out = (float *)op->output_data[0];
+    args.out = (float *)out;
     args.dtype = (dtrain_dtype)dtype;
+    args.factor = factor;
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -14638,8 +14662,8 @@ static dtrain_result dtrain__sum_prepare(dtrain_op *op)
 static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
-    return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
-                                 (double)*(const float *)op->args);
+    return dtrain__sum_to(op, op->output_data[0], op->input_data[0], x->dtype, x->count,
+                          *(const float *)op->args, NULL);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
@@ -14699,7 +14723,8 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
-    float factor; /* 1 / valid targets */
+    float factor; /* 1 / valid targets; or 1, and the number changes on the device: */
+    const float *device_factor;
 } dtrain__cross_entropy;
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
@@ -14708,7 +14733,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     dtrain_cross_entropy_args *args = &loss->forward;
     const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
     const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
-    const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
+    const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
     char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (targets->count != rows)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -14722,7 +14747,8 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    loss->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
+    loss->factor = input->factor;
+    loss->device_factor = input->device_factor;
     dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
     return DTRAIN_OK;
 }
@@ -14731,8 +14757,8 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
-                                 (double)loss->factor);
+    return dtrain__sum_to(op, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
+                          loss->forward.rows, loss->factor, loss->device_factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
@@ -14756,6 +14782,13 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
+    if (loss->device_factor) { /* a sum of one element: their product, rounded once */
+        void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
+        DTRAIN__TRY(op->tape->error);
+        DTRAIN__TRY(dtrain__sum_to(op, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
+                                   loss->device_factor));
+        args.upstream = (const float *)product;
+    }
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
@@ -16571,11 +16604,14 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  *     pinned            device                                                      pinned
  *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
  *
- * Every number that changes from step to step is in `scalars`; every input comes through a feed.
- * The micro-batches are those of trainer.c; only what reads a result is different. */
+ * Every number that changes from step to step is in `scalars`; every input comes through a feed,
+ * and with targets what their loss is divided by. So a step is recorded once, in the same step on
+ * all ranks: recording a collective is something that all of them must do together. The
+ * micro-batches are those of trainer.c; only what reads a result is different. */
 
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same);
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
+static dtrain_result dtrain__queue_record(dtrain_trainer *trainer);
 
 /* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
  * third is recorded, and then it is run like those after it. */
@@ -16586,22 +16622,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
     const float *norm = queue->results + desc->micro_batches;
-    bool same = true;
     *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
     queue->now->seed = dtrain__step_seed(trainer);
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
-    if (queue->graph && !same) {
-        device->ops->graph_destroy(device, queue->graph);
-        queue->graph = NULL;
-    }
+    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
-    else if (!queue->graph) {
-        DTRAIN__TRY(device->ops->graph_begin(device));
-        const dtrain_result result = dtrain__queue_all(trainer);
-        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
-        DTRAIN__TRY(result);
-        DTRAIN__TRY(ended);
-    }
+    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
@@ -16616,22 +16641,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. When one cannot be read, those before it stay, and the step can be repeated.
- * False in *same: targets are ignored in another number of places, and the recorded loss would
- * divide by the wrong count. */
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
+ * known where they go. When one cannot be read, those before it stay, and the step can be
+ * repeated. */
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
-    *same = true;
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
         if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
-        for (size_t i = 0; i < feed->count; i++) {
-            const dtrain__feed_item *item = &feed->items[i];
-            if (!feed->filled) memcpy(item->pinned, item->host, item->bytes);
-            if (item->dtype == DTRAIN_DTYPE_I32 &&
-                item->valid_count != dtrain__count_valid(item->pinned, (int64_t)item->bytes / 4))
-                *same = false;
-        }
+        for (size_t i = 0; i < feed->count && !feed->filled; i++)
+            dtrain__feed_fill(&feed->items[i]);
         feed->filled = true;
     }
     return DTRAIN_OK;
@@ -16675,6 +16693,23 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars)));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* Record a whole step. What was recorded before an error is thrown away, and the error's sentence
+ * stands. */
+static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
+{
+    dtrain_device *device = trainer->queue->device;
+    dtrain_graph *unfinished;
+    char text[DTRAIN__ERROR_BYTES];
+    DTRAIN__TRY(device->ops->graph_begin(device));
+    const dtrain_result result = dtrain__queue_all(trainer);
+    if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
+        device->ops->graph_destroy(device, unfinished);
+    dtrain__set_last_error(text);
+    return result;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -16742,7 +16777,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
         for (size_t i = 0; i < queue->feeds[m].count; i++)
             device->ops->host_free(device, queue->feeds[m].items[i].pinned,
-                                   queue->feeds[m].items[i].bytes);
+                                   queue->feeds[m].items[i].bytes + sizeof(float));
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
     dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
@@ -18554,6 +18589,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
     DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count));
     for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
+    if (args->factor) sum *= (double)args->factor[0];
     if (args->accumulate) sum += args->total[0];
     if (args->total) args->total[0] = sum;
     if (args->out) args->out[0] = (float)sum;

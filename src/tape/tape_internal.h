@@ -85,7 +85,8 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* contributions to be added to it */
-    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
+    float factor;                         /* of I32 inputs: one over the entries that are not -1; */
+    const float *device_factor;           /* or 1, and that is there: a pass that is replayed */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
@@ -117,13 +118,13 @@ typedef struct dtrain__cast {
 #define DTRAIN__FEED_ITEMS 16
 
 /* Each input goes through page-locked memory of its own, which the next step can fill while nobody
- * calls the model. */
+ * calls the model. Behind an I32 input, there and on the device, stands one over its valid count:
+ * the number changes from step to step, and a recorded loss finds it there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
-    void *pinned;
+    void *pinned;     /* (bytes + 4) */
     size_t bytes;
     dtrain_dtype dtype;
-    int64_t valid_count; /* of I32: in the recorded pass */
 } dtrain__feed_item;
 
 typedef struct dtrain__feed {
@@ -167,7 +168,7 @@ struct dtrain_tape {
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 
