@@ -3083,6 +3083,7 @@ typedef enum dtrain__end {
 typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
+    int32_t after;                 /* 1 + the rank whose failure this one was told of; 0: none */
     uint64_t ended_ns;             /* when this was written */
     char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
 } dtrain__exit_record;
@@ -3121,6 +3122,7 @@ typedef struct dtrain__control {
     dtrain__abort_record aborted;
     dtrain__exit_record exits[DTRAIN_MAX_RANKS];
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
+    uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
 } dtrain__control;
 
@@ -3160,6 +3162,7 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
+    int told_by;                  /* 1 + the rank whose failure this one was told of; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
@@ -3194,8 +3197,12 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
                                           const char *text);
+DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control);
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
-DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank);
+DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank);
+DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank);
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);
@@ -3287,7 +3294,8 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  *     frame      data
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
- *     ABORT      its dtrain__abort_record */
+ *     ABORT      its dtrain__abort_record
+ *     WAIT       for which rank it has been waiting for long: int32 */
 
 /* ================================================================================================
  * src/world/environment_internal.h
@@ -3317,7 +3325,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
 typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
-    DTRAIN__FRAME_ABORT = 3
+    DTRAIN__FRAME_ABORT = 3,
+    DTRAIN__FRAME_WAIT = 4
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
@@ -3343,6 +3352,7 @@ typedef struct dtrain__connection {
 typedef struct dtrain__link {
     bool shared;              /* the control page is shared memory: nothing is sent any more */
     uint64_t polled_ns;       /* last poll from inside a wait */
+    uint64_t wait_ns;         /* when to say for whom this rank waits; 0: it does not */
     int count;                /* of ends: on rank 0 the world's size, else 1 */
     dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
     char *out;                /* (count, 3 frames) frames that not all ends have been sent */
@@ -3356,6 +3366,7 @@ DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes);
+DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
@@ -3424,6 +3435,15 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     char prefix[32];
     snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__rank_of_thread());
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
+}
+
+/* Return the rank that failed first, -1 for none. The first one that has ended may have been told
+ * of another one's failure and been quicker to end. */
+DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
+{
+    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    const int cause = first < 0 ? -1 : control->exits[first].after - 1;
+    return cause >= 0 && dtrain__load(&control->exits[cause].how) > DTRAIN__LEFT ? cause : first;
 }
 
 /* Count a rank that has ended; the first one that failed stands. */
@@ -3509,19 +3529,60 @@ DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
 }
 
 /* Say, as an error, whether a rank has failed or aborted. */
-DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 {
     const dtrain__control *control = world->control;
-    const uint32_t failed = dtrain__load(&control->first_failed);
+    const bool aborted = dtrain__load(&control->aborted.state) == 2;
+    const int failed = dtrain__first_failure(control),
+              rank = aborted ? control->aborted.rank : failed;
     char text[160];
-    if (dtrain__load(&control->aborted.state) == 2) {
+    if (!world->told_by) world->told_by = 1 + rank;
+    if (aborted) {
         const char *code = dtrain_result_text((dtrain_result)control->aborted.code);
         return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %.*s: %s", control->aborted.rank,
                            (int)strcspn(code, ":"), code, control->aborted.text);
     }
-    if (!failed) return DTRAIN_OK;
-    dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
+    if (failed < 0) return DTRAIN_OK;
+    dtrain__describe_end(control, failed, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s%s%s", text,
+                       control->exits[failed].error[0] ? "; its last error: " : "",
+                       control->exits[failed].error);
+}
+
+/* ---- Who waits for whom
+ *
+ * A rank that waits for another one writes down for which and when, at every poll. So a rank whose
+ * deadline ends can follow the waits, from its neighbour on, to the one that waits for nobody: that
+ * one is behind. An entry counts for half a deadline, because a rank that was stopped inside of a
+ * wait does not wait. */
+
+/* Note for which rank of the world this one waits; -1: for none. */
+DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
+{
+    uint64_t *own = &world->control->waits[world->rank], entry = 0;
+    if (rank >= 0) entry = dtrain__now_ns() / 1000000u << 16 | (uint64_t)(rank + 1);
+    if (*own != entry) dtrain__store(own, entry);
+    if (world->link) dtrain__link_wait(world, rank);
+}
+
+/* Return the rank for which another one waits; -1: it waits for none. */
+DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank)
+{
+    const uint64_t entry = dtrain__load(&world->control->waits[rank]);
+    if (!entry || dtrain__now_ns() / 1000000u - (entry >> 16) > world->timeout_ns / 2000000u)
+        return -1;
+    return (int)(entry & 65535u) - 1;
+}
+
+/* Follow the waits from a rank on to the one that is behind; -1: they go in a circle. */
+DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
+{
+    for (int i = 0; i < world->size; i++) {
+        const int next = dtrain__waits(world, rank);
+        if (next < 0) return rank;
+        rank = next;
+    }
+    return -1;
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
@@ -3628,6 +3689,7 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
     while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
+        dtrain__set_waits(world, rank == world->rank ? -1 : rank);
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
         if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
@@ -3636,11 +3698,13 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 world, DTRAIN_ERROR_PEER,
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
-        if (turn == DTRAIN_ERROR_TIMEOUT)
+        if (turn == DTRAIN_ERROR_TIMEOUT) {
+            const int behind = dtrain__behind(world, rank);
             return dtrain__abort_with(
                 world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
-                world->rank, 1e-9 * (double)world->timeout_ns, rank,
+                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? rank : behind,
                 rank == world->rank ? " to be heard: a rank does not read" : "");
+        }
     }
     return DTRAIN_OK;
 }
@@ -3673,6 +3737,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                 (unsigned long long)slots[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
     }
+    dtrain__set_waits(world, -1);
     return DTRAIN_OK;
 }
 
@@ -4283,11 +4348,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
  *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
- * Three things are said: a record of dtrain_world_all_gather, an exit, an abort. The receiver
- * writes each into its own control page, at the place where a forked rank would have written it in
- * the shared one; hence waits, polls and all-gathers read the page and need not know the link. A
- * socket that closes without an exit means that its rank is lost; keepalive closes the socket of a
- * host that has gone.
+ * Four things are said: a record of dtrain_world_all_gather, an exit, an abort, a wait. The
+ * receiver writes each into its own control page, at the place where a forked rank would have
+ * written it in the shared one; hence waits, polls and all-gathers read the page and need not know
+ * the link. A socket that closes without an exit means that its rank is lost; keepalive closes the
+ * socket of a host that has gone.
  *
  * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
  * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
@@ -4298,7 +4363,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
  * rank's record is at most one ahead of this rank's own, because nobody finishes an all-gather
  * without this rank; so at any time the buffer holds at most two records and one exit of each rank,
  * and one abort: less than three frames of full size per rank. A rank that does not read is thus a
- * timeout of the all-gather. */
+ * timeout of the all-gather. A wait is dropped where the buffer holds more than 1 KiB a rank, so
+ * waits never take more than that. */
 
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
 {
@@ -4391,6 +4457,25 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
     return !dtrain__is_remote(world) || world->link->out_bytes == 0;
 }
 
+static bool dtrain__link_takes_waits(const dtrain__link *link)
+{
+    return link->out_bytes < (size_t)link->count << 10;
+}
+
+/* Tell the others for which rank this one waits (-1: for none) when it has been waiting for a
+ * quarter of its deadline, and from then on every eighth. */
+DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
+{
+    const int32_t target = rank;
+    if (!dtrain__is_remote(world)) return;
+    dtrain__link *link = world->link;
+    const uint64_t now = dtrain__now_ns();
+    if (rank < 0 || !link->wait_ns) link->wait_ns = rank < 0 ? 0 : now + world->timeout_ns / 4;
+    if (rank < 0 || now < link->wait_ns || !dtrain__link_takes_waits(link)) return;
+    link->wait_ns = now + world->timeout_ns / 8;
+    dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
+}
+
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
 /* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
@@ -4414,14 +4499,24 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
         dtrain__exit_record end;
         memcpy(&end, data, sizeof end);
         end.error[sizeof end.error - 1] = 0;
-        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST) return false;
+        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST || end.after < 0 ||
+            end.after > world->size)
+            return false;
         news = dtrain__load(&control->exits[rank].how) == DTRAIN__RUNNING;
+        if (news) control->exits[rank].after = end.after;
         if (news) dtrain__record_end(control, rank, (dtrain__end)end.how, end.value, end.error);
     } else if (frame->kind == DTRAIN__FRAME_ABORT && frame->bytes == sizeof(dtrain__abort_record)) {
         dtrain__abort_record abort;
         memcpy(&abort, data, sizeof abort);
         abort.text[sizeof abort.text - 1] = 0;
         news = dtrain__record_abort(control, rank, (dtrain_result)abort.code, abort.text);
+    } else if (frame->kind == DTRAIN__FRAME_WAIT && frame->bytes == sizeof(int32_t)) {
+        int32_t target;
+        memcpy(&target, data, sizeof target);
+        if (target < 0 || target >= world->size) return false;
+        dtrain__store(&control->waits[rank],
+                      dtrain__now_ns() / 1000000u << 16 | (uint64_t)(target + 1));
+        news = dtrain__link_takes_waits(world->link);
     } else return false;
     if (world->rank == 0 && news)
         dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, data, frame->bytes);
@@ -5339,6 +5434,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
+    if (world) world->control->exits[rank].after = world->told_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
@@ -5585,10 +5681,10 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
         desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: rank_count is %u (at most %d), mode is %u (0, processes, "
-            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %u (0 to "
-            "4096)",
-            most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, desc->threads_per_rank);
+            "dtrain_launch: rank_count is %d (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
+            "4096)", /* %d: a negative number is what a program was given */
+            (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
     DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -5617,7 +5713,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
     dtrain__control *control = launch->region.control;
-    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    const int first = dtrain__first_failure(control);
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
@@ -6557,7 +6653,7 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     const dtrain__abort_record *report = comm->report;
-    const dtrain_world *world = comm->base.world;
+    dtrain_world *world = comm->base.world;
     for (dtrain__engine *other = world->comms; other; other = other->next) {
         if (other->report != report) continue;
         other->failed = true;
@@ -6573,6 +6669,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
         DTRAIN__TRY(dtrain__trouble(world));
         return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
     }
+    if (!world->told_by) world->told_by = 1 + report->rank;
     const dtrain_result code = (dtrain_result)report->code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
                             code == DTRAIN_ERROR_PEER || report->rank == world->rank;
@@ -6678,6 +6775,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     const dtrain__work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
     const uint64_t now = dtrain__now_ns();
+    int waits = -1; /* for this rank of the world: if there is one, for one that does not wait */
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
@@ -6689,6 +6787,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
             continue;
         }
+        if (waits < 0 || (dtrain__waits(comm->base.world, waits) >= 0 &&
+                          dtrain__waits(comm->base.world, world[i]) < 0))
+            waits = world[i];
         if (!left) continue;
         dtrain__name_work(work, name, sizeof name);
         return dtrain__engine_failf(
@@ -6696,14 +6797,46 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
             "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
             world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
     }
+    dtrain__set_waits(comm->base.world, waits);
     return DTRAIN_OK;
+}
+
+/* List the ranks that are behind, where `work` waits for them or for ranks that do:
+ * "rank 2 (its last was #16)", "rank 3, which waits for rank 2 (its last was #16)". */
+static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
+                                size_t room)
+{
+    const int size = comm->base.size, *world = comm->base.world_ranks;
+    bool listed[DTRAIN_MAX_RANKS] = {false};
+    size_t used = 0;
+    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those it waits for itself */
+        const int i = k % size;
+        if (!dtrain__waits_for(comm, work, i)) continue;
+        const int end = dtrain__behind(comm->base.world, world[i]),
+                  behind = end < 0 ? world[i] : end;
+        int at = 0; /* of the rank that is behind, here; size: it is no member */
+        while (at < size && world[at] != behind) at++;
+        if (listed[behind] || (behind == world[i]) != (k < size)) continue;
+        listed[behind] = true;
+        used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
+        if (behind != world[i])
+            used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
+        const unsigned long long last =
+            at < size ? (unsigned long long)dtrain__last_sequence(comm, at) : 0;
+        if (end < 0)
+            used += (size_t)snprintf(list + used, room - used,
+                                     ", which waits for ranks that wait for each other");
+        else if (at < size)
+            used += (size_t)snprintf(
+                list + used, room - used, " (%s #%llu)",
+                work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+    }
 }
 
 static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
     char name[128], list[200] = "";
-    size_t used = 0;
     const dtrain_world *world = comm->base.world;
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
@@ -6719,18 +6852,11 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
             "timeout_ms",
             name, world->rank, seconds, world->emulation.gigabits_per_second,
             1e-9 * (double)(work->due_ns - now));
-    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
-        if (!dtrain__waits_for(comm, work, i)) continue;
-        const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
-        used += (size_t)snprintf(
-            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
-            comm->base.world_ranks[i],
-            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
-    }
+    dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
         comm, DTRAIN_ERROR_TIMEOUT,
         "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
-        world->rank, seconds, used ? list : "its own records to go out",
+        world->rank, seconds, list[0] ? list : "its own records to go out",
         dtrain__node_ranks(world) ? " or the emulated links" : "");
 }
 
@@ -6864,6 +6990,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
+    dtrain__set_waits(world, -1);
     return result;
 }
 
