@@ -416,6 +416,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
+    double when = info->seconds;
+    if (end->ended_ns > launch->start_ns) when = 1e-9 * (double)(end->ended_ns - launch->start_ns);
     const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
@@ -430,9 +432,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
                  launch->forwarded, dtrain__signal_name(launch->forwarded));
     if (others)
         snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
-    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
-                       info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
-                       end->error);
+    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how, when,
+                       stopped, too, end->error[0] ? "; its last error: " : "", end->error);
 }
 
 /* torchrun reports what stands in this file as the root cause. */
