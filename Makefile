@@ -172,7 +172,7 @@ MPICC ?= mpicc
 mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
 # What the tests start under each MPI that is installed, in a folder of its own.
 openmpi mpich:
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi train_gpt)
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt)
 
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
@@ -235,6 +235,8 @@ $(BUILD)/mpi/%: %.c $(BUILD)/mpi/dtrain.a
 	$(PROGRAM) $(ASKING) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
 $(BUILD)/mpi/test_mpi: test_mpi.c $(BUILD)/mpi/flags
 	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD $(TEST_INCLUDES) $< -o $@ $(LIBS)
+$(BUILD)/mpi/test_programs: test_programs.c $(BUILD)/mpi/dtrain.a
+	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
 # Chunks so small that operations have many, messages so small that ints would overflow early.
 $(BUILD)/mpi/small_mpi: test_mpi.c $(BUILD)/mpi/flags
 	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 $(TEST_INCLUDES) $< -o $@ $(LIBS)

@@ -873,8 +873,10 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum, and an
  * all-gather of the results.
  *
- * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init is called if
- * the program has not done it, and then MPI_Finalize when all ranks have returned 0. Any failure
+ * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init_thread is
+ * called if the program has not done it, for MPI_THREAD_SERIALIZED, and then MPI_Finalize when all
+ * ranks have returned 0: both by a thread of their own, because they have no deadline and a rank
+ * does; where one of them does not return, that thread ends with the process. Any failure
  * fails all communicators of the world, and MPI is not called again: its launcher may say that a
  * rank ended without MPI_Finalize, and what was under way may still be written to. SIGPIPE is
  * ignored in such a world unless the program has a handler: Open MPI writes to sockets of the dead.
@@ -3092,6 +3094,7 @@ typedef enum dtrain__end {
 typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
+    int32_t after;                 /* 1 + the rank whose failure this one was told of; 0: none */
     uint64_t ended_ns;             /* when this was written */
     char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
 } dtrain__exit_record;
@@ -3130,6 +3133,7 @@ typedef struct dtrain__control {
     dtrain__abort_record aborted;
     dtrain__exit_record exits[DTRAIN_MAX_RANKS];
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
+    uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
 } dtrain__control;
 
@@ -3169,6 +3173,7 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
+    int told_by;                  /* 1 + the rank whose failure this one was told of; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
@@ -3203,8 +3208,12 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
                                           const char *text);
+DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control);
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
-DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank);
+DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank);
+DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank);
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);
@@ -3296,7 +3305,8 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  *     frame      data
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
- *     ABORT      its dtrain__abort_record */
+ *     ABORT      its dtrain__abort_record
+ *     WAIT       for which rank it has been waiting for long: int32 */
 
 /* ================================================================================================
  * src/world/environment_internal.h
@@ -3326,7 +3336,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
 typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
-    DTRAIN__FRAME_ABORT = 3
+    DTRAIN__FRAME_ABORT = 3,
+    DTRAIN__FRAME_WAIT = 4
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
@@ -3352,6 +3363,7 @@ typedef struct dtrain__connection {
 typedef struct dtrain__link {
     bool shared;              /* the control page is shared memory: nothing is sent any more */
     uint64_t polled_ns;       /* last poll from inside a wait */
+    uint64_t wait_ns;         /* when to say for whom this rank waits; 0: it does not */
     int count;                /* of ends: on rank 0 the world's size, else 1 */
     dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
     char *out;                /* (count, 3 frames) frames that not all ends have been sent */
@@ -3365,6 +3377,7 @@ DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes);
+DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
@@ -3433,6 +3446,15 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     char prefix[32];
     snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__rank_of_thread());
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
+}
+
+/* Return the rank that failed first, -1 for none. The first one that has ended may have been told
+ * of another one's failure and been quicker to end. */
+DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
+{
+    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    const int cause = first < 0 ? -1 : control->exits[first].after - 1;
+    return cause >= 0 && dtrain__load(&control->exits[cause].how) > DTRAIN__LEFT ? cause : first;
 }
 
 /* Count a rank that has ended; the first one that failed stands. */
@@ -3518,19 +3540,60 @@ DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
 }
 
 /* Say, as an error, whether a rank has failed or aborted. */
-DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 {
     const dtrain__control *control = world->control;
-    const uint32_t failed = dtrain__load(&control->first_failed);
+    const bool aborted = dtrain__load(&control->aborted.state) == 2;
+    const int failed = dtrain__first_failure(control),
+              rank = aborted ? control->aborted.rank : failed;
     char text[160];
-    if (dtrain__load(&control->aborted.state) == 2) {
+    if (!world->told_by) world->told_by = 1 + rank;
+    if (aborted) {
         const char *code = dtrain_result_text((dtrain_result)control->aborted.code);
         return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %.*s: %s", control->aborted.rank,
                            (int)strcspn(code, ":"), code, control->aborted.text);
     }
-    if (!failed) return DTRAIN_OK;
-    dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
+    if (failed < 0) return DTRAIN_OK;
+    dtrain__describe_end(control, failed, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s%s%s", text,
+                       control->exits[failed].error[0] ? "; its last error: " : "",
+                       control->exits[failed].error);
+}
+
+/* ---- Who waits for whom
+ *
+ * A rank that waits for another one writes down for which and when, at every poll. So a rank whose
+ * deadline ends can follow the waits, from its neighbour on, to the one that waits for nobody: that
+ * one is behind. An entry counts for half a deadline, because a rank that was stopped inside of a
+ * wait does not wait. */
+
+/* Note for which rank of the world this one waits; -1: for none. */
+DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
+{
+    uint64_t *own = &world->control->waits[world->rank], entry = 0;
+    if (rank >= 0) entry = dtrain__now_ns() / 1000000u << 16 | (uint64_t)(rank + 1);
+    if (*own != entry) dtrain__store(own, entry);
+    if (world->link) dtrain__link_wait(world, rank);
+}
+
+/* Return the rank for which another one waits; -1: it waits for none. */
+DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank)
+{
+    const uint64_t entry = dtrain__load(&world->control->waits[rank]);
+    if (!entry || dtrain__now_ns() / 1000000u - (entry >> 16) > world->timeout_ns / 2000000u)
+        return -1;
+    return (int)(entry & 65535u) - 1;
+}
+
+/* Follow the waits from a rank on to the one that is behind; -1: they go in a circle. */
+DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
+{
+    for (int i = 0; i < world->size; i++) {
+        const int next = dtrain__waits(world, rank);
+        if (next < 0) return rank;
+        rank = next;
+    }
+    return -1;
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
@@ -3637,6 +3700,7 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
     while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
+        dtrain__set_waits(world, rank == world->rank ? -1 : rank);
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
         if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
@@ -3645,11 +3709,13 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 world, DTRAIN_ERROR_PEER,
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
-        if (turn == DTRAIN_ERROR_TIMEOUT)
+        if (turn == DTRAIN_ERROR_TIMEOUT) {
+            const int behind = dtrain__behind(world, rank);
             return dtrain__abort_with(
                 world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
-                world->rank, 1e-9 * (double)world->timeout_ns, rank,
+                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? rank : behind,
                 rank == world->rank ? " to be heard: a rank does not read" : "");
+        }
     }
     return DTRAIN_OK;
 }
@@ -3682,6 +3748,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                 (unsigned long long)slots[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
     }
+    dtrain__set_waits(world, -1);
     return DTRAIN_OK;
 }
 
@@ -4292,11 +4359,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
  *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
- * Three things are said: a record of dtrain_world_all_gather, an exit, an abort. The receiver
- * writes each into its own control page, at the place where a forked rank would have written it in
- * the shared one; hence waits, polls and all-gathers read the page and need not know the link. A
- * socket that closes without an exit means that its rank is lost; keepalive closes the socket of a
- * host that has gone.
+ * Four things are said: a record of dtrain_world_all_gather, an exit, an abort, a wait. The
+ * receiver writes each into its own control page, at the place where a forked rank would have
+ * written it in the shared one; hence waits, polls and all-gathers read the page and need not know
+ * the link. A socket that closes without an exit means that its rank is lost; keepalive closes the
+ * socket of a host that has gone.
  *
  * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
  * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
@@ -4307,7 +4374,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
  * rank's record is at most one ahead of this rank's own, because nobody finishes an all-gather
  * without this rank; so at any time the buffer holds at most two records and one exit of each rank,
  * and one abort: less than three frames of full size per rank. A rank that does not read is thus a
- * timeout of the all-gather. */
+ * timeout of the all-gather. A wait is dropped where the buffer holds more than 1 KiB a rank, so
+ * waits never take more than that. */
 
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
 {
@@ -4400,6 +4468,25 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
     return !dtrain__is_remote(world) || world->link->out_bytes == 0;
 }
 
+static bool dtrain__link_takes_waits(const dtrain__link *link)
+{
+    return link->out_bytes < (size_t)link->count << 10;
+}
+
+/* Tell the others for which rank this one waits (-1: for none) when it has been waiting for a
+ * quarter of its deadline, and from then on every eighth. */
+DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
+{
+    const int32_t target = rank;
+    if (!dtrain__is_remote(world)) return;
+    dtrain__link *link = world->link;
+    const uint64_t now = dtrain__now_ns();
+    if (rank < 0 || !link->wait_ns) link->wait_ns = rank < 0 ? 0 : now + world->timeout_ns / 4;
+    if (rank < 0 || now < link->wait_ns || !dtrain__link_takes_waits(link)) return;
+    link->wait_ns = now + world->timeout_ns / 8;
+    dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
+}
+
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
 /* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
@@ -4423,14 +4510,24 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
         dtrain__exit_record end;
         memcpy(&end, data, sizeof end);
         end.error[sizeof end.error - 1] = 0;
-        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST) return false;
+        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST || end.after < 0 ||
+            end.after > world->size)
+            return false;
         news = dtrain__load(&control->exits[rank].how) == DTRAIN__RUNNING;
+        if (news) control->exits[rank].after = end.after;
         if (news) dtrain__record_end(control, rank, (dtrain__end)end.how, end.value, end.error);
     } else if (frame->kind == DTRAIN__FRAME_ABORT && frame->bytes == sizeof(dtrain__abort_record)) {
         dtrain__abort_record abort;
         memcpy(&abort, data, sizeof abort);
         abort.text[sizeof abort.text - 1] = 0;
         news = dtrain__record_abort(control, rank, (dtrain_result)abort.code, abort.text);
+    } else if (frame->kind == DTRAIN__FRAME_WAIT && frame->bytes == sizeof(int32_t)) {
+        int32_t target;
+        memcpy(&target, data, sizeof target);
+        if (target < 0 || target >= world->size) return false;
+        dtrain__store(&control->waits[rank],
+                      dtrain__now_ns() / 1000000u << 16 | (uint64_t)(target + 1));
+        news = dtrain__link_takes_waits(world->link);
     } else return false;
     if (world->rank == 0 && news)
         dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, data, frame->bytes);
@@ -5348,6 +5445,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
+    if (world) world->control->exits[rank].after = world->told_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
@@ -5594,10 +5692,10 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
         desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: rank_count is %u (at most %d), mode is %u (0, processes, "
-            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %u (0 to "
-            "4096)",
-            most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, desc->threads_per_rank);
+            "dtrain_launch: rank_count is %d (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
+            "4096)", /* %d: a negative number is what a program was given */
+            (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
     DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -5626,7 +5724,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
     dtrain__control *control = launch->region.control;
-    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    const int first = dtrain__first_failure(control);
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
@@ -5634,6 +5732,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
+    double when = info->seconds;
+    if (end->ended_ns > launch->start_ns) when = 1e-9 * (double)(end->ended_ns - launch->start_ns);
     const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
@@ -5648,9 +5748,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
                  launch->forwarded, dtrain__signal_name(launch->forwarded));
     if (others)
         snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
-    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
-                       info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
-                       end->error);
+    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how, when,
+                       stopped, too, end->error[0] ? "; its last error: " : "", end->error);
 }
 
 /* torchrun reports what stands in this file as the root cause. */
@@ -6566,7 +6665,7 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     const dtrain__abort_record *report = comm->report;
-    const dtrain_world *world = comm->base.world;
+    dtrain_world *world = comm->base.world;
     for (dtrain__engine *other = world->comms; other; other = other->next) {
         if (other->report != report) continue;
         other->failed = true;
@@ -6582,6 +6681,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
         DTRAIN__TRY(dtrain__trouble(world));
         return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
     }
+    if (!world->told_by) world->told_by = 1 + report->rank;
     const dtrain_result code = (dtrain_result)report->code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
                             code == DTRAIN_ERROR_PEER || report->rank == world->rank;
@@ -6687,6 +6787,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     const dtrain__work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
     const uint64_t now = dtrain__now_ns();
+    int waits = -1; /* for this rank of the world: if there is one, for one that does not wait */
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
@@ -6698,6 +6799,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
             continue;
         }
+        if (waits < 0 || (dtrain__waits(comm->base.world, waits) >= 0 &&
+                          dtrain__waits(comm->base.world, world[i]) < 0))
+            waits = world[i];
         if (!left) continue;
         dtrain__name_work(work, name, sizeof name);
         return dtrain__engine_failf(
@@ -6705,14 +6809,46 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
             "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
             world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
     }
+    dtrain__set_waits(comm->base.world, waits);
     return DTRAIN_OK;
+}
+
+/* List the ranks that are behind, where `work` waits for them or for ranks that do:
+ * "rank 2 (its last was #16)", "rank 3, which waits for rank 2 (its last was #16)". */
+static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
+                                size_t room)
+{
+    const int size = comm->base.size, *world = comm->base.world_ranks;
+    bool listed[DTRAIN_MAX_RANKS] = {false};
+    size_t used = 0;
+    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those it waits for itself */
+        const int i = k % size;
+        if (!dtrain__waits_for(comm, work, i)) continue;
+        const int end = dtrain__behind(comm->base.world, world[i]),
+                  behind = end < 0 ? world[i] : end;
+        int at = 0; /* of the rank that is behind, here; size: it is no member */
+        while (at < size && world[at] != behind) at++;
+        if (listed[behind] || (behind == world[i]) != (k < size)) continue;
+        listed[behind] = true;
+        used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
+        if (behind != world[i])
+            used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
+        const unsigned long long last =
+            at < size ? (unsigned long long)dtrain__last_sequence(comm, at) : 0;
+        if (end < 0)
+            used += (size_t)snprintf(list + used, room - used,
+                                     ", which waits for ranks that wait for each other");
+        else if (at < size)
+            used += (size_t)snprintf(
+                list + used, room - used, " (%s #%llu)",
+                work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+    }
 }
 
 static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
     char name[128], list[200] = "";
-    size_t used = 0;
     const dtrain_world *world = comm->base.world;
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
@@ -6728,18 +6864,11 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
             "timeout_ms",
             name, world->rank, seconds, world->emulation.gigabits_per_second,
             1e-9 * (double)(work->due_ns - now));
-    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
-        if (!dtrain__waits_for(comm, work, i)) continue;
-        const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
-        used += (size_t)snprintf(
-            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
-            comm->base.world_ranks[i],
-            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
-    }
+    dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
         comm, DTRAIN_ERROR_TIMEOUT,
         "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
-        world->rank, seconds, used ? list : "its own records to go out",
+        world->rank, seconds, list[0] ? list : "its own records to go out",
         dtrain__node_ranks(world) ? " or the emulated links" : "");
 }
 
@@ -6873,6 +7002,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
+    dtrain__set_waits(world, -1);
     return result;
 }
 
@@ -7855,12 +7985,24 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
 
 enum { DTRAIN__MPI_TAGS = 3 }; /* of a communicator: records, parts and results, messages */
 
+/* A thread that calls MPI_Init_thread and, in the end, MPI_Finalize: they wait for all ranks and
+ * have no deadline, and MPI wants the same thread for both. */
+typedef struct dtrain__mpi_thread {
+    pthread_t id;
+    pthread_mutex_t gate; /* the rank holds it until the end */
+    uint32_t returned;    /* atomic: calls that have returned */
+    bool finalize;
+    int code, provided;
+} dtrain__mpi_thread;
+
 /* One a rank. */
 typedef struct dtrain__mpi_hub {
     MPI_Comm mpi;
     int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
     int64_t number_limit;        /* of communicators: MPI has no tags for more */
-    bool ours;                   /* MPI_Init was called here */
+    dtrain__mpi_thread *thread;  /* NULL: the program has called MPI_Init */
+    MPI_Request request;         /* of MPI_Comm_idup, MPI_Ibarrier */
+    int code;                    /* of the last call */
     bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
     bool failed;                 /* MPI is not called any more */
 } dtrain__mpi_hub;
@@ -8345,10 +8487,13 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
 /* The MPI transport: how ranks meet in MPI, and how they leave it
  *
  * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
- * that they will. Then all compare what MPI thinks the world is with what it is. A rank that cannot
- * go on leaves, and the others hear of it where they wait for it. */
+ * that they will; for one that is stopped then, a thread calls it, and the rank waits for that
+ * thread with a deadline. Then all compare what MPI thinks the world is with what it is. A rank
+ * that cannot go on leaves, and the others hear of it where they wait for it. */
 
 #ifdef DTRAIN_USE_MPI
+
+#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* at least, with MPI itself; else timeout_ms */
 
 typedef struct dtrain__mpi_hello {
     int32_t size, rank; /* in MPI */
@@ -8380,15 +8525,128 @@ static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
     hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
 }
 
-static dtrain_result dtrain__mpi_init(dtrain__mpi_hub *hub, dtrain__mpi_hello *mine)
+static void *dtrain__mpi_thread_main(void *argument)
 {
-    int ready = 0, provided = 0, found = 0;
+    dtrain__mpi_thread *self = (dtrain__mpi_thread *)argument;
+    self->code = MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &self->provided);
+    dtrain__store(&self->returned, 1);
+    pthread_mutex_lock(&self->gate);
+    if (self->finalize) MPI_Finalize();
+    pthread_mutex_unlock(&self->gate);
+    dtrain__store(&self->returned, 2);
+    return NULL;
+}
+
+/* Start the thread. Signals are the rank's, not its. */
+static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
+{
+    sigset_t all, before;
+    dtrain__mpi_thread *thread = (dtrain__mpi_thread *)calloc(1, sizeof *thread);
+    if (!thread) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for MPI's thread");
+    pthread_mutex_init(&thread->gate, NULL);
+    pthread_mutex_lock(&thread->gate);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&thread->id, NULL, dtrain__mpi_thread_main, thread);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!error) hub->thread = thread;
+    else free(thread);
+    return error ? dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI's thread could not be made: %s",
+                               strerror(error))
+                 : DTRAIN_OK;
+}
+
+/* Say whether so many calls of the thread have returned; if not, look again a little later. */
+static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
+{
+    struct timespec nap;
+    if (dtrain__load(&hub->thread->returned) >= calls) return true;
+    nap.tv_sec = 0;
+    nap.tv_nsec = 1000000;
+    nanosleep(&nap, NULL);
+    return false;
+}
+
+/* Let the thread go, through MPI_Finalize or without. One that does not come back keeps its memory
+ * until the process ends. */
+static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    dtrain__mpi_thread *thread = hub->thread;
+    dtrain__wait wait = dtrain__wait_begin();
+    const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
+    const bool ends = thread->finalize = !hub->failed;
+    pthread_mutex_unlock(&thread->gate);
+    while (ends && !dtrain__mpi_returned(hub, 2) && dtrain__wait_poll(world, &wait) == DTRAIN_OK)
+        continue;
+    if (inside || (ends && dtrain__load(&thread->returned) < 2)) {
+        dtrain_log(world, DTRAIN_LOG_WARNING, "rank %d leaves MPI, and %s has not returned",
+                   world->rank, ends ? "MPI_Finalize" : "MPI_Init_thread");
+        pthread_detach(thread->id);
+        return;
+    }
+    pthread_join(thread->id, NULL);
+    pthread_mutex_destroy(&thread->gate);
+    free(thread);
+}
+
+/* Wait for what MPI does on all ranks together: `done` looks. Ten times a second and more the ranks
+ * tell each other how it is, so one that is stopped is missing there, and all give up together. */
+static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub, const char *call,
+                                       bool (*done)(dtrain__mpi_hub *hub))
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    const uint64_t least = DTRAIN__MPI_PATIENCE_NS;
+    const uint64_t most = world->timeout_ns > least ? world->timeout_ns : least;
+    enum { UNDER_WAY, DONE, TOO_LATE };
+    int32_t mine = UNDER_WAY, all[DTRAIN_MAX_RANKS];
+    int late = 0;
+    while (late < world->size) {
+        const uint64_t until = dtrain__now_ns() + 100000000u;
+        while (mine != DONE && dtrain__now_ns() < until)
+            if (done(hub)) mine = DONE;
+            else sched_yield();
+        const dtrain_result turn = dtrain__wait_poll(world, &wait);
+        if (turn == DTRAIN_ERROR_PEER) return turn;
+        if (mine != DONE && wait.waited_ns >= most) mine = TOO_LATE;
+        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+        for (late = 0; late < world->size && all[late] == DONE;) late++;
+        for (int i = 0; i < world->size; i++)
+            if (all[i] == TOO_LATE)
+                return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                                   "%s has not returned on rank %d for %.1f s", call, i,
+                                   1e-9 * (double)most);
+    }
+    if (hub->code == MPI_SUCCESS) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s failed with code %d", call, hub->code);
+}
+
+static bool dtrain__mpi_init_done(dtrain__mpi_hub *hub)
+{
+    const bool done = !hub->thread || dtrain__mpi_returned(hub, 1);
+    if (done && hub->thread) hub->code = hub->thread->code;
+    return done;
+}
+
+static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
+{
+    int done = 1;
+    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
+    return done || hub->code != MPI_SUCCESS;
+}
+
+static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
+                                      dtrain__mpi_hello *mine)
+{
+    int ready = 0, found = 0;
     void *highest = NULL;
     MPI_Initialized(&ready);
-    hub->ours = !ready;
-    if (!ready && MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Init_thread failed");
-    if (hub->ours) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    if (!ready) DTRAIN__TRY(dtrain__mpi_thread_start(hub));
+    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Init_thread", dtrain__mpi_init_done));
+    if (hub->thread && hub->thread->provided < MPI_THREAD_SERIALIZED)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this MPI gives no MPI_THREAD_SERIALIZED; call MPI_Init before "
+                           "dtrain_launch and MPI_Finalize after it");
+    if (hub->thread) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     dtrain__mpi_quiet_pipes(hub);
     MPI_Comm_size(MPI_COMM_WORLD, &mine->size);
     MPI_Comm_rank(MPI_COMM_WORLD, &mine->rank);
@@ -8421,21 +8679,8 @@ static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
  * not block. */
 static dtrain_result dtrain__mpi_duplicate(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    dtrain__wait wait = dtrain__wait_begin();
-    MPI_Request request;
-    int done = 0;
-    int code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &request);
-    while (code == MPI_SUCCESS) {
-        code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-        if (code != MPI_SUCCESS || done) break;
-        const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain_fail(turn, "MPI_Comm_idup: not finished after %.1f s",
-                               1e-9 * (double)world->timeout_ns);
-        DTRAIN__TRY(turn);
-    }
-    if (code != MPI_SUCCESS)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", code);
+    hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
+    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
     MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
     return DTRAIN_OK;
 }
@@ -8446,41 +8691,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
     DTRAIN__TRY(dtrain__mpi_can_meet(world));
     DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
-    DTRAIN__TRY(dtrain__mpi_init(hub, &mine));
+    DTRAIN__TRY(dtrain__mpi_init(world, hub, &mine));
     DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
     for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
     return dtrain__mpi_duplicate(world, hub);
 }
 
-/* Say whether all ranks have come to the end of the world well: only then MPI can be ended, because
- * MPI_Finalize waits for everybody and has no deadline. */
-static bool dtrain__mpi_all_end(dtrain_world *world, const dtrain__mpi_hub *hub)
+/* Say whether all ranks have come to the end of the world well: only then MPI can be ended. */
+static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__wait wait = dtrain__wait_begin();
-    MPI_Request request;
-    int done = 0;
+    dtrain_result turn = DTRAIN_OK;
+    int late = 0;
     if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
-    if (MPI_Ibarrier(hub->mpi, &request) != MPI_SUCCESS) return false;
-    for (;;) {
-        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
-        if (done) return true;
+    hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
+    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
         if (world->link) dtrain__link_pump(world, 1);
-        if (dtrain__wait_poll(world, &wait) != DTRAIN_OK) return false;
+        turn = dtrain__wait_poll(world, &wait);
     }
+    if (turn != DTRAIN_ERROR_TIMEOUT) return turn == DTRAIN_OK && hub->code == MPI_SUCCESS;
+    while (late + 1 < world->size &&
+           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
+        late++;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "rank %d has not come to its end for %.1f s: rank %d leaves without MPI_Finalize",
+               late, 1e-9 * (double)world->timeout_ns, world->rank);
+    return false;
 }
 
 /* Leave MPI after the last communicator, and end it if it was begun here. What MPI may still touch
  * stays mapped when not all ranks have come this far. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    int finalized = 1;
     hub->failed = !dtrain__mpi_all_end(world, hub);
-    if (!hub->failed) {
-        MPI_Comm_free(&hub->mpi);
-        MPI_Finalized(&finalized);
-        if (hub->ours && !finalized) MPI_Finalize();
-    }
+    if (hub->thread) dtrain__mpi_thread_end(world, hub);
+    else if (!hub->failed) MPI_Comm_free(&hub->mpi);
     if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
 }
 
@@ -15898,7 +16144,7 @@ static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t fo
                            DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
     dataset->token_bytes = narrow ? 2 : 4;
     dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = (int32_t)dtrain__le(head + 8, 4);
+    dataset->token_count = dtrain__le(head + 8, 4);
     const int64_t bytes = DTRAIN__BIN_HEADER + dataset->token_count * dataset->token_bytes;
     if (dataset->token_count > 0 && bytes == dataset->file_bytes) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,

@@ -6,6 +6,7 @@
  *     build/tests/test_programs --count 10000          so many new ones; they are printed to be repeated
  *     build/tests/test_programs --seconds 120          as many as fit
  *     build/tests/test_programs --seed 77              this one, in words; if it fails it is shrunk
+ *     mpirun -n 4 build/mpi/test_programs --count 100  over MPI, each with four ranks; the first failure ends it
  *
  * A program is a pure function of its seed: every decision of a rank is drawn from (seed, what, rank,
  * step, micro-batch, parameter), so that the oracle can take it too. What ranks may do differently: lack
@@ -29,6 +30,9 @@
 #ifdef DTRAIN_CUDA_EMULATION
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/emulated_device.h"
+#endif
+#ifdef DTRAIN_USE_MPI
+#include <mpi.h>
 #endif
 
 enum { MOST_RANKS = 8, MOST_PARAMS = 14, MOST_STEPS = 4, MOST_MICRO = 4, MOST_UNITS = 6 };
@@ -461,6 +465,14 @@ static void register_model(rank_state *s)
     }
 }
 
+#ifdef DTRAIN_USE_MPI
+enum { OVER_MPI = 1 };
+#else
+enum { OVER_MPI = 0 };
+#endif
+static int
+    mpi_ranks; /* over MPI a world has all ranks of mpirun, and each rank has a report of its own */
+
 static int rank_main(dtrain_world *world, void *user)
 {
     const play *y = (const play *)user;
@@ -487,7 +499,7 @@ static int rank_main(dtrain_world *world, void *user)
         for (int p = 0; p < g->params; p++)
             if (g->p[p].storage == p) {
                 if (dtrain_strategy_read(s->strategy, (size_t)p, s->host) != DTRAIN_OK) break;
-                for (int64_t i = 0; i < g->p[p].count && s->rank == 0; i++)
+                for (int64_t i = 0; i < g->p[p].count && (s->rank == 0 || OVER_MPI); i++)
                     base_of(y, p)[i] = (double)s->host[i];
             }
         result = dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK ? train(s) : 1;
@@ -584,6 +596,7 @@ static program generate(uint64_t seed)
     memset(&g, 0, sizeof g);
     g.seed = seed;
     g.ranks = 1 + (int)pick(&state, pick(&state, 4) ? 4 : MOST_RANKS);
+    if (OVER_MPI) g.ranks = mpi_ranks;
     g.mode = pick(&state, 2) ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS;
     g.steps = 1 + (int)pick(&state, MOST_STEPS);
     g.micro = 1 + (int)pick(&state, MOST_MICRO);
@@ -597,6 +610,8 @@ static program generate(uint64_t seed)
     g.quitter = pick(&state, 12) ? -1 : (int)pick(&state, (uint64_t)g.ranks);
     g.quit_step = (int)pick(&state, (uint64_t)g.steps);
     g.nccl = draw(&g, NCCL, 0, 0, 0, 0) % 3 == 0;
+    if (OVER_MPI)
+        g.mode = DTRAIN_LAUNCH_PROCESSES, g.quitter = -1; /* MPI is not called after a failure */
     return g;
 }
 
@@ -689,6 +704,26 @@ static void use_nccl(play *y, dtrain_launch_desc *desc, dtrain_device_ops *ops)
 }
 #endif
 
+static dtrain_result launch_program(play *y)
+{
+    dtrain_launch_desc desc = ranks_desc(y->g->ranks, y->g->mode);
+    desc.timeout_ms = 8000;
+    desc.log = say_nothing;
+#ifdef DTRAIN_USE_CUDA
+    desc.device_ops =
+        dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */
+#endif
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_device_ops ops;
+    if (y->g->nccl) use_nccl(y, &desc, &ops);
+#endif
+#ifdef DTRAIN_USE_MPI
+    desc.comm_ops = dtrain_mpi_comm_ops();
+#endif
+    alarm(40);
+    return dtrain_launch(&desc, rank_main, y, NULL);
+}
+
 /* True if the program ends as it must; otherwise *text says what one of its ranks found. */
 static bool passes(program *g, char *text, size_t room)
 {
@@ -702,21 +737,18 @@ static bool passes(program *g, char *text, size_t room)
     y.r->gathered_tolerance = low_values ? 0.04 : y.r->tolerance;
     oracle(&y);
     fflush(stdout);
+    if (OVER_MPI) {
+        const bool good = launch_program(&y) == DTRAIN_OK;
+        snprintf(text, room, "%s", good ? "" : dtrain_last_error());
+        for (int r = 0; r < g->ranks && !good; r++)
+            if (y.r->outcome[r] == 2) snprintf(text, room, "rank %d: %s", r, y.r->text[r]);
+        munmap(y.r, bytes);
+        return good;
+    }
     const pid_t child = fork();
     if (child == 0) {
-        dtrain_launch_desc desc = ranks_desc(g->ranks, g->mode);
         setpgid(0, 0);
-        desc.timeout_ms = 8000;
-        desc.log = say_nothing;
-#ifdef DTRAIN_USE_CUDA
-        desc.device_ops = dtrain_cuda_device_ops();
-#endif
-#ifdef DTRAIN_CUDA_EMULATION
-        dtrain_device_ops ops;
-        if (g->nccl) use_nccl(&y, &desc, &ops);
-#endif
-        alarm(40);
-        _exit(dtrain_launch(&desc, rank_main, &y, NULL) == DTRAIN_OK ? 0 : 1);
+        _exit(launch_program(&y) == DTRAIN_OK ? 0 : 1);
     }
     int status = 0;
     waitpid(child, &status, 0);
@@ -813,7 +845,8 @@ static bool run_seed(uint64_t seed, bool words)
     char text[500];
     if (words) print_program(&g);
     if (passes(&g, text, sizeof text)) return true;
-    printf("  FAIL seed %llu: %s\n", (unsigned long long)seed, text);
+    fprintf(OVER_MPI ? stderr : stdout, "  FAIL seed %llu: %s\n", (unsigned long long)seed, text);
+    if (OVER_MPI) exit(1);
     shrink(&g);
     passes(&g, text, sizeof text);
     print_program(&g);
@@ -836,12 +869,23 @@ int main(int argc, char **argv)
             end = test_seconds() + atof(argv[i + 1]), count = UINT64_MAX;
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
+#ifdef DTRAIN_USE_MPI
+    int rank;
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_SINGLE, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &mpi_ranks);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Bcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
+    if (rank && !freopen("/dev/null", "w", stdout)) return 1;
+#endif
     if (count > 1)
         for (size_t i = 0; i < sizeof failed_once / sizeof *failed_once; i++)
             *(run_seed(failed_once[i].seed, false) ? &passed : &failed) += 1;
     printf("  seeds from %llu on\n", (unsigned long long)first);
     for (uint64_t i = 0; i < count && failed < 20 && (end == 0 || test_seconds() < end); i++)
         *(run_seed(first + i, count == 1) ? &passed : &failed) += 1;
+#ifdef DTRAIN_USE_MPI
+    MPI_Finalize();
+#endif
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed != 0;
 }
