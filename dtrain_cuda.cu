@@ -75,6 +75,7 @@
 #include <cuda_runtime.h>
 
 #include <math.h>
+#include <string.h>
 
 /* Launch a kernel with typed arguments: a wrong type or count is a compile error, and a launch that
  * fails returns its error code. */
@@ -116,6 +117,11 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
 #define DTRAIN_CUDA_UNROLL _Pragma("unroll")
 #endif
 
+/* Code for GPUs before Ampere: nvcc 13 makes it, for sm_75, when no architecture is named. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define DTRAIN_CUDA_BEFORE_AMPERE
+#endif
+
 #define DTRAIN_CUDA_WARP 32
 #define DTRAIN_CUDA_ALL_LANES 0xffffffffu
 
@@ -152,12 +158,17 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
 
 /* Round to nearest, ties to even: the bits of dtrain_f32_to_bf16 and dtrain_f32_to_f16, except that
- * the hardware gives every fp16 NaN the same bits. */
+ * every NaN becomes 0x7fff. That is what the instructions give, so the code that stands in for them
+ * does the same. */
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
 {
+#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+#else
     const uint32_t bits = __float_as_uint(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) to.bits = (uint16_t)(bits >> 16 | 0x40u);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) to.bits = 0x7fffu;
     else to.bits = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+#endif
 }
 
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f16 &to)
@@ -165,9 +176,38 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 #ifdef __CUDA_ARCH__
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
 #else
-    to.bits = dtrain_f32_to_f16(x);
+    to.bits = (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : dtrain_f32_to_f16(x);
 #endif
 }
+
+/* Narrow two values into a register; `low`, the neighbour with the smaller index, takes the lower
+ * bits. One instruction, where integer arithmetic takes some ten for each bf16. */
+template <typename Half>
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high, Half kind)
+{
+    Half upper;
+    dtrain_cuda_narrow(low, kind);
+    dtrain_cuda_narrow(high, upper);
+    return (uint32_t)upper.bits << 16 | kind.bits;
+}
+
+#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
+                                                                   dtrain_cuda_bf16)
+{
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
+                                                                   dtrain_cuda_f16)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#endif
 
 /* Name call<T> for the T that `dtype` stands for. */
 #define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
@@ -199,6 +239,23 @@ template <typename T, int W>
 static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T, W> &pack)
 {
     *reinterpret_cast<dtrain_cuda_pack<T, W> *>(to) = pack;
+}
+
+/* Narrow W values to a pack, halves in pairs. */
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_narrow(const float (&from)[W],
+                                                          dtrain_cuda_pack<T, W> &to)
+{
+    if constexpr (sizeof(T) == 2 && W % 2 == 0) {
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < W; i += 2) {
+            const uint32_t pair = dtrain_cuda_narrow_pair(from[i], from[i + 1], T());
+            memcpy(&to.at[i], &pair, sizeof pair);
+        }
+    } else {
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < W; i++) dtrain_cuda_narrow(from[i], to.at[i]);
+    }
 }
 
 /* W of an operation on X and Y: the wider type fills 16 bytes, a narrower one takes less ... */
@@ -1219,12 +1276,13 @@ template <typename X, typename Y> struct dtrain_cuda_add_op {
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
-        dtrain_cuda_pack<X, W> sum;
+        float sum[W];
+        dtrain_cuda_pack<X, W> narrow;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++)
-            dtrain_cuda_narrow(dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]),
-                               sum.at[j]);
-        dtrain_cuda_store(out + i, sum);
+            sum[j] = dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]);
+        dtrain_cuda_narrow(sum, narrow);
+        dtrain_cuda_store(out + i, narrow);
     }
 };
 
@@ -1276,14 +1334,14 @@ template <typename T> struct dtrain_cuda_axpby_op {
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         const float one = !same ? 0 : x ? dtrain_cuda_widen(x[0]) : 1;
+        float value[W];
         dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from = same ? one : dtrain_cuda_widen(g.x.at[j]);
-            dtrain_cuda_narrow(accumulate ? __fmaf_rn(a, from, b * dtrain_cuda_widen(g.y.at[j]))
-                                          : a * from,
-                               out.at[j]);
+            value[j] = accumulate ? __fmaf_rn(a, from, b * dtrain_cuda_widen(g.y.at[j])) : a * from;
         }
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -1373,15 +1431,16 @@ template <typename T> struct dtrain_cuda_dropout_op {
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         uint32_t words[W];
+        float value[W];
         dtrain_cuda_pack<T, W> out;
         dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const bool kept = words[j] >> 8 >= threshold;
-            const float value = kept ? scale * dtrain_cuda_widen(g.x.at[j]) : 0.0f;
-            dtrain_cuda_narrow(accumulate ? value + dtrain_cuda_widen(g.y.at[j]) : value,
-                               out.at[j]);
+            value[j] = kept ? scale * dtrain_cuda_widen(g.x.at[j]) : 0.0f;
+            if (accumulate) value[j] += dtrain_cuda_widen(g.y.at[j]);
         }
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -1413,7 +1472,7 @@ static dtrain_result dtrain_cuda_dropout(dtrain_device *device, const dtrain_dro
 
 /* ---- convert: x (count) -> y (count) ------------------------------------------------------------
  *
- * One read and one write, rounded to nearest. */
+ * One read and one write, rounded to nearest; every NaN becomes 0x7fff in a half. */
 
 template <typename X, typename Y> struct dtrain_cuda_convert_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
@@ -1427,9 +1486,11 @@ template <typename X, typename Y> struct dtrain_cuda_convert_op {
     }
     template <int W> __device__ void store(int64_t i, const dtrain_cuda_pack<X, W> &g) const
     {
+        float value[W];
         dtrain_cuda_pack<Y, W> out;
         DTRAIN_CUDA_UNROLL
-        for (int j = 0; j < W; j++) dtrain_cuda_narrow(dtrain_cuda_widen(g.at[j]), out.at[j]);
+        for (int j = 0; j < W; j++) value[j] = dtrain_cuda_widen(g.at[j]);
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -1517,7 +1578,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
         g.d = dtrain_cuda_load<W>(d_out + i);
     }
     /* Store d_in, and leave its values in `d`, in fp32. */
-    template <int W> __device__ void finish(int64_t i, const group<W> &g, float d[W]) const
+    template <int W> __device__ void finish(int64_t i, const group<W> &g, float (&d)[W]) const
     {
         dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
@@ -1525,8 +1586,8 @@ template <typename T> struct dtrain_cuda_deactivate_op {
             const float from =
                 activation == DTRAIN_ACTIVATION_NONE ? 0 : dtrain_cuda_widen(g.x.at[j]);
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
-            dtrain_cuda_narrow(d[j], out.at[j]);
         }
+        dtrain_cuda_narrow(d, out);
         if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_store(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
@@ -2559,16 +2620,21 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
         if (reads_aux) aux = dtrain_cuda_load<W>(args.aux + at);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < W; i++) {
-            float value = x.at[i] + bias.at[i];
-            if (args.beta != 0) value += args.beta * dtrain_cuda_widen(c.at[i]);
+            x.at[i] += bias.at[i];
+            if (args.beta != 0) x.at[i] += args.beta * dtrain_cuda_widen(c.at[i]);
             if (reads_aux)
-                value =
-                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), value);
-            if (writes_aux) dtrain_cuda_narrow(value, aux.at[i]);
-            dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
-                               c.at[i]);
+                x.at[i] =
+                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), x.at[i]);
         }
-        if (writes_aux) dtrain_cuda_store(args.aux + at, aux);
+        if (writes_aux) {
+            dtrain_cuda_narrow(x.at, aux);
+            dtrain_cuda_store(args.aux + at, aux);
+        }
+        if (!args.backward) {
+            DTRAIN_CUDA_UNROLL
+            for (int i = 0; i < W; i++) x.at[i] = dtrain_cuda_activate(args.activation, x.at[i]);
+        }
+        dtrain_cuda_narrow(x.at, c);
         dtrain_cuda_store(args.c + at, c);
     }
 }
@@ -3060,9 +3126,11 @@ dtrain_cuda_layernorm_input(const dtrain_layernorm_args &args, int64_t at)
     if (!args.residual) return s;
     const dtrain_cuda_pack<Y, WIDTH> residual =
         dtrain_cuda_load<WIDTH>((const Y *)args.residual + at);
+    float sum[WIDTH];
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
-        dtrain_cuda_narrow(dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]), s.at[e]);
+        sum[e] = dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]);
+    dtrain_cuda_narrow(sum, s);
     dtrain_cuda_store((X *)args.sum + at, s);
     return s;
 }
@@ -3075,10 +3143,11 @@ dtrain_cuda_layernorm_output(const dtrain_layernorm_args &args, int64_t row, int
     const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
     dtrain_cuda_pack<float, WIDTH> bias = {};
     if (args.bias) bias = dtrain_cuda_load<WIDTH>(args.bias + column);
+    float out[WIDTH];
     dtrain_cuda_pack<Y, WIDTH> y;
     DTRAIN_CUDA_UNROLL
-    for (int e = 0; e < WIDTH; e++)
-        dtrain_cuda_narrow((s[e] - mean) * rstd * weight.at[e] + bias.at[e], y.at[e]);
+    for (int e = 0; e < WIDTH; e++) out[e] = (s[e] - mean) * rstd * weight.at[e] + bias.at[e];
+    dtrain_cuda_narrow(out, y);
     dtrain_cuda_store((Y *)args.y + row * args.n + column, y);
 }
 
@@ -3224,17 +3293,21 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                                       float d_average, float d_hat_average, float rstd)
 {
     dtrain_cuda_pack<X, WIDTH> d_x = {};
-    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    float out[WIDTH];
     if (args.accumulate_x) d_x = dtrain_cuda_load<WIDTH>((const X *)args.d_x + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float fresh = (d[e] - d_average - hat[e] * d_hat_average) * rstd;
-        dtrain_cuda_narrow(args.accumulate_x ? dtrain_cuda_widen(d_x.at[e]) + fresh : fresh,
-                           d_x.at[e]);
-        dtrain_cuda_narrow(dtrain_cuda_widen(d_x.at[e]), d_residual.at[e]);
+        out[e] = args.accumulate_x ? dtrain_cuda_widen(d_x.at[e]) + fresh : fresh;
     }
+    dtrain_cuda_narrow(out, d_x);
     dtrain_cuda_store((X *)args.d_x + at, d_x);
-    if (args.d_residual) dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
+    if (!args.d_residual) return;
+    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) out[e] = dtrain_cuda_widen(d_x.at[e]);
+    dtrain_cuda_narrow(out, d_residual);
+    dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
 }
 
 /* Add the sums of a block's row groups in order, into its partials. */
@@ -3527,13 +3600,13 @@ static __global__ void __launch_bounds__(256)
         const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            const dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
+            dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
             dtrain_cuda_pack<float, WIDTH> b = {};
             if (place) b = dtrain_cuda_load<WIDTH>(place + column);
             dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
-            for (int e = 0; e < WIDTH; e++)
-                dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
+            for (int e = 0; e < WIDTH; e++) a.at[e] = place ? a.at[e] + b.at[e] : a.at[e];
+            dtrain_cuda_narrow(a.at, out);
             dtrain_cuda_store(y + column, out);
         }
     }
@@ -3958,12 +4031,13 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     const int64_t hit =
         gradient.target -
         column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
+    float d[WIDTH];
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
-        const float d = (hit == e ? p - 1 : p) * gradient.scale;
-        dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
+        d[e] = gradient.target < 0 ? 0 : (hit == e ? p - 1 : p) * gradient.scale;
     }
+    dtrain_cuda_narrow(d, x);
     dtrain_cuda_store(to + column, x);
 }
 
@@ -4232,8 +4306,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         if (j < limit) x = dtrain_cuda_load<4>(row + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
-        for (int i = 0; i < 4; i++)
-            dtrain_cuda_narrow(j + i < limit ? expf(x.at[i] - lse) : 0.0f, p.at[i]);
+        for (int i = 0; i < 4; i++) x.at[i] = j + i < limit ? expf(x.at[i] - lse) : 0.0f;
+        dtrain_cuda_narrow(x.at, p);
         if (j < args.sequence) dtrain_cuda_store(out + j, p);
     }
 }
@@ -4286,10 +4360,11 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
             const bool seen = j + i < limit;
-            const float weight = seen ? expf(x.at[i] - lse) : 0.0f;
-            dtrain_cuda_narrow(weight, p.at[i]);
-            dtrain_cuda_narrow(seen ? weight * (g.at[i] - mean) : 0.0f, d.at[i]);
+            x.at[i] = seen ? expf(x.at[i] - lse) : 0.0f;
+            g.at[i] = seen ? x.at[i] * (g.at[i] - mean) : 0.0f;
         }
+        dtrain_cuda_narrow(x.at, p);
+        dtrain_cuda_narrow(g.at, d);
         if (j >= args.sequence) continue;
         dtrain_cuda_store(p_out + j, p);
         dtrain_cuda_store(d_out + j, d);
@@ -4502,12 +4577,8 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
  * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and
  * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1.
  *
- * mma of this shape and cp.async came with Ampere. Code for older GPUs (nvcc 13 compiles for sm_75
- * when no architecture is named) has none of them: dtrain_cuda_flash_takes keeps off. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#define DTRAIN_CUDA_BEFORE_AMPERE
-#endif
-
+ * mma of this shape and cp.async came with Ampere. Code for older GPUs (DTRAIN_CUDA_BEFORE_AMPERE)
+ * has none of them: dtrain_cuda_flash_takes keeps off. */
 static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
                                                        const uint32_t b[2], dtrain_cuda_bf16)
 {
@@ -4603,40 +4674,6 @@ static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-#endif
-}
-
-/* Pack two halves into a register; `low`, the neighbour with the smaller index, takes the lower
- * bits. */
-static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
-                                                                   dtrain_cuda_bf16 kind)
-{
-#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
-    uint32_t pair;
-    (void)kind;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    dtrain_cuda_bf16 upper;
-    dtrain_cuda_narrow(low, kind);
-    dtrain_cuda_narrow(high, upper);
-    return (uint32_t)upper.bits << 16 | kind.bits;
-#endif
-}
-
-static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
-                                                                   dtrain_cuda_f16 kind)
-{
-#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
-    uint32_t pair;
-    (void)kind;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    dtrain_cuda_f16 upper;
-    dtrain_cuda_narrow(low, kind);
-    dtrain_cuda_narrow(high, upper);
-    return (uint32_t)upper.bits << 16 | kind.bits;
 #endif
 }
 

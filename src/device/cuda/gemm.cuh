@@ -96,16 +96,21 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
         if (reads_aux) aux = dtrain_cuda_load<W>(args.aux + at);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < W; i++) {
-            float value = x.at[i] + bias.at[i];
-            if (args.beta != 0) value += args.beta * dtrain_cuda_widen(c.at[i]);
+            x.at[i] += bias.at[i];
+            if (args.beta != 0) x.at[i] += args.beta * dtrain_cuda_widen(c.at[i]);
             if (reads_aux)
-                value =
-                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), value);
-            if (writes_aux) dtrain_cuda_narrow(value, aux.at[i]);
-            dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
-                               c.at[i]);
+                x.at[i] =
+                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), x.at[i]);
         }
-        if (writes_aux) dtrain_cuda_store(args.aux + at, aux);
+        if (writes_aux) {
+            dtrain_cuda_narrow(x.at, aux);
+            dtrain_cuda_store(args.aux + at, aux);
+        }
+        if (!args.backward) {
+            DTRAIN_CUDA_UNROLL
+            for (int i = 0; i < W; i++) x.at[i] = dtrain_cuda_activate(args.activation, x.at[i]);
+        }
+        dtrain_cuda_narrow(x.at, c);
         dtrain_cuda_store(args.c + at, c);
     }
 }

@@ -51,13 +51,13 @@ static __global__ void __launch_bounds__(256)
         const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            const dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
+            dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
             dtrain_cuda_pack<float, WIDTH> b = {};
             if (place) b = dtrain_cuda_load<WIDTH>(place + column);
             dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
-            for (int e = 0; e < WIDTH; e++)
-                dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
+            for (int e = 0; e < WIDTH; e++) a.at[e] = place ? a.at[e] + b.at[e] : a.at[e];
+            dtrain_cuda_narrow(a.at, out);
             dtrain_cuda_store(y + column, out);
         }
     }
@@ -482,12 +482,13 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     const int64_t hit =
         gradient.target -
         column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
+    float d[WIDTH];
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
-        const float d = (hit == e ? p - 1 : p) * gradient.scale;
-        dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
+        d[e] = gradient.target < 0 ? 0 : (hit == e ? p - 1 : p) * gradient.scale;
     }
+    dtrain_cuda_narrow(d, x);
     dtrain_cuda_store(to + column, x);
 }
 
