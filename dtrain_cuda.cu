@@ -209,6 +209,22 @@ static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, fl
 }
 #endif
 
+/* Load an element whose type is known at run time only, for kernels that are not made for speed;
+ * all threads take the same branch. */
+static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
+{
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
+    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
+    return ((const float *)from)[at];
+}
+
+static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
+{
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
+    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
+    else ((float *)to)[at] = x;
+}
+
 /* Name call<T> for the T that `dtype` stands for. */
 #define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
     ((dtype) == DTRAIN_DTYPE_BF16  ? call<dtrain_cuda_bf16> \
@@ -426,7 +442,9 @@ static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t
     return needed < 1 ? 1 : needed < most ? needed : most;
 }
 
-static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* gemm.cuh; no cache is legal */
+/* gemm_plan.cuh; no cache is legal */
+static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state);
+static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state);
 
 static void *dtrain_cuda_host_take(const dtrain_allocator *allocator, size_t bytes)
 {
@@ -855,6 +873,7 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
     info->minor = (uint32_t)state->minor;
     info->memory_bytes = memory_bytes;
     info->free_bytes = free_bytes;
+    info->slow_gemms = dtrain_cuda_gemm_slow_count(state);
     return DTRAIN_OK;
 }
 
@@ -2095,10 +2114,11 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
  * For each kind of product cublasLt proposes algorithms once, and the cache remembers the choice.
  * By default the first proposal is taken, and every run computes the same bits; with desc->tune the
  * first use times all proposals and keeps the fastest. Which one wins can then depend on the run,
- * and so can the last bit of a result.
+ * and so can the last bit of a result. A proposal that cublasLtMatmul refuses is replaced by the
+ * next one, and that is remembered too. Where none is left, a kernel of our own multiplies.
  *
  * Cost of a product that is in the cache: one hash, one memcmp, at most two attributes, one
- * launch. */
+ * launch. C is the output of every product, also with beta != 0: none needs scratch. */
 
 #include <cublasLt.h>
 
@@ -2112,7 +2132,8 @@ enum {
     DTRAIN_CUDA_GEMM_SLOTS = 512,        /* kinds of products remembered */
     DTRAIN_CUDA_GEMM_PROBES = 8,         /* slots that one kind may occupy */
     DTRAIN_CUDA_GEMM_SCRATCH = 64 << 20, /* bytes of scratch for a product made outside C */
-    DTRAIN_CUDA_GEMM_TIMING = 256 << 20, /* bytes to time a product with beta != 0, at most */
+    DTRAIN_CUDA_GEMM_TIMING = 256 << 20, /* bytes of a C that is timed with beta != 0, at most */
+    DTRAIN_CUDA_GEMM_TILE = 16,          /* side of a block's part of C in our own kernel */
     DTRAIN_CUDA_EPILOGUE_WIDTH = 4,      /* columns a thread takes */
     DTRAIN_CUDA_EPILOGUE_THREADS = 128
 };
@@ -2132,8 +2153,7 @@ struct dtrain_cuda_product {
     cublasLtEpilogue_t epilogue;
     void *vector; /* bias (n), or the bias gradient to be written */
     dtrain_dtype vector_type;
-    void *aux;    /* (m,n) with the ld and type of C */
-    void *timing; /* as large as C, to time products with beta != 0 in; NULL: not timed */
+    void *aux; /* (m,n) with the ld and type of C */
 };
 
 /* All that the choice of an algorithm depends on. Without padding, so that memcmp compares it. */
@@ -2146,6 +2166,7 @@ struct dtrain_cuda_gemm_key {
 struct dtrain_cuda_gemm_entry {
     dtrain_cuda_gemm_key key;
     bool used, works; /* works is false where cublasLt has no algorithm: it is not asked again */
+    bool slow;        /* and nothing as fast took its place: counted by query */
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, c; /* of our A, B, C */
     cublasLtMatmulAlgo_t algorithm;
@@ -2372,11 +2393,9 @@ static cublasStatus_t dtrain_cuda_lt_run(const dtrain_cuda_state *state,
                           state->workspace_bytes, state->stream);
 }
 
-/* Measure the best time of a candidate; infinity where it cannot run. With beta == 0 every run
- * leaves the result in C, so C itself may hold the output; else C must stay as it is, and the
- * output goes to `timing`. */
+/* Measure the best time of a candidate that writes to `out`; infinity where it cannot run. */
 static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cuda_gemm_entry *entry,
-                                         const dtrain_cuda_product *x,
+                                         const dtrain_cuda_product *x, void *out,
                                          const cublasLtMatmulAlgo_t *algorithm,
                                          const cudaEvent_t events[2], float *best)
 {
@@ -2386,8 +2405,7 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
         float milliseconds = 0;
         DTRAIN_CUDA_TRY(
             dtrain_cuda_check(cudaEventRecord(events[0], state->stream), "timing a product"));
-        if (dtrain_cuda_lt_run(state, entry, x, x->beta == 0 ? x->c : x->timing, algorithm) !=
-            CUBLAS_STATUS_SUCCESS) {
+        if (dtrain_cuda_lt_run(state, entry, x, out, algorithm) != CUBLAS_STATUS_SUCCESS) {
             cudaGetLastError();
             *best = INFINITY;
             return DTRAIN_OK;
@@ -2403,17 +2421,18 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
 }
 
 static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
-                                         const dtrain_cuda_product *product,
+                                         const dtrain_cuda_product *product, void *out,
                                          const cublasLtMatmulHeuristicResult_t *results, int found)
 {
     cudaEvent_t events[2] = {NULL, NULL};
     float best = INFINITY;
     dtrain_result result = DTRAIN_OK;
+    entry->works = false;
     for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
         result = dtrain_cuda_check(cudaEventCreate(&events[i]), "creating an event");
     for (int i = 0; i < found && result == DTRAIN_OK; i++) {
         float time = INFINITY;
-        result = dtrain_cuda_lt_time(device, entry, product, &results[i].algo, events, &time);
+        result = dtrain_cuda_lt_time(device, entry, product, out, &results[i].algo, events, &time);
         if (!(time < best)) continue;
         best = time;
         entry->algorithm = results[i].algo;
@@ -2424,6 +2443,39 @@ static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm
     return result;
 }
 
+/* Give the memory that candidates are timed in. With beta == 0 every run leaves the result in C, so
+ * C itself will do. Else C must stay as it is: the result is new memory of its size, or NULL where
+ * C is too large or no memory is left. */
+static void *dtrain_cuda_lt_timing_memory(const dtrain_cuda_product *x)
+{
+    const uint64_t count = (uint64_t)x->m * (uint64_t)x->ldc;
+    const size_t element = dtrain_dtype_bytes(x->c_type);
+    void *out = NULL;
+    if (x->beta == 0) return x->c;
+    if (x->batch > 1 || count > DTRAIN_CUDA_GEMM_TIMING / element) return NULL;
+    if (cudaMalloc(&out, (size_t)count * element) == cudaSuccess) return out;
+    cudaGetLastError();
+    return NULL;
+}
+
+/* List the algorithms that cublasLt proposes for an entry, best first. */
+static dtrain_result dtrain_cuda_lt_propose(const dtrain_cuda_state *state,
+                                            const dtrain_cuda_gemm_entry *entry,
+                                            cublasLtMatmulHeuristicResult_t *results, int *good)
+{
+    cublasLtMatmulPreference_t limits = NULL;
+    int found = 0;
+    *good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(cublasLtMatmulPreferenceCreate(&limits),
+                                         "asking cublasLt for algorithms"));
+    const cublasStatus_t status = dtrain_cuda_lt_ask(state, entry, limits, results, &found);
+    cublasLtMatmulPreferenceDestroy(limits);
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
+    for (int i = 0; i < found; i++)
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[(*good)++] = results[i];
+    return DTRAIN_OK;
+}
+
 /* Choose the algorithm of a new entry. While a graph is captured nothing runs, so nothing is
  * timed. */
 static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
@@ -2431,19 +2483,39 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
 {
     const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     cublasLtMatmulHeuristicResult_t results[DTRAIN_CUDA_GEMM_CANDIDATES];
-    cublasLtMatmulPreference_t limits = NULL;
-    int found = 0, good = 0;
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(cublasLtMatmulPreferenceCreate(&limits),
-                                         "asking cublasLt for algorithms"));
-    const cublasStatus_t status = dtrain_cuda_lt_ask(state, entry, limits, results, &found);
-    cublasLtMatmulPreferenceDestroy(limits);
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
-    for (int i = 0; i < found; i++)
-        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[good++] = results[i];
-    if (good > 1 && state->tune && !state->capturing && (product->beta == 0 || product->timing))
-        return dtrain_cuda_lt_tune(device, entry, product, results, good);
+    dtrain_result result = DTRAIN_OK;
+    void *out = NULL;
+    int good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_propose(state, entry, results, &good));
     entry->works = good > 0;
     if (good > 0) entry->algorithm = results[0].algo;
+    if (good > 1 && state->tune && !state->capturing) out = dtrain_cuda_lt_timing_memory(product);
+    if (out) result = dtrain_cuda_lt_tune(device, entry, product, out, results, good);
+    if (out && out != product->c && dtrain_cuda_may_free(device)) cudaFree(out);
+    return result;
+}
+
+/* Say whether cublasLt refused an algorithm, before anything ran: another one may do. */
+static bool dtrain_cuda_lt_refuses(cublasStatus_t status)
+{
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
+           status == CUBLAS_STATUS_ARCH_MISMATCH;
+}
+
+/* Run the first proposal that is not refused, and remember it, or that there is none. */
+static dtrain_result dtrain_cuda_lt_next(dtrain_device *device, const dtrain_cuda_product *product,
+                                         dtrain_cuda_gemm_entry *entry, cublasStatus_t *status)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    cublasLtMatmulHeuristicResult_t results[DTRAIN_CUDA_GEMM_CANDIDATES];
+    int good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_propose(state, entry, results, &good));
+    for (int i = 0; i < good && dtrain_cuda_lt_refuses(*status); i++) {
+        cudaGetLastError();
+        entry->algorithm = results[i].algo;
+        *status = dtrain_cuda_lt_run(state, entry, product, product->c, &entry->algorithm);
+    }
+    entry->works = !dtrain_cuda_lt_refuses(*status);
     return DTRAIN_OK;
 }
 
@@ -2467,14 +2539,12 @@ static dtrain_result dtrain_cuda_lt_fits(const dtrain_cuda_product *x)
     return DTRAIN_OK;
 }
 
-/* Find or make the cache entry of a product. *out is NULL where cublasLt has no algorithm for
- * it. */
+/* Find or make the cache entry of a product; entry->works says whether cublasLt can make it. */
 static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
                                            const dtrain_cuda_product *product,
                                            dtrain_cuda_gemm_entry **out)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    *out = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_fits(product));
     if (!state->gemm_cache)
         state->gemm_cache = (dtrain_cuda_gemm_cache *)dtrain_cuda_host_take(
@@ -2482,39 +2552,87 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
     if (!state->gemm_cache)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the GEMM algorithm cache");
     const dtrain_cuda_gemm_key key = dtrain_cuda_gemm_key_of(state, product);
-    dtrain_cuda_gemm_entry *entry = dtrain_cuda_gemm_slot(state->gemm_cache, &key);
-    if (!entry->used) {
-        entry->key = key;
-        dtrain_result result = dtrain_cuda_lt_describe(product, entry);
-        if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
-        if (result != DTRAIN_OK) {
-            dtrain_cuda_gemm_evict(entry);
-            return result;
-        }
-        entry->used = true;
-    }
-    if (entry->works) *out = entry;
-    return DTRAIN_OK;
+    dtrain_cuda_gemm_entry *entry = *out = dtrain_cuda_gemm_slot(state->gemm_cache, &key);
+    if (entry->used) return DTRAIN_OK;
+    entry->key = key;
+    dtrain_result result = dtrain_cuda_lt_describe(product, entry);
+    if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
+    if (result == DTRAIN_OK) entry->used = true;
+    else dtrain_cuda_gemm_evict(entry);
+    return result;
 }
 
+/* Run a product by cublasLt; entry->works is false afterwards where no algorithm takes it, and
+ * nothing has run then. */
 static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cuda_product *product,
                                           dtrain_cuda_gemm_entry *entry)
 {
+    if (!entry->works) return DTRAIN_OK;
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_set_addresses(entry, product));
-    return dtrain_cuda_lt_check(dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
-                                                   product->c, &entry->algorithm),
-                                "cublasLtMatmul");
+    cublasStatus_t status = dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
+                                               product->c, &entry->algorithm);
+    if (dtrain_cuda_lt_refuses(status))
+        DTRAIN_CUDA_TRY(dtrain_cuda_lt_next(device, product, entry, &status));
+    return entry->works ? dtrain_cuda_lt_check(status, "cublasLtMatmul") : DTRAIN_OK;
 }
 
-static dtrain_result dtrain_cuda_gemm_refused(const dtrain_cuda_product *x)
+/* Count the kinds of products that are in the cache and were made the slow way. */
+static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state)
 {
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "gemm: cublasLt has no algorithm for m %lld, n %lld, k %lld, lda %lld, ldb "
-                       "%lld, ldc %lld, batch %lld, operands %s, result %s: try dimensions that "
-                       "are multiples of 8",
-                       (long long)x->m, (long long)x->n, (long long)x->k, (long long)x->lda,
-                       (long long)x->ldb, (long long)x->ldc, (long long)x->batch,
-                       dtrain_dtype_name(x->type), dtrain_dtype_name(x->c_type));
+    uint32_t count = 0;
+    for (int i = 0; state->gemm_cache && i < DTRAIN_CUDA_GEMM_SLOTS; i++)
+        count += state->gemm_cache->entries[i].slow;
+    return count;
+}
+
+/* ---- Our own product: C (m,n) = alpha op(A) (m,k) op(B) (k,n) + beta C --------------------------
+ *
+ * The last way, slow and always there: any types, ld and alignment, no epilogue, fp32 arithmetic. A
+ * block makes a tile of C, a thread one element of it, in the order of k. */
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_GEMM_TILE *DTRAIN_CUDA_GEMM_TILE)
+    dtrain_cuda_own_product_kernel(const dtrain_cuda_product x)
+{
+    constexpr int side = DTRAIN_CUDA_GEMM_TILE;
+    __shared__ float a[side][side + 1], b[side][side + 1];
+    const bool trans_a = (x.flags & DTRAIN_GEMM_TRANS_A) != 0,
+               trans_b = (x.flags & DTRAIN_GEMM_TRANS_B) != 0;
+    const int row = threadIdx.x / side, column = threadIdx.x % side;
+    const int64_t across = (x.n + side - 1) / side, tiles = (x.m + side - 1) / side * across;
+    for (int64_t tile = blockIdx.x; tile < x.batch * tiles; tile += gridDim.x) {
+        const int64_t one = tile / tiles; /* of the batch */
+        const int64_t i = tile % tiles / across * side + row, j = tile % across * side + column;
+        float sum = 0;
+        for (int64_t k = 0; k < x.k; k += side) {
+            const int64_t right = k + column, below = k + row; /* in A, in B */
+            const int64_t a_at = trans_a ? right * x.lda + i : i * x.lda + right;
+            const int64_t b_at = trans_b ? j * x.ldb + below : below * x.ldb + j;
+            a[row][column] = i < x.m && right < x.k
+                                 ? dtrain_cuda_get_any(x.a, x.type, one * x.a_step + a_at)
+                                 : 0;
+            b[row][column] = j < x.n && below < x.k
+                                 ? dtrain_cuda_get_any(x.b, x.type, one * x.b_step + b_at)
+                                 : 0;
+            __syncthreads();
+            for (int e = 0; e < side; e++) sum += a[row][e] * b[e][column];
+            __syncthreads();
+        }
+        if (i >= x.m || j >= x.n) continue;
+        const int64_t at = one * x.c_step + i * x.ldc + j;
+        sum *= x.alpha;
+        if (x.beta != 0) sum += x.beta * dtrain_cuda_get_any(x.c, x.c_type, at);
+        dtrain_cuda_put_any(x.c, x.c_type, at, sum);
+    }
+}
+
+static dtrain_result dtrain_cuda_own_product(dtrain_device *device, const dtrain_cuda_product *x,
+                                             dtrain_cuda_gemm_entry *entry)
+{
+    const int64_t side = DTRAIN_CUDA_GEMM_TILE;
+    const int64_t tiles = (x->m + side - 1) / side * ((x->n + side - 1) / side) * x->batch;
+    entry->slow = true;
+    return DTRAIN_CUDA_RUN(device, "gemm without cublasLt", dtrain_cuda_own_product_kernel,
+                           tiles < INT32_MAX ? tiles : INT32_MAX, (int)(side * side), 0, *x);
 }
 
 /* Compute `batch` products of equal shape without an epilogue, one step apart in memory; attention
@@ -2524,7 +2642,8 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
 {
     dtrain_cuda_gemm_entry *entry = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, product, &entry));
-    return entry ? dtrain_cuda_gemm_run(device, product, entry) : dtrain_cuda_gemm_refused(product);
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, product, entry));
+    return entry->works ? DTRAIN_OK : dtrain_cuda_own_product(device, product, entry);
 }
 
 /* ================================================================================================
@@ -2538,7 +2657,8 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
  *
  *     fused      one call of cublasLt, whose epilogue does all that is asked of C
  *     in steps   cublasLt's bare product, then the epilogue kernel below
- *     widened    in steps, with fp32 copies of A and B; its failure is an error
+ *     widened    in steps, with fp32 copies of A and B, and with our own product where cublasLt has
+ *                no algorithm for those either
  *
  *     asked                               epilogue of cublasLt    fallback
  *     C alone                             DEFAULT                 widened
@@ -2761,16 +2881,6 @@ static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
 
 static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
 
-/* Give the bytes of C if the product has to be timed outside C and C is small enough; else 0. */
-static size_t dtrain_cuda_gemm_timing_bytes(const dtrain_cuda_state *state,
-                                            const dtrain_gemm_args *args)
-{
-    const uint64_t count = (uint64_t)args->m * (uint64_t)args->ldc;
-    const size_t element = dtrain_dtype_bytes(args->c_dtype);
-    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_TIMING / element) return 0;
-    return (size_t)count * element;
-}
-
 /* Choose the epilogue that does all that is asked of C, bias gradients apart; false where there is
  * none. See the table at the head of this file. */
 static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
@@ -2824,51 +2934,48 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     return count;
 }
 
-/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it. */
+/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it; where
+ * cublasLt refuses the call, entry->works is false and nothing has been done. */
 static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                                 const dtrain_cuda_product *product,
                                                 dtrain_cuda_gemm_entry *entry)
 {
     const bool makes_grad = product->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD ||
                             product->epilogue == CUBLASLT_EPILOGUE_BGRADB;
+    if (!entry->works) return DTRAIN_OK;
     if (product->vector && product->vector_type != DTRAIN_DTYPE_F32) {
         const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_DTYPE_F32,
                                           product->vector_type};
         DTRAIN_CUDA_TRY(dtrain_cuda_convert(device, &bias));
     }
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, product, entry));
-    if (!args->bias_grad) return DTRAIN_OK;
+    if (!entry->works || !args->bias_grad) return DTRAIN_OK;
     if (!makes_grad) return dtrain_cuda_gemm_bias_grad(device, args);
     if (!args->accumulate_bias_grad) return DTRAIN_OK;
     const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
-    return dtrain_cuda_column_sums(device, DTRAIN_DTYPE_F32, product->vector, 1, count, count,
-                                   args->bias_grad, true);
+    const dtrain_axpby_args add = {
+        count, true, 1, 1, product->vector, args->bias_grad, false, DTRAIN_DTYPE_F32};
+    return dtrain_cuda_axpby(device, &add); /* without scratch, where the vector is */
 }
 
 static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                             bool *done)
 {
-    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     dtrain_cuda_product variants[3];
+    dtrain_cuda_gemm_entry *entry = NULL;
     cublasLtEpilogue_t epilogue;
-    char *scratch = NULL;
-    if (!dtrain_cuda_gemm_epilogue(state, args, &epilogue)) return DTRAIN_OK;
+    void *vector = NULL;
+    if (!dtrain_cuda_gemm_epilogue(dtrain_cuda_state_of(device), args, &epilogue)) return DTRAIN_OK;
     const int64_t longest = args->m > args->n ? args->m : args->n;
-    const size_t vector_bytes =
-        args->bias || args->bias_grad ? dtrain_cuda_round_256((size_t)longest * sizeof(float)) : 0;
-    const size_t timing_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
-    if (vector_bytes + timing_bytes > 0)
-        DTRAIN_CUDA_TRY(
-            dtrain_cuda_scratch(device, vector_bytes + timing_bytes, (void **)&scratch));
-    const int count = dtrain_cuda_gemm_variants(args, epilogue, scratch, variants);
+    if (args->bias || args->bias_grad)
+        DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, (size_t)longest * sizeof(float), &vector));
+    const int count = dtrain_cuda_gemm_variants(args, epilogue, vector, variants);
     for (int i = 0; i < count && !*done; i++) {
-        dtrain_cuda_gemm_entry *entry = NULL;
-        variants[i].timing = timing_bytes ? scratch + vector_bytes : NULL;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &variants[i], &entry));
-        if (!entry) continue;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run_fused(device, args, &variants[i], entry));
-        *done = true;
+        *done = entry->works;
     }
+    if (entry && !*done) entry->slow = true;
     return DTRAIN_OK;
 }
 
@@ -2884,8 +2991,7 @@ struct dtrain_cuda_gemm_steps {
     size_t a_bytes, b_bytes, c_bytes; /* of scratch */
 };
 
-static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *state,
-                                                    const dtrain_gemm_args *args, bool widen)
+static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_gemm_args *args, bool widen)
 {
     const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0,
                trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
@@ -2915,8 +3021,6 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
         const int64_t most = DTRAIN_CUDA_GEMM_SCRATCH / (steps.ld * 4);
         steps.rows = most < 1 ? 1 : most < args->m ? most : args->m;
         steps.c_bytes = (size_t)steps.rows * (size_t)steps.ld * 4;
-    } else if (!steps.empty) {
-        steps.c_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
     }
     return steps;
 }
@@ -2959,31 +3063,29 @@ static dtrain_result dtrain_cuda_gemm_finish(dtrain_device *device, const dtrain
 static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtrain_gemm_args *args,
                                                bool widen, bool *done)
 {
-    const dtrain_cuda_gemm_steps steps =
-        dtrain_cuda_gemm_plan(dtrain_cuda_state_of(device), args, widen);
+    const dtrain_cuda_gemm_steps steps = dtrain_cuda_gemm_plan(args, widen);
     const int64_t a_row =
         args->flags & DTRAIN_GEMM_TRANS_A ? 1 : (steps.widen ? steps.a_ld : args->lda);
     dtrain_cuda_product product;
     char *scratch = NULL;
     const size_t bytes = steps.a_bytes + steps.b_bytes + steps.c_bytes;
     if (bytes > 0) DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, bytes, (void **)&scratch));
-    char *const spare = steps.c_bytes ? scratch + steps.a_bytes + steps.b_bytes : NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_operands(device, args, &steps, scratch, &product));
     const char *const a = (const char *)product.a;
     for (int64_t row = 0; row < args->m; row += steps.rows) {
         dtrain_cuda_gemm_entry *entry = NULL;
         product.m = args->m - row < steps.rows ? args->m - row : steps.rows;
         product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
-        product.timing = spare;
         if (steps.in_scratch) {
-            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_DTYPE_F32;
-            product.beta = 0;
+            product.c = scratch + steps.a_bytes + steps.b_bytes, product.ldc = steps.ld;
+            product.c_type = DTRAIN_DTYPE_F32, product.beta = 0;
         }
         if (!steps.empty) {
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
-            if (!entry && !widen && row == 0) return DTRAIN_OK;
-            if (!entry) return dtrain_cuda_gemm_refused(&product);
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
+            if (!entry->works) entry->slow = true;
+            if (!entry->works && !widen && row == 0) return DTRAIN_OK;
+            if (!entry->works) DTRAIN_CUDA_TRY(dtrain_cuda_own_product(device, &product, entry));
         }
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));
     }
@@ -3092,22 +3194,6 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
     if (lane == 0) slots[warp] = x;
     __syncthreads();
     return dtrain_cuda_warp_sum(lane < warps ? slots[warp / warps * warps + lane] : 0);
-}
-
-/* Load an element whose type is known at run time only, for the long kernels; all threads take the
- * same branch. */
-static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
-{
-    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
-    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
-    return ((const float *)from)[at];
-}
-
-static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
-{
-    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
-    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
-    else ((float *)to)[at] = x;
 }
 
 /* ---- Forward ------------------------------------------------------------------------------------

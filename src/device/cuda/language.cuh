@@ -145,6 +145,22 @@ static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, fl
 }
 #endif
 
+/* Load an element whose type is known at run time only, for kernels that are not made for speed;
+ * all threads take the same branch. */
+static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
+{
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
+    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
+    return ((const float *)from)[at];
+}
+
+static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
+{
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
+    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
+    else ((float *)to)[at] = x;
+}
+
 /* Name call<T> for the T that `dtype` stands for. */
 #define DTRAIN_CUDA_BY_DTYPE(dtype, call)                   \
     ((dtype) == DTRAIN_DTYPE_BF16  ? call<dtrain_cuda_bf16> \

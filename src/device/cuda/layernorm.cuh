@@ -60,22 +60,6 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
     return dtrain_cuda_warp_sum(lane < warps ? slots[warp / warps * warps + lane] : 0);
 }
 
-/* Load an element whose type is known at run time only, for the long kernels; all threads take the
- * same branch. */
-static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
-{
-    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
-    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
-    return ((const float *)from)[at];
-}
-
-static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
-{
-    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
-    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
-    else ((float *)to)[at] = x;
-}
-
 /* ---- Forward ------------------------------------------------------------------------------------
  *
  * x, residual, sum, y (rows,n); weight, bias (n); mean, rstd (rows). Bytes: one read of x and of
