@@ -75,6 +75,7 @@
 #include <cuda_runtime.h>
 
 #include <math.h>
+#include <string.h>
 
 /* Launch a kernel with typed arguments: a wrong type or count is a compile error, and a launch that
  * fails returns its error code. */
@@ -116,6 +117,11 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
 #define DTRAIN_CUDA_UNROLL _Pragma("unroll")
 #endif
 
+/* Code for GPUs before Ampere: nvcc 13 makes it, for sm_75, when no architecture is named. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define DTRAIN_CUDA_BEFORE_AMPERE
+#endif
+
 #define DTRAIN_CUDA_WARP 32
 #define DTRAIN_CUDA_ALL_LANES 0xffffffffu
 
@@ -152,12 +158,17 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
 
 /* Round to nearest, ties to even: the bits of dtrain_f32_to_bf16 and dtrain_f32_to_f16, except that
- * the hardware gives every fp16 NaN the same bits. */
+ * every NaN becomes 0x7fff. That is what the instructions give, so the code that stands in for them
+ * does the same. */
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
 {
+#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+#else
     const uint32_t bits = __float_as_uint(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) to.bits = (uint16_t)(bits >> 16 | 0x40u);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) to.bits = 0x7fffu;
     else to.bits = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+#endif
 }
 
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f16 &to)
@@ -165,8 +176,53 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 #ifdef __CUDA_ARCH__
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
 #else
-    to.bits = dtrain_f32_to_f16(x);
+    to.bits = (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : dtrain_f32_to_f16(x);
 #endif
+}
+
+/* Narrow two values into a register; `low`, the neighbour with the smaller index, takes the lower
+ * bits. One instruction, where integer arithmetic takes some ten for each bf16. */
+template <typename Half>
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high, Half kind)
+{
+    Half upper;
+    dtrain_cuda_narrow(low, kind);
+    dtrain_cuda_narrow(high, upper);
+    return (uint32_t)upper.bits << 16 | kind.bits;
+}
+
+#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
+                                                                   dtrain_cuda_bf16)
+{
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
+                                                                   dtrain_cuda_f16)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#endif
+
+/* Load an element whose type is known at run time only, for kernels that are not made for speed;
+ * all threads take the same branch. */
+static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
+{
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
+    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
+    return ((const float *)from)[at];
+}
+
+static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
+{
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
+    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
+    else ((float *)to)[at] = x;
 }
 
 /* Name call<T> for the T that `dtype` stands for. */
@@ -199,6 +255,23 @@ template <typename T, int W>
 static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T, W> &pack)
 {
     *reinterpret_cast<dtrain_cuda_pack<T, W> *>(to) = pack;
+}
+
+/* Narrow W values to a pack, halves in pairs. */
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_narrow(const float (&from)[W],
+                                                          dtrain_cuda_pack<T, W> &to)
+{
+    if constexpr (sizeof(T) == 2 && W % 2 == 0) {
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < W; i += 2) {
+            const uint32_t pair = dtrain_cuda_narrow_pair(from[i], from[i + 1], T());
+            memcpy(&to.at[i], &pair, sizeof pair);
+        }
+    } else {
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < W; i++) dtrain_cuda_narrow(from[i], to.at[i]);
+    }
 }
 
 /* W of an operation on X and Y: the wider type fills 16 bytes, a narrower one takes less ... */
@@ -374,7 +447,9 @@ static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t
     return needed < 1 ? 1 : needed < most ? needed : most;
 }
 
-static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* gemm.cuh; no cache is legal */
+/* gemm_plan.cuh; no cache is legal */
+static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state);
+static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state);
 
 static void *dtrain_cuda_host_take(const dtrain_allocator *allocator, size_t bytes)
 {
@@ -820,6 +895,7 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
     info->minor = (uint32_t)state->minor;
     info->memory_bytes = memory_bytes;
     info->free_bytes = free_bytes;
+    info->slow_gemms = dtrain_cuda_gemm_slow_count(state);
     return DTRAIN_OK;
 }
 
@@ -1259,12 +1335,13 @@ template <typename X, typename Y> struct dtrain_cuda_add_op {
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
-        dtrain_cuda_pack<X, W> sum;
+        float sum[W];
+        dtrain_cuda_pack<X, W> narrow;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++)
-            dtrain_cuda_narrow(dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]),
-                               sum.at[j]);
-        dtrain_cuda_store(out + i, sum);
+            sum[j] = dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]);
+        dtrain_cuda_narrow(sum, narrow);
+        dtrain_cuda_store(out + i, narrow);
     }
 };
 
@@ -1316,14 +1393,14 @@ template <typename T> struct dtrain_cuda_axpby_op {
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         const float one = !same ? 0 : x ? dtrain_cuda_widen(x[0]) : 1;
+        float value[W];
         dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from = same ? one : dtrain_cuda_widen(g.x.at[j]);
-            dtrain_cuda_narrow(accumulate ? __fmaf_rn(a, from, b * dtrain_cuda_widen(g.y.at[j]))
-                                          : a * from,
-                               out.at[j]);
+            value[j] = accumulate ? __fmaf_rn(a, from, b * dtrain_cuda_widen(g.y.at[j])) : a * from;
         }
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -1413,15 +1490,16 @@ template <typename T> struct dtrain_cuda_dropout_op {
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         uint32_t words[W];
+        float value[W];
         dtrain_cuda_pack<T, W> out;
         dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const bool kept = words[j] >> 8 >= threshold;
-            const float value = kept ? scale * dtrain_cuda_widen(g.x.at[j]) : 0.0f;
-            dtrain_cuda_narrow(accumulate ? value + dtrain_cuda_widen(g.y.at[j]) : value,
-                               out.at[j]);
+            value[j] = kept ? scale * dtrain_cuda_widen(g.x.at[j]) : 0.0f;
+            if (accumulate) value[j] += dtrain_cuda_widen(g.y.at[j]);
         }
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -1453,7 +1531,7 @@ static dtrain_result dtrain_cuda_dropout(dtrain_device *device, const dtrain_dro
 
 /* ---- convert: x (count) -> y (count) ------------------------------------------------------------
  *
- * One read and one write, rounded to nearest. */
+ * One read and one write, rounded to nearest; every NaN becomes 0x7fff in a half. */
 
 template <typename X, typename Y> struct dtrain_cuda_convert_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
@@ -1467,9 +1545,11 @@ template <typename X, typename Y> struct dtrain_cuda_convert_op {
     }
     template <int W> __device__ void store(int64_t i, const dtrain_cuda_pack<X, W> &g) const
     {
+        float value[W];
         dtrain_cuda_pack<Y, W> out;
         DTRAIN_CUDA_UNROLL
-        for (int j = 0; j < W; j++) dtrain_cuda_narrow(dtrain_cuda_widen(g.at[j]), out.at[j]);
+        for (int j = 0; j < W; j++) value[j] = dtrain_cuda_widen(g.at[j]);
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -1557,7 +1637,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
         g.d = dtrain_cuda_load<W>(d_out + i);
     }
     /* Store d_in, and leave its values in `d`, in fp32. */
-    template <int W> __device__ void finish(int64_t i, const group<W> &g, float d[W]) const
+    template <int W> __device__ void finish(int64_t i, const group<W> &g, float (&d)[W]) const
     {
         dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
@@ -1565,8 +1645,8 @@ template <typename T> struct dtrain_cuda_deactivate_op {
             const float from =
                 activation == DTRAIN_ACTIVATION_NONE ? 0 : dtrain_cuda_widen(g.x.at[j]);
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
-            dtrain_cuda_narrow(d[j], out.at[j]);
         }
+        dtrain_cuda_narrow(d, out);
         if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_store(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
@@ -2073,10 +2153,11 @@ static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_arg
  * For each kind of product cublasLt proposes algorithms once, and the cache remembers the choice.
  * By default the first proposal is taken, and every run computes the same bits; with desc->tune the
  * first use times all proposals and keeps the fastest. Which one wins can then depend on the run,
- * and so can the last bit of a result.
+ * and so can the last bit of a result. A proposal that cublasLtMatmul refuses is replaced by the
+ * next one, and that is remembered too. Where none is left, a kernel of our own multiplies.
  *
  * Cost of a product that is in the cache: one hash, one memcmp, at most two attributes, one
- * launch. */
+ * launch. C is the output of every product, also with beta != 0: none needs scratch. */
 
 #include <cublasLt.h>
 
@@ -2090,7 +2171,8 @@ enum {
     DTRAIN_CUDA_GEMM_SLOTS = 512,        /* kinds of products remembered */
     DTRAIN_CUDA_GEMM_PROBES = 8,         /* slots that one kind may occupy */
     DTRAIN_CUDA_GEMM_SCRATCH = 64 << 20, /* bytes of scratch for a product made outside C */
-    DTRAIN_CUDA_GEMM_TIMING = 256 << 20, /* bytes to time a product with beta != 0, at most */
+    DTRAIN_CUDA_GEMM_TIMING = 256 << 20, /* bytes of a C that is timed with beta != 0, at most */
+    DTRAIN_CUDA_GEMM_TILE = 16,          /* side of a block's part of C in our own kernel */
     DTRAIN_CUDA_EPILOGUE_WIDTH = 4,      /* columns a thread takes */
     DTRAIN_CUDA_EPILOGUE_THREADS = 128
 };
@@ -2110,8 +2192,7 @@ struct dtrain_cuda_product {
     cublasLtEpilogue_t epilogue;
     void *vector; /* bias (n), or the bias gradient to be written */
     dtrain_dtype vector_type;
-    void *aux;    /* (m,n) with the ld and type of C */
-    void *timing; /* as large as C, to time products with beta != 0 in; NULL: not timed */
+    void *aux; /* (m,n) with the ld and type of C */
 };
 
 /* All that the choice of an algorithm depends on. Without padding, so that memcmp compares it. */
@@ -2124,6 +2205,7 @@ struct dtrain_cuda_gemm_key {
 struct dtrain_cuda_gemm_entry {
     dtrain_cuda_gemm_key key;
     bool used, works; /* works is false where cublasLt has no algorithm: it is not asked again */
+    bool slow;        /* and nothing as fast took its place: counted by query */
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, c; /* of our A, B, C */
     cublasLtMatmulAlgo_t algorithm;
@@ -2350,11 +2432,9 @@ static cublasStatus_t dtrain_cuda_lt_run(const dtrain_cuda_state *state,
                           state->workspace_bytes, state->stream);
 }
 
-/* Measure the best time of a candidate; infinity where it cannot run. With beta == 0 every run
- * leaves the result in C, so C itself may hold the output; else C must stay as it is, and the
- * output goes to `timing`. */
+/* Measure the best time of a candidate that writes to `out`; infinity where it cannot run. */
 static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cuda_gemm_entry *entry,
-                                         const dtrain_cuda_product *x,
+                                         const dtrain_cuda_product *x, void *out,
                                          const cublasLtMatmulAlgo_t *algorithm,
                                          const cudaEvent_t events[2], float *best)
 {
@@ -2364,8 +2444,7 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
         float milliseconds = 0;
         DTRAIN_CUDA_TRY(
             dtrain_cuda_check(cudaEventRecord(events[0], state->stream), "timing a product"));
-        if (dtrain_cuda_lt_run(state, entry, x, x->beta == 0 ? x->c : x->timing, algorithm) !=
-            CUBLAS_STATUS_SUCCESS) {
+        if (dtrain_cuda_lt_run(state, entry, x, out, algorithm) != CUBLAS_STATUS_SUCCESS) {
             cudaGetLastError();
             *best = INFINITY;
             return DTRAIN_OK;
@@ -2381,17 +2460,18 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
 }
 
 static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
-                                         const dtrain_cuda_product *product,
+                                         const dtrain_cuda_product *product, void *out,
                                          const cublasLtMatmulHeuristicResult_t *results, int found)
 {
     cudaEvent_t events[2] = {NULL, NULL};
     float best = INFINITY;
     dtrain_result result = DTRAIN_OK;
+    entry->works = false;
     for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
         result = dtrain_cuda_check(cudaEventCreate(&events[i]), "creating an event");
     for (int i = 0; i < found && result == DTRAIN_OK; i++) {
         float time = INFINITY;
-        result = dtrain_cuda_lt_time(device, entry, product, &results[i].algo, events, &time);
+        result = dtrain_cuda_lt_time(device, entry, product, out, &results[i].algo, events, &time);
         if (!(time < best)) continue;
         best = time;
         entry->algorithm = results[i].algo;
@@ -2402,6 +2482,39 @@ static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm
     return result;
 }
 
+/* Give the memory that candidates are timed in. With beta == 0 every run leaves the result in C, so
+ * C itself will do. Else C must stay as it is: the result is new memory of its size, or NULL where
+ * C is too large or no memory is left. */
+static void *dtrain_cuda_lt_timing_memory(const dtrain_cuda_product *x)
+{
+    const uint64_t count = (uint64_t)x->m * (uint64_t)x->ldc;
+    const size_t element = dtrain_dtype_bytes(x->c_type);
+    void *out = NULL;
+    if (x->beta == 0) return x->c;
+    if (x->batch > 1 || count > DTRAIN_CUDA_GEMM_TIMING / element) return NULL;
+    if (cudaMalloc(&out, (size_t)count * element) == cudaSuccess) return out;
+    cudaGetLastError();
+    return NULL;
+}
+
+/* List the algorithms that cublasLt proposes for an entry, best first. */
+static dtrain_result dtrain_cuda_lt_propose(const dtrain_cuda_state *state,
+                                            const dtrain_cuda_gemm_entry *entry,
+                                            cublasLtMatmulHeuristicResult_t *results, int *good)
+{
+    cublasLtMatmulPreference_t limits = NULL;
+    int found = 0;
+    *good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(cublasLtMatmulPreferenceCreate(&limits),
+                                         "asking cublasLt for algorithms"));
+    const cublasStatus_t status = dtrain_cuda_lt_ask(state, entry, limits, results, &found);
+    cublasLtMatmulPreferenceDestroy(limits);
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
+    for (int i = 0; i < found; i++)
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[(*good)++] = results[i];
+    return DTRAIN_OK;
+}
+
 /* Choose the algorithm of a new entry. While a graph is captured nothing runs, so nothing is
  * timed. */
 static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
@@ -2409,19 +2522,39 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
 {
     const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     cublasLtMatmulHeuristicResult_t results[DTRAIN_CUDA_GEMM_CANDIDATES];
-    cublasLtMatmulPreference_t limits = NULL;
-    int found = 0, good = 0;
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(cublasLtMatmulPreferenceCreate(&limits),
-                                         "asking cublasLt for algorithms"));
-    const cublasStatus_t status = dtrain_cuda_lt_ask(state, entry, limits, results, &found);
-    cublasLtMatmulPreferenceDestroy(limits);
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
-    for (int i = 0; i < found; i++)
-        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[good++] = results[i];
-    if (good > 1 && state->tune && !state->capturing && (product->beta == 0 || product->timing))
-        return dtrain_cuda_lt_tune(device, entry, product, results, good);
+    dtrain_result result = DTRAIN_OK;
+    void *out = NULL;
+    int good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_propose(state, entry, results, &good));
     entry->works = good > 0;
     if (good > 0) entry->algorithm = results[0].algo;
+    if (good > 1 && state->tune && !state->capturing) out = dtrain_cuda_lt_timing_memory(product);
+    if (out) result = dtrain_cuda_lt_tune(device, entry, product, out, results, good);
+    if (out && out != product->c && dtrain_cuda_may_free(device)) cudaFree(out);
+    return result;
+}
+
+/* Say whether cublasLt refused an algorithm, before anything ran: another one may do. */
+static bool dtrain_cuda_lt_refuses(cublasStatus_t status)
+{
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
+           status == CUBLAS_STATUS_ARCH_MISMATCH;
+}
+
+/* Run the first proposal that is not refused, and remember it, or that there is none. */
+static dtrain_result dtrain_cuda_lt_next(dtrain_device *device, const dtrain_cuda_product *product,
+                                         dtrain_cuda_gemm_entry *entry, cublasStatus_t *status)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    cublasLtMatmulHeuristicResult_t results[DTRAIN_CUDA_GEMM_CANDIDATES];
+    int good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_propose(state, entry, results, &good));
+    for (int i = 0; i < good && dtrain_cuda_lt_refuses(*status); i++) {
+        cudaGetLastError();
+        entry->algorithm = results[i].algo;
+        *status = dtrain_cuda_lt_run(state, entry, product, product->c, &entry->algorithm);
+    }
+    entry->works = !dtrain_cuda_lt_refuses(*status);
     return DTRAIN_OK;
 }
 
@@ -2445,14 +2578,12 @@ static dtrain_result dtrain_cuda_lt_fits(const dtrain_cuda_product *x)
     return DTRAIN_OK;
 }
 
-/* Find or make the cache entry of a product. *out is NULL where cublasLt has no algorithm for
- * it. */
+/* Find or make the cache entry of a product; entry->works says whether cublasLt can make it. */
 static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
                                            const dtrain_cuda_product *product,
                                            dtrain_cuda_gemm_entry **out)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    *out = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_fits(product));
     if (!state->gemm_cache)
         state->gemm_cache = (dtrain_cuda_gemm_cache *)dtrain_cuda_host_take(
@@ -2460,39 +2591,87 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
     if (!state->gemm_cache)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the GEMM algorithm cache");
     const dtrain_cuda_gemm_key key = dtrain_cuda_gemm_key_of(state, product);
-    dtrain_cuda_gemm_entry *entry = dtrain_cuda_gemm_slot(state->gemm_cache, &key);
-    if (!entry->used) {
-        entry->key = key;
-        dtrain_result result = dtrain_cuda_lt_describe(product, entry);
-        if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
-        if (result != DTRAIN_OK) {
-            dtrain_cuda_gemm_evict(entry);
-            return result;
-        }
-        entry->used = true;
-    }
-    if (entry->works) *out = entry;
-    return DTRAIN_OK;
+    dtrain_cuda_gemm_entry *entry = *out = dtrain_cuda_gemm_slot(state->gemm_cache, &key);
+    if (entry->used) return DTRAIN_OK;
+    entry->key = key;
+    dtrain_result result = dtrain_cuda_lt_describe(product, entry);
+    if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
+    if (result == DTRAIN_OK) entry->used = true;
+    else dtrain_cuda_gemm_evict(entry);
+    return result;
 }
 
+/* Run a product by cublasLt; entry->works is false afterwards where no algorithm takes it, and
+ * nothing has run then. */
 static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cuda_product *product,
                                           dtrain_cuda_gemm_entry *entry)
 {
+    if (!entry->works) return DTRAIN_OK;
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_set_addresses(entry, product));
-    return dtrain_cuda_lt_check(dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
-                                                   product->c, &entry->algorithm),
-                                "cublasLtMatmul");
+    cublasStatus_t status = dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
+                                               product->c, &entry->algorithm);
+    if (dtrain_cuda_lt_refuses(status))
+        DTRAIN_CUDA_TRY(dtrain_cuda_lt_next(device, product, entry, &status));
+    return entry->works ? dtrain_cuda_lt_check(status, "cublasLtMatmul") : DTRAIN_OK;
 }
 
-static dtrain_result dtrain_cuda_gemm_refused(const dtrain_cuda_product *x)
+/* Count the kinds of products that are in the cache and were made the slow way. */
+static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state)
 {
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "gemm: cublasLt has no algorithm for m %lld, n %lld, k %lld, lda %lld, ldb "
-                       "%lld, ldc %lld, batch %lld, operands %s, result %s: try dimensions that "
-                       "are multiples of 8",
-                       (long long)x->m, (long long)x->n, (long long)x->k, (long long)x->lda,
-                       (long long)x->ldb, (long long)x->ldc, (long long)x->batch,
-                       dtrain_dtype_name(x->type), dtrain_dtype_name(x->c_type));
+    uint32_t count = 0;
+    for (int i = 0; state->gemm_cache && i < DTRAIN_CUDA_GEMM_SLOTS; i++)
+        count += state->gemm_cache->entries[i].slow;
+    return count;
+}
+
+/* ---- Our own product: C (m,n) = alpha op(A) (m,k) op(B) (k,n) + beta C --------------------------
+ *
+ * The last way, slow and always there: any types, ld and alignment, no epilogue, fp32 arithmetic. A
+ * block makes a tile of C, a thread one element of it, in the order of k. */
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_GEMM_TILE *DTRAIN_CUDA_GEMM_TILE)
+    dtrain_cuda_own_product_kernel(const dtrain_cuda_product x)
+{
+    constexpr int side = DTRAIN_CUDA_GEMM_TILE;
+    __shared__ float a[side][side + 1], b[side][side + 1];
+    const bool trans_a = (x.flags & DTRAIN_GEMM_TRANS_A) != 0,
+               trans_b = (x.flags & DTRAIN_GEMM_TRANS_B) != 0;
+    const int row = threadIdx.x / side, column = threadIdx.x % side;
+    const int64_t across = (x.n + side - 1) / side, tiles = (x.m + side - 1) / side * across;
+    for (int64_t tile = blockIdx.x; tile < x.batch * tiles; tile += gridDim.x) {
+        const int64_t one = tile / tiles; /* of the batch */
+        const int64_t i = tile % tiles / across * side + row, j = tile % across * side + column;
+        float sum = 0;
+        for (int64_t k = 0; k < x.k; k += side) {
+            const int64_t right = k + column, below = k + row; /* in A, in B */
+            const int64_t a_at = trans_a ? right * x.lda + i : i * x.lda + right;
+            const int64_t b_at = trans_b ? j * x.ldb + below : below * x.ldb + j;
+            a[row][column] = i < x.m && right < x.k
+                                 ? dtrain_cuda_get_any(x.a, x.type, one * x.a_step + a_at)
+                                 : 0;
+            b[row][column] = j < x.n && below < x.k
+                                 ? dtrain_cuda_get_any(x.b, x.type, one * x.b_step + b_at)
+                                 : 0;
+            __syncthreads();
+            for (int e = 0; e < side; e++) sum += a[row][e] * b[e][column];
+            __syncthreads();
+        }
+        if (i >= x.m || j >= x.n) continue;
+        const int64_t at = one * x.c_step + i * x.ldc + j;
+        sum *= x.alpha;
+        if (x.beta != 0) sum += x.beta * dtrain_cuda_get_any(x.c, x.c_type, at);
+        dtrain_cuda_put_any(x.c, x.c_type, at, sum);
+    }
+}
+
+static dtrain_result dtrain_cuda_own_product(dtrain_device *device, const dtrain_cuda_product *x,
+                                             dtrain_cuda_gemm_entry *entry)
+{
+    const int64_t side = DTRAIN_CUDA_GEMM_TILE;
+    const int64_t tiles = (x->m + side - 1) / side * ((x->n + side - 1) / side) * x->batch;
+    entry->slow = true;
+    return DTRAIN_CUDA_RUN(device, "gemm without cublasLt", dtrain_cuda_own_product_kernel,
+                           tiles < INT32_MAX ? tiles : INT32_MAX, (int)(side * side), 0, *x);
 }
 
 /* Compute `batch` products of equal shape without an epilogue, one step apart in memory; attention
@@ -2502,7 +2681,8 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
 {
     dtrain_cuda_gemm_entry *entry = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, product, &entry));
-    return entry ? dtrain_cuda_gemm_run(device, product, entry) : dtrain_cuda_gemm_refused(product);
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, product, entry));
+    return entry->works ? DTRAIN_OK : dtrain_cuda_own_product(device, product, entry);
 }
 
 /* ================================================================================================
@@ -2516,7 +2696,8 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
  *
  *     fused      one call of cublasLt, whose epilogue does all that is asked of C
  *     in steps   cublasLt's bare product, then the epilogue kernel below
- *     widened    in steps, with fp32 copies of A and B; its failure is an error
+ *     widened    in steps, with fp32 copies of A and B, and with our own product where cublasLt has
+ *                no algorithm for those either
  *
  *     asked                               epilogue of cublasLt    fallback
  *     C alone                             DEFAULT                 widened
@@ -2598,16 +2779,21 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
         if (reads_aux) aux = dtrain_cuda_load<W>(args.aux + at);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < W; i++) {
-            float value = x.at[i] + bias.at[i];
-            if (args.beta != 0) value += args.beta * dtrain_cuda_widen(c.at[i]);
+            x.at[i] += bias.at[i];
+            if (args.beta != 0) x.at[i] += args.beta * dtrain_cuda_widen(c.at[i]);
             if (reads_aux)
-                value =
-                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), value);
-            if (writes_aux) dtrain_cuda_narrow(value, aux.at[i]);
-            dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
-                               c.at[i]);
+                x.at[i] =
+                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), x.at[i]);
         }
-        if (writes_aux) dtrain_cuda_store(args.aux + at, aux);
+        if (writes_aux) {
+            dtrain_cuda_narrow(x.at, aux);
+            dtrain_cuda_store(args.aux + at, aux);
+        }
+        if (!args.backward) {
+            DTRAIN_CUDA_UNROLL
+            for (int i = 0; i < W; i++) x.at[i] = dtrain_cuda_activate(args.activation, x.at[i]);
+        }
+        dtrain_cuda_narrow(x.at, c);
         dtrain_cuda_store(args.c + at, c);
     }
 }
@@ -2734,16 +2920,6 @@ static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
 
 static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
 
-/* Give the bytes of C if the product has to be timed outside C and C is small enough; else 0. */
-static size_t dtrain_cuda_gemm_timing_bytes(const dtrain_cuda_state *state,
-                                            const dtrain_gemm_args *args)
-{
-    const uint64_t count = (uint64_t)args->m * (uint64_t)args->ldc;
-    const size_t element = dtrain_dtype_bytes(args->c_dtype);
-    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_TIMING / element) return 0;
-    return (size_t)count * element;
-}
-
 /* Choose the epilogue that does all that is asked of C, bias gradients apart; false where there is
  * none. See the table at the head of this file. */
 static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
@@ -2797,51 +2973,48 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     return count;
 }
 
-/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it. */
+/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it; where
+ * cublasLt refuses the call, entry->works is false and nothing has been done. */
 static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                                 const dtrain_cuda_product *product,
                                                 dtrain_cuda_gemm_entry *entry)
 {
     const bool makes_grad = product->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD ||
                             product->epilogue == CUBLASLT_EPILOGUE_BGRADB;
+    if (!entry->works) return DTRAIN_OK;
     if (product->vector && product->vector_type != DTRAIN_DTYPE_F32) {
         const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_DTYPE_F32,
                                           product->vector_type};
         DTRAIN_CUDA_TRY(dtrain_cuda_convert(device, &bias));
     }
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, product, entry));
-    if (!args->bias_grad) return DTRAIN_OK;
+    if (!entry->works || !args->bias_grad) return DTRAIN_OK;
     if (!makes_grad) return dtrain_cuda_gemm_bias_grad(device, args);
     if (!args->accumulate_bias_grad) return DTRAIN_OK;
     const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
-    return dtrain_cuda_column_sums(device, DTRAIN_DTYPE_F32, product->vector, 1, count, count,
-                                   args->bias_grad, true);
+    const dtrain_axpby_args add = {
+        count, true, 1, 1, product->vector, args->bias_grad, false, DTRAIN_DTYPE_F32};
+    return dtrain_cuda_axpby(device, &add); /* without scratch, where the vector is */
 }
 
 static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                             bool *done)
 {
-    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     dtrain_cuda_product variants[3];
+    dtrain_cuda_gemm_entry *entry = NULL;
     cublasLtEpilogue_t epilogue;
-    char *scratch = NULL;
-    if (!dtrain_cuda_gemm_epilogue(state, args, &epilogue)) return DTRAIN_OK;
+    void *vector = NULL;
+    if (!dtrain_cuda_gemm_epilogue(dtrain_cuda_state_of(device), args, &epilogue)) return DTRAIN_OK;
     const int64_t longest = args->m > args->n ? args->m : args->n;
-    const size_t vector_bytes =
-        args->bias || args->bias_grad ? dtrain_cuda_round_256((size_t)longest * sizeof(float)) : 0;
-    const size_t timing_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
-    if (vector_bytes + timing_bytes > 0)
-        DTRAIN_CUDA_TRY(
-            dtrain_cuda_scratch(device, vector_bytes + timing_bytes, (void **)&scratch));
-    const int count = dtrain_cuda_gemm_variants(args, epilogue, scratch, variants);
+    if (args->bias || args->bias_grad)
+        DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, (size_t)longest * sizeof(float), &vector));
+    const int count = dtrain_cuda_gemm_variants(args, epilogue, vector, variants);
     for (int i = 0; i < count && !*done; i++) {
-        dtrain_cuda_gemm_entry *entry = NULL;
-        variants[i].timing = timing_bytes ? scratch + vector_bytes : NULL;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &variants[i], &entry));
-        if (!entry) continue;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run_fused(device, args, &variants[i], entry));
-        *done = true;
+        *done = entry->works;
     }
+    if (entry && !*done) entry->slow = true;
     return DTRAIN_OK;
 }
 
@@ -2857,8 +3030,7 @@ struct dtrain_cuda_gemm_steps {
     size_t a_bytes, b_bytes, c_bytes; /* of scratch */
 };
 
-static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *state,
-                                                    const dtrain_gemm_args *args, bool widen)
+static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_gemm_args *args, bool widen)
 {
     const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0,
                trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
@@ -2888,8 +3060,6 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
         const int64_t most = DTRAIN_CUDA_GEMM_SCRATCH / (steps.ld * 4);
         steps.rows = most < 1 ? 1 : most < args->m ? most : args->m;
         steps.c_bytes = (size_t)steps.rows * (size_t)steps.ld * 4;
-    } else if (!steps.empty) {
-        steps.c_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
     }
     return steps;
 }
@@ -2932,31 +3102,29 @@ static dtrain_result dtrain_cuda_gemm_finish(dtrain_device *device, const dtrain
 static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtrain_gemm_args *args,
                                                bool widen, bool *done)
 {
-    const dtrain_cuda_gemm_steps steps =
-        dtrain_cuda_gemm_plan(dtrain_cuda_state_of(device), args, widen);
+    const dtrain_cuda_gemm_steps steps = dtrain_cuda_gemm_plan(args, widen);
     const int64_t a_row =
         args->flags & DTRAIN_GEMM_TRANS_A ? 1 : (steps.widen ? steps.a_ld : args->lda);
     dtrain_cuda_product product;
     char *scratch = NULL;
     const size_t bytes = steps.a_bytes + steps.b_bytes + steps.c_bytes;
     if (bytes > 0) DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, bytes, (void **)&scratch));
-    char *const spare = steps.c_bytes ? scratch + steps.a_bytes + steps.b_bytes : NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_operands(device, args, &steps, scratch, &product));
     const char *const a = (const char *)product.a;
     for (int64_t row = 0; row < args->m; row += steps.rows) {
         dtrain_cuda_gemm_entry *entry = NULL;
         product.m = args->m - row < steps.rows ? args->m - row : steps.rows;
         product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
-        product.timing = spare;
         if (steps.in_scratch) {
-            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_DTYPE_F32;
-            product.beta = 0;
+            product.c = scratch + steps.a_bytes + steps.b_bytes, product.ldc = steps.ld;
+            product.c_type = DTRAIN_DTYPE_F32, product.beta = 0;
         }
         if (!steps.empty) {
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
-            if (!entry && !widen && row == 0) return DTRAIN_OK;
-            if (!entry) return dtrain_cuda_gemm_refused(&product);
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
+            if (!entry->works) entry->slow = true;
+            if (!entry->works && !widen && row == 0) return DTRAIN_OK;
+            if (!entry->works) DTRAIN_CUDA_TRY(dtrain_cuda_own_product(device, &product, entry));
         }
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));
     }
@@ -3067,22 +3235,6 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
     return dtrain_cuda_warp_sum(lane < warps ? slots[warp / warps * warps + lane] : 0);
 }
 
-/* Load an element whose type is known at run time only, for the long kernels; all threads take the
- * same branch. */
-static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
-{
-    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
-    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
-    return ((const float *)from)[at];
-}
-
-static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
-{
-    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
-    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
-    else ((float *)to)[at] = x;
-}
-
 /* ---- Forward ------------------------------------------------------------------------------------
  *
  * x, residual, sum, y (rows,n); weight, bias (n); mean, rstd (rows). Bytes: one read of x and of
@@ -3099,9 +3251,11 @@ dtrain_cuda_layernorm_input(const dtrain_layernorm_args &args, int64_t at)
     if (!args.residual) return s;
     const dtrain_cuda_pack<Y, WIDTH> residual =
         dtrain_cuda_load<WIDTH>((const Y *)args.residual + at);
+    float sum[WIDTH];
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
-        dtrain_cuda_narrow(dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]), s.at[e]);
+        sum[e] = dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]);
+    dtrain_cuda_narrow(sum, s);
     dtrain_cuda_store((X *)args.sum + at, s);
     return s;
 }
@@ -3114,10 +3268,11 @@ dtrain_cuda_layernorm_output(const dtrain_layernorm_args &args, int64_t row, int
     const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
     dtrain_cuda_pack<float, WIDTH> bias = {};
     if (args.bias) bias = dtrain_cuda_load<WIDTH>(args.bias + column);
+    float out[WIDTH];
     dtrain_cuda_pack<Y, WIDTH> y;
     DTRAIN_CUDA_UNROLL
-    for (int e = 0; e < WIDTH; e++)
-        dtrain_cuda_narrow((s[e] - mean) * rstd * weight.at[e] + bias.at[e], y.at[e]);
+    for (int e = 0; e < WIDTH; e++) out[e] = (s[e] - mean) * rstd * weight.at[e] + bias.at[e];
+    dtrain_cuda_narrow(out, y);
     dtrain_cuda_store((Y *)args.y + row * args.n + column, y);
 }
 
@@ -3263,17 +3418,21 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                                       float d_average, float d_hat_average, float rstd)
 {
     dtrain_cuda_pack<X, WIDTH> d_x = {};
-    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    float out[WIDTH];
     if (args.accumulate_x) d_x = dtrain_cuda_load<WIDTH>((const X *)args.d_x + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float fresh = (d[e] - d_average - hat[e] * d_hat_average) * rstd;
-        dtrain_cuda_narrow(args.accumulate_x ? dtrain_cuda_widen(d_x.at[e]) + fresh : fresh,
-                           d_x.at[e]);
-        dtrain_cuda_narrow(dtrain_cuda_widen(d_x.at[e]), d_residual.at[e]);
+        out[e] = args.accumulate_x ? dtrain_cuda_widen(d_x.at[e]) + fresh : fresh;
     }
+    dtrain_cuda_narrow(out, d_x);
     dtrain_cuda_store((X *)args.d_x + at, d_x);
-    if (args.d_residual) dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
+    if (!args.d_residual) return;
+    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) out[e] = dtrain_cuda_widen(d_x.at[e]);
+    dtrain_cuda_narrow(out, d_residual);
+    dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
 }
 
 /* Add the sums of a block's row groups in order, into its partials. */
@@ -3566,13 +3725,13 @@ static __global__ void __launch_bounds__(256)
         const float *const place = args.wpe ? args.wpe + row % args.sequence * args.n : NULL;
         T *const y = (T *)args.y + row * args.n;
         for (int64_t column = lane * WIDTH; column < args.n; column += DTRAIN_CUDA_WARP * WIDTH) {
-            const dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
+            dtrain_cuda_pack<float, WIDTH> a = dtrain_cuda_load<WIDTH>(word + column);
             dtrain_cuda_pack<float, WIDTH> b = {};
             if (place) b = dtrain_cuda_load<WIDTH>(place + column);
             dtrain_cuda_pack<T, WIDTH> out;
             DTRAIN_CUDA_UNROLL
-            for (int e = 0; e < WIDTH; e++)
-                dtrain_cuda_narrow(place ? a.at[e] + b.at[e] : a.at[e], out.at[e]);
+            for (int e = 0; e < WIDTH; e++) a.at[e] = place ? a.at[e] + b.at[e] : a.at[e];
+            dtrain_cuda_narrow(a.at, out);
             dtrain_cuda_store(y + column, out);
         }
     }
@@ -3919,7 +4078,8 @@ static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
  *
  *     | head, < 1 pack | packs, 16-byte aligned ... | tail, < 1 pack |
  *
- * If logits and d_logits are not aligned alike, everything is head. */
+ * If logits and d_logits are not aligned alike, everything is head. Behind the tail of the classes
+ * that count, padding is written as 0 and never read. */
 
 struct dtrain_cuda_span {
     int64_t head, packs, tail; /* elements of the head, number of packs, where the tail begins */
@@ -3997,24 +4157,26 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     const int64_t hit =
         gradient.target -
         column; /* the element of this chunk that is the target, if 0 .. WIDTH - 1 */
+    float d[WIDTH];
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
-        const float d = (hit == e ? p - 1 : p) * gradient.scale;
-        dtrain_cuda_narrow(gradient.target < 0 ? 0 : d, x.at[e]);
+        d[e] = gradient.target < 0 ? 0 : (hit == e ? p - 1 : p) * gradient.scale;
     }
+    dtrain_cuda_narrow(d, x);
     dtrain_cuda_store(to + column, x);
 }
 
-/* Store the gradient of a row. Each element is read and written by one thread: `to` may be
- * `from`. */
+/* Store the gradient of a row of n columns, of which `classes` count. Each element is read and
+ * written by one thread: `to` may be `from`. */
 template <typename T>
 static __device__ __forceinline__ void
 dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
-                             const dtrain_cuda_span &span, int64_t n)
+                             const dtrain_cuda_span &span, int64_t classes, int64_t n)
 {
     constexpr int width = dtrain_cuda_pack<T>::width;
-    for (int64_t j = span.tail + threadIdx.x; j < n; j += blockDim.x)
+    for (int64_t j = classes + threadIdx.x; j < n; j += blockDim.x) dtrain_cuda_narrow(0, to[j]);
+    for (int64_t j = span.tail + threadIdx.x; j < classes; j += blockDim.x)
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
     for (int64_t p = span.packs - 1 - threadIdx.x; p >= 0; p -= blockDim.x)
         dtrain_cuda_gradient_put<width>(gradient, from, to, span.head + p * width);
@@ -4041,17 +4203,18 @@ static __global__ void __launch_bounds__(1024)
         const T *const logits = (const T *)args.logits + row * args.n;
         T *const d_logits = args.d_logits ? (T *)args.d_logits + row * args.n : NULL;
         const dtrain_cuda_span span =
-            dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.n);
-        dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args.targets, row, args.n, fault),
-                                             0, args.scale};
+            dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.classes);
+        dtrain_cuda_row_gradient gradient = {
+            dtrain_cuda_target(args.targets, row, args.classes, fault), 0, args.scale};
         if (gradient.target >= 0) { /* the same for the whole block */
             /* Read before the barriers in row_lse, behind which d_logits may overwrite it. */
             const float of_target = dtrain_cuda_widen(logits[gradient.target]);
-            gradient.lse = dtrain_cuda_row_lse(logits, span, args.n, slots);
+            gradient.lse = dtrain_cuda_row_lse(logits, span, args.classes, slots);
             if (threadIdx.x == 0)
                 args.loss[row] = gradient.lse - of_target, args.lse[row] = gradient.lse;
         } else if (threadIdx.x == 0) args.loss[row] = 0, args.lse[row] = 0;
-        if (d_logits) dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.n);
+        if (d_logits)
+            dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.classes, args.n);
     }
 }
 
@@ -4064,10 +4227,11 @@ static __global__ void __launch_bounds__(1024)
         const T *const logits = (const T *)args.logits + row * args.n;
         T *const d_logits = (T *)args.d_logits + row * args.n;
         const dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args.targets, row, args.n, fault), args.lse[row],
+            dtrain_cuda_target(args.targets, row, args.classes, fault), args.lse[row],
             args.upstream ? args.scale * args.upstream[0] : args.scale};
         dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
-                                     dtrain_cuda_span_of<T>(logits, d_logits, args.n), args.n);
+                                     dtrain_cuda_span_of<T>(logits, d_logits, args.classes),
+                                     args.classes, args.n);
     }
 }
 
@@ -4090,11 +4254,13 @@ static dtrain_result dtrain_cuda_cross_entropy_of(dtrain_device *device,
 }
 
 static dtrain_result dtrain_cuda_cross_entropy(dtrain_device *device,
-                                               const dtrain_cross_entropy_args *args)
+                                               const dtrain_cross_entropy_args *given)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy", args->dtype));
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_cross_entropy_of)(device, args);
+    dtrain_cross_entropy_args args = *given;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy", args.dtype));
+    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
+    if (!args.classes) args.classes = args.n;
+    return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_of)(device, &args);
 }
 
 template <typename T>
@@ -4110,11 +4276,13 @@ dtrain_cuda_cross_entropy_backward_of(dtrain_device *device,
 
 static dtrain_result
 dtrain_cuda_cross_entropy_backward(dtrain_device *device,
-                                   const dtrain_cross_entropy_backward_args *args)
+                                   const dtrain_cross_entropy_backward_args *given)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy_backward", args->dtype));
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_cross_entropy_backward_of)(device, args);
+    dtrain_cross_entropy_backward_args args = *given;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy_backward", args.dtype));
+    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
+    if (!args.classes) args.classes = args.n;
+    return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_backward_of)(device, &args);
 }
 
 /* ================================================================================================
@@ -4271,8 +4439,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         if (j < limit) x = dtrain_cuda_load<4>(row + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
-        for (int i = 0; i < 4; i++)
-            dtrain_cuda_narrow(j + i < limit ? expf(x.at[i] - lse) : 0.0f, p.at[i]);
+        for (int i = 0; i < 4; i++) x.at[i] = j + i < limit ? expf(x.at[i] - lse) : 0.0f;
+        dtrain_cuda_narrow(x.at, p);
         if (j < args.sequence) dtrain_cuda_store(out + j, p);
     }
 }
@@ -4325,10 +4493,11 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
             const bool seen = j + i < limit;
-            const float weight = seen ? expf(x.at[i] - lse) : 0.0f;
-            dtrain_cuda_narrow(weight, p.at[i]);
-            dtrain_cuda_narrow(seen ? weight * (g.at[i] - mean) : 0.0f, d.at[i]);
+            x.at[i] = seen ? expf(x.at[i] - lse) : 0.0f;
+            g.at[i] = seen ? x.at[i] * (g.at[i] - mean) : 0.0f;
         }
+        dtrain_cuda_narrow(x.at, p);
+        dtrain_cuda_narrow(g.at, d);
         if (j >= args.sequence) continue;
         dtrain_cuda_store(p_out + j, p);
         dtrain_cuda_store(d_out + j, d);
@@ -4541,12 +4710,8 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
  * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and
  * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1.
  *
- * mma of this shape and cp.async came with Ampere. Code for older GPUs (nvcc 13 compiles for sm_75
- * when no architecture is named) has none of them: dtrain_cuda_flash_takes keeps off. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#define DTRAIN_CUDA_BEFORE_AMPERE
-#endif
-
+ * mma of this shape and cp.async came with Ampere. Code for older GPUs (DTRAIN_CUDA_BEFORE_AMPERE)
+ * has none of them: dtrain_cuda_flash_takes keeps off. */
 static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
                                                        const uint32_t b[2], dtrain_cuda_bf16)
 {
@@ -4642,40 +4807,6 @@ static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-#endif
-}
-
-/* Pack two halves into a register; `low`, the neighbour with the smaller index, takes the lower
- * bits. */
-static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
-                                                                   dtrain_cuda_bf16 kind)
-{
-#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
-    uint32_t pair;
-    (void)kind;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    dtrain_cuda_bf16 upper;
-    dtrain_cuda_narrow(low, kind);
-    dtrain_cuda_narrow(high, upper);
-    return (uint32_t)upper.bits << 16 | kind.bits;
-#endif
-}
-
-static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
-                                                                   dtrain_cuda_f16 kind)
-{
-#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
-    uint32_t pair;
-    (void)kind;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    dtrain_cuda_f16 upper;
-    dtrain_cuda_narrow(low, kind);
-    dtrain_cuda_narrow(high, upper);
-    return (uint32_t)upper.bits << 16 | kind.bits;
 #endif
 }
 

@@ -17,6 +17,7 @@
  *             channel of each pair of a query and a key that it sees
  *   of_peak   of the fastest copy from device to device (bytes read and written), measured first; for
  *             products and attention: of a large square product of the same type, measured first
+ *   fallback  kinds of GEMM that cublasLt did not make as asked, so that slower kernels did; on a GPU
  *   correct   every element of every output agrees with the CPU device's, from the same inputs, within
  *             the rounding of its type; "-" where an array has over 64 M elements: not compared */
 #include "bench.h"
@@ -285,7 +286,7 @@ static void describe_cross_entropy(kernel *k) /* with the gradient, in place */
 }
 static dtrain_result call_cross_entropy(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_cross_entropy_args a = {k->rows, k->n, m[0], m[1], m[2], m[3], m[0], 1.0f, k->dtype};
+    dtrain_cross_entropy_args a = {k->rows, k->n, m[0], m[1], m[2], m[3], m[0], 1.0f, k->dtype, 0};
     return device->ops->cross_entropy(device, &a);
 }
 
@@ -301,8 +302,8 @@ static void describe_cross_entropy_backward(kernel *k)
 static dtrain_result call_cross_entropy_backward(dtrain_device *device, const kernel *k,
                                                  void *const *m)
 {
-    dtrain_cross_entropy_backward_args a = {k->rows, k->n, 1.0f, m[0],    m[1],
-                                            m[2],    m[3], NULL, k->dtype};
+    dtrain_cross_entropy_backward_args a = {k->rows, k->n, 1.0f, m[0],     m[1],
+                                            m[2],    m[3], NULL, k->dtype, 0};
     return device->ops->cross_entropy_backward(device, &a);
 }
 
@@ -760,9 +761,17 @@ static const char *precision_of(const kernel *k)
     return k->flops > 0 && k->dtype == DTRAIN_DTYPE_F32 ? opt.math : dtrain_dtype_name(k->dtype);
 }
 
+/* Return how many kinds of GEMM took a fallback so far; NAN on the CPU. */
+static double fallbacks(dtrain_device *device)
+{
+    dtrain_device_info info;
+    const bool known = !device->ops->host_memory && dtrain_device_query(device, &info) == DTRAIN_OK;
+    return known ? (double)info.slow_gemms : (double)NAN;
+}
+
 /* correct: see bench_end. The first copies and the first product of a type set what the others are
  * measured against. */
-static void report(const kernel *k, const spread *t, int correct)
+static void report(const kernel *k, const spread *t, double fallback, int correct)
 {
     const double gbs = 1e-3 * k->bytes / t->median, tflops = 1e-6 * k->flops / t->median;
     const bool product = k->flops > 0;
@@ -779,6 +788,7 @@ static void report(const kernel *k, const spread *t, int correct)
     bench_number("GB/s", 7, 1, gbs);
     bench_number("TFLOP/s", 8, 3, product ? tflops : NAN);
     bench_number("of_peak", 7, 3, product ? tflops / gemm_peak[k->dtype] : gbs / copy_peak);
+    bench_number("fallback", 8, 0, product ? fallback : NAN);
     bench_end(correct);
 }
 
@@ -790,6 +800,7 @@ static int run_kernel(dtrain_device *device, dtrain_device *cpu, kernel *k)
     void *memory = NULL, *host = NULL, *host_arrays[MAX_ARRAYS], *sets[MAX_SETS][MAX_ARRAYS];
     bool compared = is_compared(k), correct = true;
     spread t = {0, 0, 0};
+    const double before = fallbacks(device);
     if (set_count > MAX_SETS) set_count = MAX_SETS;
     dtrain_result result = device->ops->alloc(device, bytes * (size_t)set_count, &memory);
     if (result == DTRAIN_OK && compared && !(host = malloc(bytes))) result = DTRAIN_ERROR_MEMORY;
@@ -809,7 +820,7 @@ static int run_kernel(dtrain_device *device, dtrain_device *cpu, kernel *k)
                 dtrain_last_error());
         return 1;
     }
-    report(k, &t, compared ? correct : -1);
+    report(k, &t, fallbacks(device) - before, compared ? correct : -1);
     return 0;
 }
 

@@ -59,6 +59,9 @@ typedef struct dtrain_device_info {
     /* CPU: "avx512", "avx2", "generic", "scalar" or "cblas"; and for products of bf16 with bf16
      * "amx_bf16" where the compiler, the processor and the system have it, else the same. */
     char kernels[16], bf16_kernels[16];
+    /* GPU: kinds of GEMM so far (shape, types, epilogue) that cublasLt would not compute as asked,
+     * so that slower kernels do: more than a few are worth other sizes or alignments. */
+    uint32_t slow_gemms;
 } dtrain_device_info;
 
 /* Return the table of dtrain_cuda.cu: link that file to use it. */

@@ -228,13 +228,13 @@ static void check_convert(dtrain_dtype from, dtrain_dtype to, const void *x, int
     gpu_read(y, args.y, y_bytes);
     for (int64_t i = 0; i < count && wrong < 0; i++) {
         const float value = (float)gpu_get(x, i, from);
-        const uint16_t half = rounded(value, to);
+        const uint16_t half = isnan(value) ? 0x7fff : rounded(value, to); /* as the hardware */
         if (from == to)
             wrong = memcmp(y + (size_t)i * width_of(to), (const char *)x + (size_t)i * width_of(to),
                            width_of(to))
                         ? i
                         : -1;
-        else if (isnan(value)) wrong = isnan(gpu_get(y, i, to)) ? -1 : i;
+        else if (to == DTRAIN_DTYPE_F32 && isnan(value)) wrong = isnan(gpu_get(y, i, to)) ? -1 : i;
         else if (to == DTRAIN_DTYPE_F32) wrong = memcmp(y + 4 * i, &value, 4) ? i : -1;
         else wrong = memcmp(y + 2 * i, &half, 2) ? i : -1;
     }

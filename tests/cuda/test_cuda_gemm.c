@@ -996,7 +996,7 @@ static void test_what_is_fused(void)
     x = plain, x.flags = DTRAIN_GEMM_TRANS_A, x.c = DTRAIN_DTYPE_F32, x.bias_grad = true;
     check_cost(&x, 1, 0);
     x.accumulate = true;
-    check_cost(&x, 1, 2);
+    check_cost(&x, 1, 1); /* one kernel adds the new gradient */
     x = plain, x.activation = DTRAIN_ACTIVATION_RELU, x.bias = true;
     check_cost(&x, 1, 1);
     x = plain, x.a = DTRAIN_DTYPE_F16;
@@ -1004,8 +1004,100 @@ static void test_what_is_fused(void)
     gpu_close();
 }
 
-/* Without a heuristic there is an error and nothing else; nothing is kept of it. */
+static uint32_t slow_gemms(void)
+{
+    dtrain_device_info info;
+    CHECK(dtrain_device_query(gpu, &info) == DTRAIN_OK);
+    return info.slow_gemms;
+}
+
+/* Run a product twice under a fault, which the second call meets no more: cublasLt is asked for
+ * nothing that it refused. */
+static void try_refused(const ask *x, dtrain_emulation_fault fault, int64_t n)
+{
+    product p = make_product(x, 0);
+    dtrain_emulation_inject(fault, n);
+    CHECK_MSG(gpu->ops->gemm(gpu, &p.args) == DTRAIN_OK, "%s: %s", describe(x),
+              dtrain_last_error());
+    check_product(&p);
+    reset_product(&p);
+    const dtrain_emulation_counters before = counters();
+    CHECK(gpu->ops->gemm(gpu, &p.args) == DTRAIN_OK);
+    const dtrain_emulation_counters after = counters();
+    check_product(&p);
+    CHECK_MSG(after.heuristics == before.heuristics &&
+                  after.refused_matmuls == before.refused_matmuls,
+              "%s: the second call asks %d times and is refused %d times", describe(x),
+              (int)(after.heuristics - before.heuristics),
+              (int)(after.refused_matmuls - before.refused_matmuls));
+    dtrain_emulation_inject(fault, 0);
+    drop_product(&p);
+}
+
+/* The heuristic that finds nothing, and proposals that cublasLtMatmul refuses, one and all: results
+ * are right, and query says how many kinds are slow for it. */
 static void test_refusals(void)
+{
+    static const struct {
+        dtrain_emulation_fault fault;
+        int64_t n;
+        bool slow;
+    } faults[] = {{DTRAIN_EMULATION_REFUSE_MATMUL, 1, false},
+                  {DTRAIN_EMULATION_REFUSE_MATMUL, 2, true},
+                  {DTRAIN_EMULATION_NO_HEURISTIC, 1, true}};
+    EACH(f, faults) for (uint32_t kind = 0; kind < 12; kind++)
+    {
+        const dtrain_dtype type = dtypes[kind % 3]; /* with every transposition */
+        ask x = {33,  20,   25,    kind % 4, 0,     type,  type, type,
+                 0.5, 0.75, false, false,    false, false, 0,    0};
+        if (kind >= 4) x.bias_grad = x.accumulate = true;
+        if (kind >= 8) x.bias = x.aux = true, x.activation = DTRAIN_ACTIVATION_GELU;
+        if (kind % 2) x.m = 16, x.n = 24, x.k = 32; /* what epilogues take */
+        if (kind / 2 % 2) gpu_open();               /* with a race of all proposals */
+        else open_with_math(0);
+        try_refused(&x, faults[f].fault, faults[f].n);
+        if (kind < 8 || faults[f].slow) /* GELU is not fused at odd sizes without a fault */
+            CHECK_MSG((slow_gemms() > 0) == faults[f].slow, "%s: %u slow kinds", describe(&x),
+                      (unsigned)slow_gemms());
+        gpu_close();
+    }
+    dtrain_emulation_counters now;
+    dtrain_emulation_get_counters(&now);
+    CHECK(now.cublas_alive == 0 && now.events_alive == 0 && now.allocations_alive == 0);
+}
+
+/* Attention by batched products, where cublasLt makes none of them. */
+static void test_batches_refused(void)
+{
+    enum { T = 21, HEADS = 2, N = 10, BATCH = 2 };
+    float y[2][BATCH * T * N];
+    void *qkv = gpu_noise(BATCH * T * 3 * N, DTRAIN_DTYPE_F32, 1, 1);
+    for (int refused = 0; refused < 2; refused++) {
+        open_with_math(0);
+        dtrain_attention_args args = {BATCH,
+                                      T,
+                                      HEADS,
+                                      N,
+                                      true,
+                                      gpu_give(qkv, BATCH * T * 3 * N * 4, 0),
+                                      gpu_take(sizeof y[0], 0),
+                                      (float *)gpu_take(BATCH * HEADS * T * 4, 0),
+                                      DTRAIN_DTYPE_F32};
+        dtrain_emulation_inject(DTRAIN_EMULATION_REFUSE_MATMUL, refused ? 2 : 0);
+        CHECK_MSG(gpu->ops->attention(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
+        gpu_read(y[refused], args.y, sizeof y[0]);
+        CHECK(slow_gemms() == (refused ? 2 : 0));
+        dtrain_emulation_inject(DTRAIN_EMULATION_REFUSE_MATMUL, 0);
+        gpu_close();
+    }
+    for (int i = 0; i < BATCH * T * N; i++)
+        CHECK_MSG(fabs((double)y[1][i] - (double)y[0][i]) < 1e-5, "y[%d] is %g, not %g", i,
+                  (double)y[1][i], (double)y[0][i]);
+    free(qkv);
+}
+
+/* An error that is no refusal stays one; a candidate that meets it loses the race. */
+static void test_failures(void)
 {
     const ask x = {16,
                    24,
@@ -1025,15 +1117,6 @@ static void test_refusals(void)
                    0};
     gpu_open();
     product p = make_product(&x, 0);
-    dtrain_emulation_inject(DTRAIN_EMULATION_NO_HEURISTIC, 1);
-    CHECK(gpu->ops->gemm(gpu, &p.args) == DTRAIN_ERROR_UNSUPPORTED);
-    CHECK_SAYS("no algorithm for m 16, n 24, k 32");
-    CHECK(gpu->ops->gemm(gpu, &p.args) == DTRAIN_ERROR_UNSUPPORTED);
-    dtrain_emulation_inject(DTRAIN_EMULATION_NO_HEURISTIC, 0);
-    drop_product(&p);
-    gpu_close();
-    gpu_open(); /* a candidate that cannot run loses the race, the other one is taken */
-    p = make_product(&x, 0);
     dtrain_emulation_inject(DTRAIN_EMULATION_FAIL_MATMUL, 1);
     CHECK_MSG(gpu->ops->gemm(gpu, &p.args) == DTRAIN_OK, "%s", dtrain_last_error());
     check_product(&p);
@@ -1043,13 +1126,77 @@ static void test_refusals(void)
     CHECK_SAYS("cublasLtMatmul failed: CUBLAS_STATUS_EXECUTION_FAILED");
     CHECK(gpu->ops->gemm(gpu, &p.args) == DTRAIN_OK);
     check_product(&p);
+    CHECK(slow_gemms() == 0);
     drop_product(&p);
     gpu_close();
-    const dtrain_emulation_counters end = {0};
-    dtrain_emulation_counters now;
-    dtrain_emulation_get_counters(&now);
-    CHECK(now.cublas_alive == end.cublas_alive && now.events_alive == 0 &&
-          now.allocations_alive == 0);
+}
+
+/* A product that adds to C takes no memory; to time its candidates it takes that of C, and gives it
+ * back. What there is no room for is not timed. */
+static void test_memory(void)
+{
+    const ask x = {64,
+                   1024,
+                   2,
+                   0,
+                   0,
+                   DTRAIN_DTYPE_F32,
+                   DTRAIN_DTYPE_F32,
+                   DTRAIN_DTYPE_F32,
+                   1,
+                   1,
+                   false,
+                   false,
+                   false,
+                   false,
+                   0,
+                   0};
+    for (int kind = 0; kind < 3; kind++) { /* untimed, timed, timed without room */
+        if (kind) gpu_open();
+        else open_with_math(0);
+        product p = make_product(&x, 0);
+        const dtrain_emulation_counters before = counters();
+        dtrain_emulation_set_memory_left(kind == 2 ? 64 * 1024 * 4 - 1 : -1);
+        CHECK_MSG(gpu->ops->gemm(gpu, &p.args) == DTRAIN_OK, "%s", dtrain_last_error());
+        dtrain_emulation_set_memory_left(-1);
+        check_product(&p);
+        const dtrain_emulation_counters after = counters();
+        CHECK_MSG(after.bytes_alive == before.bytes_alive, "kind %d keeps %lld bytes", kind,
+                  (long long)(after.bytes_alive - before.bytes_alive));
+        CHECK(after.allocations - before.allocations == (kind == 1));
+        CHECK(after.matmuls - before.matmuls == (kind == 1 ? 7 : 1));
+        drop_product(&p);
+        gpu_close();
+    }
+}
+
+/* An algorithm that needs all of the workspace is taken; one that needs more is not proposed. */
+static void test_workspace(void)
+{
+    const ask x = {16,
+                   24,
+                   32,
+                   0,
+                   0,
+                   DTRAIN_DTYPE_BF16,
+                   DTRAIN_DTYPE_BF16,
+                   DTRAIN_DTYPE_BF16,
+                   1,
+                   1,
+                   false,
+                   false,
+                   false,
+                   false,
+                   0,
+                   0};
+    for (int more = 0; more < 2; more++) {
+        dtrain_emulation_inject(DTRAIN_EMULATION_WORKSPACE, (32 << 20) + more);
+        open_with_math(0);
+        check_cost(&x, 1, 0);
+        CHECK(slow_gemms() == 0);
+        gpu_close();
+    }
+    dtrain_emulation_inject(DTRAIN_EMULATION_WORKSPACE, 0);
 }
 
 /* The timing of candidates with beta != 0 leaves C alone even where there are two of them. */
@@ -1105,6 +1252,10 @@ int main(int argc, char **argv)
 #ifdef DTRAIN_CUDA_EMULATION
     RUN(test_what_is_fused);
     RUN(test_refusals);
+    RUN(test_batches_refused);
+    RUN(test_failures);
+    RUN(test_memory);
+    RUN(test_workspace);
     RUN(test_timing_is_harmless);
 #endif
     return test_summary();

@@ -1573,6 +1573,18 @@ static void test_matmul_algorithms(void)
     dtrain_emulation_inject(DTRAIN_EMULATION_FAIL_MATMUL, 1);
     CHECK(multiply(lt, a, b, d, NULL, NULL, 0) == CUBLAS_STATUS_EXECUTION_FAILED);
     OK(multiply(lt, a, b, d, NULL, NULL, 0));
+    cublasLtMatmulHeuristicResult_t both[2];
+    dtrain_emulation_inject(DTRAIN_EMULATION_WORKSPACE, 60000);
+    OK(cublasLtMatmulAlgoGetHeuristic(lt.handle, lt.desc, lt.a, lt.b, lt.d, lt.d, lt.preference, 2,
+                                      both, &found));
+    CHECK(found == 2 && both[0].workspaceSize == 60000 && both[1].workspaceSize == 0);
+    for (int refused = 0; refused < 3; refused++) {
+        dtrain_emulation_inject(DTRAIN_EMULATION_REFUSE_MATMUL, refused);
+        for (int i = 0; i < 2; i++)
+            CHECK(multiply(lt, a, b, d, &both[i].algo, workspace, 65536) ==
+                  (i < refused ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS));
+    }
+    dtrain_emulation_inject(DTRAIN_EMULATION_REFUSE_MATMUL, 0);
     OK(cudaDeviceSynchronize());
     OK(multiply(lt, a, b, d + 1024 - 8, NULL, NULL, 0)); /* reaches beyond its allocation */
     CHECK(cudaDeviceSynchronize() == cudaErrorIllegalAddress);

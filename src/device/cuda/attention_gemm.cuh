@@ -155,8 +155,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         if (j < limit) x = dtrain_cuda_load<4>(row + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
-        for (int i = 0; i < 4; i++)
-            dtrain_cuda_narrow(j + i < limit ? expf(x.at[i] - lse) : 0.0f, p.at[i]);
+        for (int i = 0; i < 4; i++) x.at[i] = j + i < limit ? expf(x.at[i] - lse) : 0.0f;
+        dtrain_cuda_narrow(x.at, p);
         if (j < args.sequence) dtrain_cuda_store(out + j, p);
     }
 }
@@ -209,10 +209,11 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
             const bool seen = j + i < limit;
-            const float weight = seen ? expf(x.at[i] - lse) : 0.0f;
-            dtrain_cuda_narrow(weight, p.at[i]);
-            dtrain_cuda_narrow(seen ? weight * (g.at[i] - mean) : 0.0f, d.at[i]);
+            x.at[i] = seen ? expf(x.at[i] - lse) : 0.0f;
+            g.at[i] = seen ? x.at[i] * (g.at[i] - mean) : 0.0f;
         }
+        dtrain_cuda_narrow(x.at, p);
+        dtrain_cuda_narrow(g.at, d);
         if (j >= args.sequence) continue;
         dtrain_cuda_store(p_out + j, p);
         dtrain_cuda_store(d_out + j, d);

@@ -112,7 +112,9 @@ static inline int64_t dtrain_cuda_blocks(const dtrain_cuda_state *state, int64_t
     return needed < 1 ? 1 : needed < most ? needed : most;
 }
 
-static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state); /* gemm.cuh; no cache is legal */
+/* gemm_plan.cuh; no cache is legal */
+static void dtrain_cuda_gemm_cache_free(dtrain_cuda_state *state);
+static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state);
 
 static void *dtrain_cuda_host_take(const dtrain_allocator *allocator, size_t bytes)
 {
@@ -558,5 +560,6 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
     info->minor = (uint32_t)state->minor;
     info->memory_bytes = memory_bytes;
     info->free_bytes = free_bytes;
+    info->slow_gemms = dtrain_cuda_gemm_slow_count(state);
     return DTRAIN_OK;
 }

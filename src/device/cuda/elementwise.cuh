@@ -32,12 +32,13 @@ template <typename X, typename Y> struct dtrain_cuda_add_op {
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
-        dtrain_cuda_pack<X, W> sum;
+        float sum[W];
+        dtrain_cuda_pack<X, W> narrow;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++)
-            dtrain_cuda_narrow(dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]),
-                               sum.at[j]);
-        dtrain_cuda_store(out + i, sum);
+            sum[j] = dtrain_cuda_widen(g.x.at[j]) + dtrain_cuda_widen(g.y.at[j]);
+        dtrain_cuda_narrow(sum, narrow);
+        dtrain_cuda_store(out + i, narrow);
     }
 };
 
@@ -89,14 +90,14 @@ template <typename T> struct dtrain_cuda_axpby_op {
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         const float one = !same ? 0 : x ? dtrain_cuda_widen(x[0]) : 1;
+        float value[W];
         dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const float from = same ? one : dtrain_cuda_widen(g.x.at[j]);
-            dtrain_cuda_narrow(accumulate ? __fmaf_rn(a, from, b * dtrain_cuda_widen(g.y.at[j]))
-                                          : a * from,
-                               out.at[j]);
+            value[j] = accumulate ? __fmaf_rn(a, from, b * dtrain_cuda_widen(g.y.at[j])) : a * from;
         }
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -186,15 +187,16 @@ template <typename T> struct dtrain_cuda_dropout_op {
     template <int W> __device__ void store(int64_t i, const group<W> &g) const
     {
         uint32_t words[W];
+        float value[W];
         dtrain_cuda_pack<T, W> out;
         dtrain_cuda_random<W>(seed + (scalars ? scalars->seed : 0), stream, i, words);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < W; j++) {
             const bool kept = words[j] >> 8 >= threshold;
-            const float value = kept ? scale * dtrain_cuda_widen(g.x.at[j]) : 0.0f;
-            dtrain_cuda_narrow(accumulate ? value + dtrain_cuda_widen(g.y.at[j]) : value,
-                               out.at[j]);
+            value[j] = kept ? scale * dtrain_cuda_widen(g.x.at[j]) : 0.0f;
+            if (accumulate) value[j] += dtrain_cuda_widen(g.y.at[j]);
         }
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -226,7 +228,7 @@ static dtrain_result dtrain_cuda_dropout(dtrain_device *device, const dtrain_dro
 
 /* ---- convert: x (count) -> y (count) ------------------------------------------------------------
  *
- * One read and one write, rounded to nearest. */
+ * One read and one write, rounded to nearest; every NaN becomes 0x7fff in a half. */
 
 template <typename X, typename Y> struct dtrain_cuda_convert_op {
     static constexpr int width = dtrain_cuda_width<X, Y>();
@@ -240,9 +242,11 @@ template <typename X, typename Y> struct dtrain_cuda_convert_op {
     }
     template <int W> __device__ void store(int64_t i, const dtrain_cuda_pack<X, W> &g) const
     {
+        float value[W];
         dtrain_cuda_pack<Y, W> out;
         DTRAIN_CUDA_UNROLL
-        for (int j = 0; j < W; j++) dtrain_cuda_narrow(dtrain_cuda_widen(g.at[j]), out.at[j]);
+        for (int j = 0; j < W; j++) value[j] = dtrain_cuda_widen(g.at[j]);
+        dtrain_cuda_narrow(value, out);
         dtrain_cuda_store(y + i, out);
     }
 };
@@ -330,7 +334,7 @@ template <typename T> struct dtrain_cuda_deactivate_op {
         g.d = dtrain_cuda_load<W>(d_out + i);
     }
     /* Store d_in, and leave its values in `d`, in fp32. */
-    template <int W> __device__ void finish(int64_t i, const group<W> &g, float d[W]) const
+    template <int W> __device__ void finish(int64_t i, const group<W> &g, float (&d)[W]) const
     {
         dtrain_cuda_pack<T, W> out;
         DTRAIN_CUDA_UNROLL
@@ -338,8 +342,8 @@ template <typename T> struct dtrain_cuda_deactivate_op {
             const float from =
                 activation == DTRAIN_ACTIVATION_NONE ? 0 : dtrain_cuda_widen(g.x.at[j]);
             d[j] = dtrain_cuda_deactivate(activation, from, dtrain_cuda_widen(g.d.at[j]));
-            dtrain_cuda_narrow(d[j], out.at[j]);
         }
+        dtrain_cuda_narrow(d, out);
         if (activation != DTRAIN_ACTIVATION_NONE || d_in != d_out) dtrain_cuda_store(d_in + i, out);
     }
     template <int W> __device__ void store(int64_t i, const group<W> &g) const

@@ -63,12 +63,8 @@
  * ldmatrix loads four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and
  * gets row g, columns 2t and 2t+1 of each; transposed: column g, rows 2t and 2t+1.
  *
- * mma of this shape and cp.async came with Ampere. Code for older GPUs (nvcc 13 compiles for sm_75
- * when no architecture is named) has none of them: dtrain_cuda_flash_takes keeps off. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#define DTRAIN_CUDA_BEFORE_AMPERE
-#endif
-
+ * mma of this shape and cp.async came with Ampere. Code for older GPUs (DTRAIN_CUDA_BEFORE_AMPERE)
+ * has none of them: dtrain_cuda_flash_takes keeps off. */
 static __device__ __forceinline__ void dtrain_cuda_mma(float d[4], const uint32_t a[4],
                                                        const uint32_t b[2], dtrain_cuda_bf16)
 {
@@ -164,40 +160,6 @@ static __device__ __forceinline__ float dtrain_cuda_exp2(float x)
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-#endif
-}
-
-/* Pack two halves into a register; `low`, the neighbour with the smaller index, takes the lower
- * bits. */
-static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
-                                                                   dtrain_cuda_bf16 kind)
-{
-#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
-    uint32_t pair;
-    (void)kind;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    dtrain_cuda_bf16 upper;
-    dtrain_cuda_narrow(low, kind);
-    dtrain_cuda_narrow(high, upper);
-    return (uint32_t)upper.bits << 16 | kind.bits;
-#endif
-}
-
-static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
-                                                                   dtrain_cuda_f16 kind)
-{
-#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
-    uint32_t pair;
-    (void)kind;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    dtrain_cuda_f16 upper;
-    dtrain_cuda_narrow(low, kind);
-    dtrain_cuda_narrow(high, upper);
-    return (uint32_t)upper.bits << 16 | kind.bits;
 #endif
 }
 

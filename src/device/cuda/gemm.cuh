@@ -5,7 +5,8 @@
  *
  *     fused      one call of cublasLt, whose epilogue does all that is asked of C
  *     in steps   cublasLt's bare product, then the epilogue kernel below
- *     widened    in steps, with fp32 copies of A and B; its failure is an error
+ *     widened    in steps, with fp32 copies of A and B, and with our own product where cublasLt has
+ *                no algorithm for those either
  *
  *     asked                               epilogue of cublasLt    fallback
  *     C alone                             DEFAULT                 widened
@@ -96,16 +97,21 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
         if (reads_aux) aux = dtrain_cuda_load<W>(args.aux + at);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < W; i++) {
-            float value = x.at[i] + bias.at[i];
-            if (args.beta != 0) value += args.beta * dtrain_cuda_widen(c.at[i]);
+            x.at[i] += bias.at[i];
+            if (args.beta != 0) x.at[i] += args.beta * dtrain_cuda_widen(c.at[i]);
             if (reads_aux)
-                value =
-                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), value);
-            if (writes_aux) dtrain_cuda_narrow(value, aux.at[i]);
-            dtrain_cuda_narrow(args.backward ? value : dtrain_cuda_activate(args.activation, value),
-                               c.at[i]);
+                x.at[i] =
+                    dtrain_cuda_deactivate(args.activation, dtrain_cuda_widen(aux.at[i]), x.at[i]);
         }
-        if (writes_aux) dtrain_cuda_store(args.aux + at, aux);
+        if (writes_aux) {
+            dtrain_cuda_narrow(x.at, aux);
+            dtrain_cuda_store(args.aux + at, aux);
+        }
+        if (!args.backward) {
+            DTRAIN_CUDA_UNROLL
+            for (int i = 0; i < W; i++) x.at[i] = dtrain_cuda_activate(args.activation, x.at[i]);
+        }
+        dtrain_cuda_narrow(x.at, c);
         dtrain_cuda_store(args.c + at, c);
     }
 }
@@ -232,16 +238,6 @@ static dtrain_cuda_product dtrain_cuda_product_of(const dtrain_gemm_args *args)
 
 static size_t dtrain_cuda_round_256(size_t bytes) { return (bytes + 255) & ~(size_t)255; }
 
-/* Give the bytes of C if the product has to be timed outside C and C is small enough; else 0. */
-static size_t dtrain_cuda_gemm_timing_bytes(const dtrain_cuda_state *state,
-                                            const dtrain_gemm_args *args)
-{
-    const uint64_t count = (uint64_t)args->m * (uint64_t)args->ldc;
-    const size_t element = dtrain_dtype_bytes(args->c_dtype);
-    if (args->beta == 0 || state->capturing || count > DTRAIN_CUDA_GEMM_TIMING / element) return 0;
-    return (size_t)count * element;
-}
-
 /* Choose the epilogue that does all that is asked of C, bias gradients apart; false where there is
  * none. See the table at the head of this file. */
 static bool dtrain_cuda_gemm_epilogue(const dtrain_cuda_state *state, const dtrain_gemm_args *args,
@@ -295,51 +291,48 @@ static int dtrain_cuda_gemm_variants(const dtrain_gemm_args *args, cublasLtEpilo
     return count;
 }
 
-/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it. */
+/* Run the chosen call, the conversion of the bias before it, and the bias gradient after it; where
+ * cublasLt refuses the call, entry->works is false and nothing has been done. */
 static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                                 const dtrain_cuda_product *product,
                                                 dtrain_cuda_gemm_entry *entry)
 {
     const bool makes_grad = product->epilogue == CUBLASLT_EPILOGUE_DGELU_BGRAD ||
                             product->epilogue == CUBLASLT_EPILOGUE_BGRADB;
+    if (!entry->works) return DTRAIN_OK;
     if (product->vector && product->vector_type != DTRAIN_DTYPE_F32) {
         const dtrain_convert_args bias = {args->n, args->bias, product->vector, DTRAIN_DTYPE_F32,
                                           product->vector_type};
         DTRAIN_CUDA_TRY(dtrain_cuda_convert(device, &bias));
     }
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, product, entry));
-    if (!args->bias_grad) return DTRAIN_OK;
+    if (!entry->works || !args->bias_grad) return DTRAIN_OK;
     if (!makes_grad) return dtrain_cuda_gemm_bias_grad(device, args);
     if (!args->accumulate_bias_grad) return DTRAIN_OK;
     const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
-    return dtrain_cuda_column_sums(device, DTRAIN_DTYPE_F32, product->vector, 1, count, count,
-                                   args->bias_grad, true);
+    const dtrain_axpby_args add = {
+        count, true, 1, 1, product->vector, args->bias_grad, false, DTRAIN_DTYPE_F32};
+    return dtrain_cuda_axpby(device, &add); /* without scratch, where the vector is */
 }
 
 static dtrain_result dtrain_cuda_gemm_fused(dtrain_device *device, const dtrain_gemm_args *args,
                                             bool *done)
 {
-    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     dtrain_cuda_product variants[3];
+    dtrain_cuda_gemm_entry *entry = NULL;
     cublasLtEpilogue_t epilogue;
-    char *scratch = NULL;
-    if (!dtrain_cuda_gemm_epilogue(state, args, &epilogue)) return DTRAIN_OK;
+    void *vector = NULL;
+    if (!dtrain_cuda_gemm_epilogue(dtrain_cuda_state_of(device), args, &epilogue)) return DTRAIN_OK;
     const int64_t longest = args->m > args->n ? args->m : args->n;
-    const size_t vector_bytes =
-        args->bias || args->bias_grad ? dtrain_cuda_round_256((size_t)longest * sizeof(float)) : 0;
-    const size_t timing_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
-    if (vector_bytes + timing_bytes > 0)
-        DTRAIN_CUDA_TRY(
-            dtrain_cuda_scratch(device, vector_bytes + timing_bytes, (void **)&scratch));
-    const int count = dtrain_cuda_gemm_variants(args, epilogue, scratch, variants);
+    if (args->bias || args->bias_grad)
+        DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, (size_t)longest * sizeof(float), &vector));
+    const int count = dtrain_cuda_gemm_variants(args, epilogue, vector, variants);
     for (int i = 0; i < count && !*done; i++) {
-        dtrain_cuda_gemm_entry *entry = NULL;
-        variants[i].timing = timing_bytes ? scratch + vector_bytes : NULL;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &variants[i], &entry));
-        if (!entry) continue;
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run_fused(device, args, &variants[i], entry));
-        *done = true;
+        *done = entry->works;
     }
+    if (entry && !*done) entry->slow = true;
     return DTRAIN_OK;
 }
 
@@ -355,8 +348,7 @@ struct dtrain_cuda_gemm_steps {
     size_t a_bytes, b_bytes, c_bytes; /* of scratch */
 };
 
-static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *state,
-                                                    const dtrain_gemm_args *args, bool widen)
+static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_gemm_args *args, bool widen)
 {
     const bool trans_a = (args->flags & DTRAIN_GEMM_TRANS_A) != 0,
                trans_b = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
@@ -386,8 +378,6 @@ static dtrain_cuda_gemm_steps dtrain_cuda_gemm_plan(const dtrain_cuda_state *sta
         const int64_t most = DTRAIN_CUDA_GEMM_SCRATCH / (steps.ld * 4);
         steps.rows = most < 1 ? 1 : most < args->m ? most : args->m;
         steps.c_bytes = (size_t)steps.rows * (size_t)steps.ld * 4;
-    } else if (!steps.empty) {
-        steps.c_bytes = dtrain_cuda_gemm_timing_bytes(state, args);
     }
     return steps;
 }
@@ -430,31 +420,29 @@ static dtrain_result dtrain_cuda_gemm_finish(dtrain_device *device, const dtrain
 static dtrain_result dtrain_cuda_gemm_in_steps(dtrain_device *device, const dtrain_gemm_args *args,
                                                bool widen, bool *done)
 {
-    const dtrain_cuda_gemm_steps steps =
-        dtrain_cuda_gemm_plan(dtrain_cuda_state_of(device), args, widen);
+    const dtrain_cuda_gemm_steps steps = dtrain_cuda_gemm_plan(args, widen);
     const int64_t a_row =
         args->flags & DTRAIN_GEMM_TRANS_A ? 1 : (steps.widen ? steps.a_ld : args->lda);
     dtrain_cuda_product product;
     char *scratch = NULL;
     const size_t bytes = steps.a_bytes + steps.b_bytes + steps.c_bytes;
     if (bytes > 0) DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, bytes, (void **)&scratch));
-    char *const spare = steps.c_bytes ? scratch + steps.a_bytes + steps.b_bytes : NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_operands(device, args, &steps, scratch, &product));
     const char *const a = (const char *)product.a;
     for (int64_t row = 0; row < args->m; row += steps.rows) {
         dtrain_cuda_gemm_entry *entry = NULL;
         product.m = args->m - row < steps.rows ? args->m - row : steps.rows;
         product.a = a + row * a_row * (int64_t)dtrain_dtype_bytes(product.type);
-        product.timing = spare;
         if (steps.in_scratch) {
-            product.c = spare, product.ldc = steps.ld, product.c_type = DTRAIN_DTYPE_F32;
-            product.beta = 0;
+            product.c = scratch + steps.a_bytes + steps.b_bytes, product.ldc = steps.ld;
+            product.c_type = DTRAIN_DTYPE_F32, product.beta = 0;
         }
         if (!steps.empty) {
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, &product, &entry));
-            if (!entry && !widen && row == 0) return DTRAIN_OK;
-            if (!entry) return dtrain_cuda_gemm_refused(&product);
             DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, &product, entry));
+            if (!entry->works) entry->slow = true;
+            if (!entry->works && !widen && row == 0) return DTRAIN_OK;
+            if (!entry->works) DTRAIN_CUDA_TRY(dtrain_cuda_own_product(device, &product, entry));
         }
         DTRAIN_CUDA_TRY(dtrain_cuda_gemm_finish(device, args, &steps, &product, row));
     }

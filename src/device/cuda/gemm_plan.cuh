@@ -14,15 +14,17 @@
  * For each kind of product cublasLt proposes algorithms once, and the cache remembers the choice.
  * By default the first proposal is taken, and every run computes the same bits; with desc->tune the
  * first use times all proposals and keeps the fastest. Which one wins can then depend on the run,
- * and so can the last bit of a result.
+ * and so can the last bit of a result. A proposal that cublasLtMatmul refuses is replaced by the
+ * next one, and that is remembered too. Where none is left, a kernel of our own multiplies.
  *
  * Cost of a product that is in the cache: one hash, one memcmp, at most two attributes, one
- * launch. */
+ * launch. C is the output of every product, also with beta != 0: none needs scratch. */
 
 #pragma once
 
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
+#include "device/cuda/memory.cuh"
 
 #include <cublasLt.h>
 
@@ -36,7 +38,8 @@ enum {
     DTRAIN_CUDA_GEMM_SLOTS = 512,        /* kinds of products remembered */
     DTRAIN_CUDA_GEMM_PROBES = 8,         /* slots that one kind may occupy */
     DTRAIN_CUDA_GEMM_SCRATCH = 64 << 20, /* bytes of scratch for a product made outside C */
-    DTRAIN_CUDA_GEMM_TIMING = 256 << 20, /* bytes to time a product with beta != 0, at most */
+    DTRAIN_CUDA_GEMM_TIMING = 256 << 20, /* bytes of a C that is timed with beta != 0, at most */
+    DTRAIN_CUDA_GEMM_TILE = 16,          /* side of a block's part of C in our own kernel */
     DTRAIN_CUDA_EPILOGUE_WIDTH = 4,      /* columns a thread takes */
     DTRAIN_CUDA_EPILOGUE_THREADS = 128
 };
@@ -56,8 +59,7 @@ struct dtrain_cuda_product {
     cublasLtEpilogue_t epilogue;
     void *vector; /* bias (n), or the bias gradient to be written */
     dtrain_dtype vector_type;
-    void *aux;    /* (m,n) with the ld and type of C */
-    void *timing; /* as large as C, to time products with beta != 0 in; NULL: not timed */
+    void *aux; /* (m,n) with the ld and type of C */
 };
 
 /* All that the choice of an algorithm depends on. Without padding, so that memcmp compares it. */
@@ -70,6 +72,7 @@ struct dtrain_cuda_gemm_key {
 struct dtrain_cuda_gemm_entry {
     dtrain_cuda_gemm_key key;
     bool used, works; /* works is false where cublasLt has no algorithm: it is not asked again */
+    bool slow;        /* and nothing as fast took its place: counted by query */
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, c; /* of our A, B, C */
     cublasLtMatmulAlgo_t algorithm;
@@ -296,11 +299,9 @@ static cublasStatus_t dtrain_cuda_lt_run(const dtrain_cuda_state *state,
                           state->workspace_bytes, state->stream);
 }
 
-/* Measure the best time of a candidate; infinity where it cannot run. With beta == 0 every run
- * leaves the result in C, so C itself may hold the output; else C must stay as it is, and the
- * output goes to `timing`. */
+/* Measure the best time of a candidate that writes to `out`; infinity where it cannot run. */
 static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cuda_gemm_entry *entry,
-                                         const dtrain_cuda_product *x,
+                                         const dtrain_cuda_product *x, void *out,
                                          const cublasLtMatmulAlgo_t *algorithm,
                                          const cudaEvent_t events[2], float *best)
 {
@@ -310,8 +311,7 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
         float milliseconds = 0;
         DTRAIN_CUDA_TRY(
             dtrain_cuda_check(cudaEventRecord(events[0], state->stream), "timing a product"));
-        if (dtrain_cuda_lt_run(state, entry, x, x->beta == 0 ? x->c : x->timing, algorithm) !=
-            CUBLAS_STATUS_SUCCESS) {
+        if (dtrain_cuda_lt_run(state, entry, x, out, algorithm) != CUBLAS_STATUS_SUCCESS) {
             cudaGetLastError();
             *best = INFINITY;
             return DTRAIN_OK;
@@ -327,17 +327,18 @@ static dtrain_result dtrain_cuda_lt_time(dtrain_device *device, const dtrain_cud
 }
 
 static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
-                                         const dtrain_cuda_product *product,
+                                         const dtrain_cuda_product *product, void *out,
                                          const cublasLtMatmulHeuristicResult_t *results, int found)
 {
     cudaEvent_t events[2] = {NULL, NULL};
     float best = INFINITY;
     dtrain_result result = DTRAIN_OK;
+    entry->works = false;
     for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
         result = dtrain_cuda_check(cudaEventCreate(&events[i]), "creating an event");
     for (int i = 0; i < found && result == DTRAIN_OK; i++) {
         float time = INFINITY;
-        result = dtrain_cuda_lt_time(device, entry, product, &results[i].algo, events, &time);
+        result = dtrain_cuda_lt_time(device, entry, product, out, &results[i].algo, events, &time);
         if (!(time < best)) continue;
         best = time;
         entry->algorithm = results[i].algo;
@@ -348,6 +349,39 @@ static dtrain_result dtrain_cuda_lt_tune(dtrain_device *device, dtrain_cuda_gemm
     return result;
 }
 
+/* Give the memory that candidates are timed in. With beta == 0 every run leaves the result in C, so
+ * C itself will do. Else C must stay as it is: the result is new memory of its size, or NULL where
+ * C is too large or no memory is left. */
+static void *dtrain_cuda_lt_timing_memory(const dtrain_cuda_product *x)
+{
+    const uint64_t count = (uint64_t)x->m * (uint64_t)x->ldc;
+    const size_t element = dtrain_dtype_bytes(x->c_type);
+    void *out = NULL;
+    if (x->beta == 0) return x->c;
+    if (x->batch > 1 || count > DTRAIN_CUDA_GEMM_TIMING / element) return NULL;
+    if (cudaMalloc(&out, (size_t)count * element) == cudaSuccess) return out;
+    cudaGetLastError();
+    return NULL;
+}
+
+/* List the algorithms that cublasLt proposes for an entry, best first. */
+static dtrain_result dtrain_cuda_lt_propose(const dtrain_cuda_state *state,
+                                            const dtrain_cuda_gemm_entry *entry,
+                                            cublasLtMatmulHeuristicResult_t *results, int *good)
+{
+    cublasLtMatmulPreference_t limits = NULL;
+    int found = 0;
+    *good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(cublasLtMatmulPreferenceCreate(&limits),
+                                         "asking cublasLt for algorithms"));
+    const cublasStatus_t status = dtrain_cuda_lt_ask(state, entry, limits, results, &found);
+    cublasLtMatmulPreferenceDestroy(limits);
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
+    for (int i = 0; i < found; i++)
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[(*good)++] = results[i];
+    return DTRAIN_OK;
+}
+
 /* Choose the algorithm of a new entry. While a graph is captured nothing runs, so nothing is
  * timed. */
 static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_gemm_entry *entry,
@@ -355,19 +389,39 @@ static dtrain_result dtrain_cuda_lt_choose(dtrain_device *device, dtrain_cuda_ge
 {
     const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     cublasLtMatmulHeuristicResult_t results[DTRAIN_CUDA_GEMM_CANDIDATES];
-    cublasLtMatmulPreference_t limits = NULL;
-    int found = 0, good = 0;
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(cublasLtMatmulPreferenceCreate(&limits),
-                                         "asking cublasLt for algorithms"));
-    const cublasStatus_t status = dtrain_cuda_lt_ask(state, entry, limits, results, &found);
-    cublasLtMatmulPreferenceDestroy(limits);
-    DTRAIN_CUDA_TRY(dtrain_cuda_lt_check(status, "asking cublasLt for algorithms"));
-    for (int i = 0; i < found; i++)
-        if (results[i].state == CUBLAS_STATUS_SUCCESS) results[good++] = results[i];
-    if (good > 1 && state->tune && !state->capturing && (product->beta == 0 || product->timing))
-        return dtrain_cuda_lt_tune(device, entry, product, results, good);
+    dtrain_result result = DTRAIN_OK;
+    void *out = NULL;
+    int good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_propose(state, entry, results, &good));
     entry->works = good > 0;
     if (good > 0) entry->algorithm = results[0].algo;
+    if (good > 1 && state->tune && !state->capturing) out = dtrain_cuda_lt_timing_memory(product);
+    if (out) result = dtrain_cuda_lt_tune(device, entry, product, out, results, good);
+    if (out && out != product->c && dtrain_cuda_may_free(device)) cudaFree(out);
+    return result;
+}
+
+/* Say whether cublasLt refused an algorithm, before anything ran: another one may do. */
+static bool dtrain_cuda_lt_refuses(cublasStatus_t status)
+{
+    return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
+           status == CUBLAS_STATUS_ARCH_MISMATCH;
+}
+
+/* Run the first proposal that is not refused, and remember it, or that there is none. */
+static dtrain_result dtrain_cuda_lt_next(dtrain_device *device, const dtrain_cuda_product *product,
+                                         dtrain_cuda_gemm_entry *entry, cublasStatus_t *status)
+{
+    const dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    cublasLtMatmulHeuristicResult_t results[DTRAIN_CUDA_GEMM_CANDIDATES];
+    int good = 0;
+    DTRAIN_CUDA_TRY(dtrain_cuda_lt_propose(state, entry, results, &good));
+    for (int i = 0; i < good && dtrain_cuda_lt_refuses(*status); i++) {
+        cudaGetLastError();
+        entry->algorithm = results[i].algo;
+        *status = dtrain_cuda_lt_run(state, entry, product, product->c, &entry->algorithm);
+    }
+    entry->works = !dtrain_cuda_lt_refuses(*status);
     return DTRAIN_OK;
 }
 
@@ -391,14 +445,12 @@ static dtrain_result dtrain_cuda_lt_fits(const dtrain_cuda_product *x)
     return DTRAIN_OK;
 }
 
-/* Find or make the cache entry of a product. *out is NULL where cublasLt has no algorithm for
- * it. */
+/* Find or make the cache entry of a product; entry->works says whether cublasLt can make it. */
 static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
                                            const dtrain_cuda_product *product,
                                            dtrain_cuda_gemm_entry **out)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    *out = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_fits(product));
     if (!state->gemm_cache)
         state->gemm_cache = (dtrain_cuda_gemm_cache *)dtrain_cuda_host_take(
@@ -406,39 +458,87 @@ static dtrain_result dtrain_cuda_gemm_find(dtrain_device *device,
     if (!state->gemm_cache)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the GEMM algorithm cache");
     const dtrain_cuda_gemm_key key = dtrain_cuda_gemm_key_of(state, product);
-    dtrain_cuda_gemm_entry *entry = dtrain_cuda_gemm_slot(state->gemm_cache, &key);
-    if (!entry->used) {
-        entry->key = key;
-        dtrain_result result = dtrain_cuda_lt_describe(product, entry);
-        if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
-        if (result != DTRAIN_OK) {
-            dtrain_cuda_gemm_evict(entry);
-            return result;
-        }
-        entry->used = true;
-    }
-    if (entry->works) *out = entry;
-    return DTRAIN_OK;
+    dtrain_cuda_gemm_entry *entry = *out = dtrain_cuda_gemm_slot(state->gemm_cache, &key);
+    if (entry->used) return DTRAIN_OK;
+    entry->key = key;
+    dtrain_result result = dtrain_cuda_lt_describe(product, entry);
+    if (result == DTRAIN_OK) result = dtrain_cuda_lt_choose(device, entry, product);
+    if (result == DTRAIN_OK) entry->used = true;
+    else dtrain_cuda_gemm_evict(entry);
+    return result;
 }
 
+/* Run a product by cublasLt; entry->works is false afterwards where no algorithm takes it, and
+ * nothing has run then. */
 static dtrain_result dtrain_cuda_gemm_run(dtrain_device *device, const dtrain_cuda_product *product,
                                           dtrain_cuda_gemm_entry *entry)
 {
+    if (!entry->works) return DTRAIN_OK;
     DTRAIN_CUDA_TRY(dtrain_cuda_lt_set_addresses(entry, product));
-    return dtrain_cuda_lt_check(dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
-                                                   product->c, &entry->algorithm),
-                                "cublasLtMatmul");
+    cublasStatus_t status = dtrain_cuda_lt_run(dtrain_cuda_state_of(device), entry, product,
+                                               product->c, &entry->algorithm);
+    if (dtrain_cuda_lt_refuses(status))
+        DTRAIN_CUDA_TRY(dtrain_cuda_lt_next(device, product, entry, &status));
+    return entry->works ? dtrain_cuda_lt_check(status, "cublasLtMatmul") : DTRAIN_OK;
 }
 
-static dtrain_result dtrain_cuda_gemm_refused(const dtrain_cuda_product *x)
+/* Count the kinds of products that are in the cache and were made the slow way. */
+static uint32_t dtrain_cuda_gemm_slow_count(const dtrain_cuda_state *state)
 {
-    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                       "gemm: cublasLt has no algorithm for m %lld, n %lld, k %lld, lda %lld, ldb "
-                       "%lld, ldc %lld, batch %lld, operands %s, result %s: try dimensions that "
-                       "are multiples of 8",
-                       (long long)x->m, (long long)x->n, (long long)x->k, (long long)x->lda,
-                       (long long)x->ldb, (long long)x->ldc, (long long)x->batch,
-                       dtrain_dtype_name(x->type), dtrain_dtype_name(x->c_type));
+    uint32_t count = 0;
+    for (int i = 0; state->gemm_cache && i < DTRAIN_CUDA_GEMM_SLOTS; i++)
+        count += state->gemm_cache->entries[i].slow;
+    return count;
+}
+
+/* ---- Our own product: C (m,n) = alpha op(A) (m,k) op(B) (k,n) + beta C --------------------------
+ *
+ * The last way, slow and always there: any types, ld and alignment, no epilogue, fp32 arithmetic. A
+ * block makes a tile of C, a thread one element of it, in the order of k. */
+
+static __global__ void __launch_bounds__(DTRAIN_CUDA_GEMM_TILE *DTRAIN_CUDA_GEMM_TILE)
+    dtrain_cuda_own_product_kernel(const dtrain_cuda_product x)
+{
+    constexpr int side = DTRAIN_CUDA_GEMM_TILE;
+    __shared__ float a[side][side + 1], b[side][side + 1];
+    const bool trans_a = (x.flags & DTRAIN_GEMM_TRANS_A) != 0,
+               trans_b = (x.flags & DTRAIN_GEMM_TRANS_B) != 0;
+    const int row = threadIdx.x / side, column = threadIdx.x % side;
+    const int64_t across = (x.n + side - 1) / side, tiles = (x.m + side - 1) / side * across;
+    for (int64_t tile = blockIdx.x; tile < x.batch * tiles; tile += gridDim.x) {
+        const int64_t one = tile / tiles; /* of the batch */
+        const int64_t i = tile % tiles / across * side + row, j = tile % across * side + column;
+        float sum = 0;
+        for (int64_t k = 0; k < x.k; k += side) {
+            const int64_t right = k + column, below = k + row; /* in A, in B */
+            const int64_t a_at = trans_a ? right * x.lda + i : i * x.lda + right;
+            const int64_t b_at = trans_b ? j * x.ldb + below : below * x.ldb + j;
+            a[row][column] = i < x.m && right < x.k
+                                 ? dtrain_cuda_get_any(x.a, x.type, one * x.a_step + a_at)
+                                 : 0;
+            b[row][column] = j < x.n && below < x.k
+                                 ? dtrain_cuda_get_any(x.b, x.type, one * x.b_step + b_at)
+                                 : 0;
+            __syncthreads();
+            for (int e = 0; e < side; e++) sum += a[row][e] * b[e][column];
+            __syncthreads();
+        }
+        if (i >= x.m || j >= x.n) continue;
+        const int64_t at = one * x.c_step + i * x.ldc + j;
+        sum *= x.alpha;
+        if (x.beta != 0) sum += x.beta * dtrain_cuda_get_any(x.c, x.c_type, at);
+        dtrain_cuda_put_any(x.c, x.c_type, at, sum);
+    }
+}
+
+static dtrain_result dtrain_cuda_own_product(dtrain_device *device, const dtrain_cuda_product *x,
+                                             dtrain_cuda_gemm_entry *entry)
+{
+    const int64_t side = DTRAIN_CUDA_GEMM_TILE;
+    const int64_t tiles = (x->m + side - 1) / side * ((x->n + side - 1) / side) * x->batch;
+    entry->slow = true;
+    return DTRAIN_CUDA_RUN(device, "gemm without cublasLt", dtrain_cuda_own_product_kernel,
+                           tiles < INT32_MAX ? tiles : INT32_MAX, (int)(side * side), 0, *x);
 }
 
 /* Compute `batch` products of equal shape without an epilogue, one step apart in memory; attention
@@ -448,5 +548,6 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
 {
     dtrain_cuda_gemm_entry *entry = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_gemm_find(device, product, &entry));
-    return entry ? dtrain_cuda_gemm_run(device, product, entry) : dtrain_cuda_gemm_refused(product);
+    DTRAIN_CUDA_TRY(dtrain_cuda_gemm_run(device, product, entry));
+    return entry->works ? DTRAIN_OK : dtrain_cuda_own_product(device, product, entry);
 }

@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include <math.h>
+#include <string.h>
 
 /* Launch a kernel with typed arguments: a wrong type or count is a compile error, and a launch that
  * fails returns its error code. */
@@ -52,6 +53,11 @@ static cudaError_t dtrain_cuda_launch(void (*kernel)(Parameters...), int64_t blo
 #define DTRAIN_CUDA_UNROLL _Pragma("unroll")
 #endif
 
+/* Code for GPUs before Ampere: nvcc 13 makes it, for sm_75, when no architecture is named. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define DTRAIN_CUDA_BEFORE_AMPERE
+#endif
+
 #define DTRAIN_CUDA_WARP 32
 #define DTRAIN_CUDA_ALL_LANES 0xffffffffu
 
@@ -88,12 +94,17 @@ static __device__ __forceinline__ float dtrain_cuda_widen(dtrain_cuda_f16 x)
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, float &to) { to = x; }
 
 /* Round to nearest, ties to even: the bits of dtrain_f32_to_bf16 and dtrain_f32_to_f16, except that
- * the hardware gives every fp16 NaN the same bits. */
+ * every NaN becomes 0x7fff. That is what the instructions give, so the code that stands in for them
+ * does the same. */
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_bf16 &to)
 {
+#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+#else
     const uint32_t bits = __float_as_uint(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) to.bits = (uint16_t)(bits >> 16 | 0x40u);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) to.bits = 0x7fffu;
     else to.bits = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+#endif
 }
 
 static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f16 &to)
@@ -101,8 +112,53 @@ static __device__ __forceinline__ void dtrain_cuda_narrow(float x, dtrain_cuda_f
 #ifdef __CUDA_ARCH__
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
 #else
-    to.bits = dtrain_f32_to_f16(x);
+    to.bits = (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : dtrain_f32_to_f16(x);
 #endif
+}
+
+/* Narrow two values into a register; `low`, the neighbour with the smaller index, takes the lower
+ * bits. One instruction, where integer arithmetic takes some ten for each bf16. */
+template <typename Half>
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high, Half kind)
+{
+    Half upper;
+    dtrain_cuda_narrow(low, kind);
+    dtrain_cuda_narrow(high, upper);
+    return (uint32_t)upper.bits << 16 | kind.bits;
+}
+
+#if defined(__CUDA_ARCH__) && !defined(DTRAIN_CUDA_BEFORE_AMPERE)
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
+                                                                   dtrain_cuda_bf16)
+{
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+static __device__ __forceinline__ uint32_t dtrain_cuda_narrow_pair(float low, float high,
+                                                                   dtrain_cuda_f16)
+{
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#endif
+
+/* Load an element whose type is known at run time only, for kernels that are not made for speed;
+ * all threads take the same branch. */
+static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
+{
+    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
+    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
+    return ((const float *)from)[at];
+}
+
+static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
+{
+    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
+    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
+    else ((float *)to)[at] = x;
 }
 
 /* Name call<T> for the T that `dtype` stands for. */
@@ -135,6 +191,23 @@ template <typename T, int W>
 static __device__ __forceinline__ void dtrain_cuda_store(T *to, const dtrain_cuda_pack<T, W> &pack)
 {
     *reinterpret_cast<dtrain_cuda_pack<T, W> *>(to) = pack;
+}
+
+/* Narrow W values to a pack, halves in pairs. */
+template <typename T, int W>
+static __device__ __forceinline__ void dtrain_cuda_narrow(const float (&from)[W],
+                                                          dtrain_cuda_pack<T, W> &to)
+{
+    if constexpr (sizeof(T) == 2 && W % 2 == 0) {
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < W; i += 2) {
+            const uint32_t pair = dtrain_cuda_narrow_pair(from[i], from[i + 1], T());
+            memcpy(&to.at[i], &pair, sizeof pair);
+        }
+    } else {
+        DTRAIN_CUDA_UNROLL
+        for (int i = 0; i < W; i++) dtrain_cuda_narrow(from[i], to.at[i]);
+    }
 }
 
 /* W of an operation on X and Y: the wider type fills 16 bytes, a narrower one takes less ... */

@@ -60,22 +60,6 @@ static __device__ __forceinline__ float dtrain_cuda_row_sum(float x, float *slot
     return dtrain_cuda_warp_sum(lane < warps ? slots[warp / warps * warps + lane] : 0);
 }
 
-/* Load an element whose type is known at run time only, for the long kernels; all threads take the
- * same branch. */
-static __device__ float dtrain_cuda_get_any(const void *from, uint32_t dtype, int64_t at)
-{
-    if (dtype == DTRAIN_DTYPE_BF16) return dtrain_cuda_widen(((const dtrain_cuda_bf16 *)from)[at]);
-    if (dtype == DTRAIN_DTYPE_F16) return dtrain_cuda_widen(((const dtrain_cuda_f16 *)from)[at]);
-    return ((const float *)from)[at];
-}
-
-static __device__ void dtrain_cuda_put_any(void *to, uint32_t dtype, int64_t at, float x)
-{
-    if (dtype == DTRAIN_DTYPE_BF16) dtrain_cuda_narrow(x, ((dtrain_cuda_bf16 *)to)[at]);
-    else if (dtype == DTRAIN_DTYPE_F16) dtrain_cuda_narrow(x, ((dtrain_cuda_f16 *)to)[at]);
-    else ((float *)to)[at] = x;
-}
-
 /* ---- Forward ------------------------------------------------------------------------------------
  *
  * x, residual, sum, y (rows,n); weight, bias (n); mean, rstd (rows). Bytes: one read of x and of
@@ -92,9 +76,11 @@ dtrain_cuda_layernorm_input(const dtrain_layernorm_args &args, int64_t at)
     if (!args.residual) return s;
     const dtrain_cuda_pack<Y, WIDTH> residual =
         dtrain_cuda_load<WIDTH>((const Y *)args.residual + at);
+    float sum[WIDTH];
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++)
-        dtrain_cuda_narrow(dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]), s.at[e]);
+        sum[e] = dtrain_cuda_widen(s.at[e]) + dtrain_cuda_widen(residual.at[e]);
+    dtrain_cuda_narrow(sum, s);
     dtrain_cuda_store((X *)args.sum + at, s);
     return s;
 }
@@ -107,10 +93,11 @@ dtrain_cuda_layernorm_output(const dtrain_layernorm_args &args, int64_t row, int
     const auto weight = dtrain_cuda_load<WIDTH>(args.weight + column);
     dtrain_cuda_pack<float, WIDTH> bias = {};
     if (args.bias) bias = dtrain_cuda_load<WIDTH>(args.bias + column);
+    float out[WIDTH];
     dtrain_cuda_pack<Y, WIDTH> y;
     DTRAIN_CUDA_UNROLL
-    for (int e = 0; e < WIDTH; e++)
-        dtrain_cuda_narrow((s[e] - mean) * rstd * weight.at[e] + bias.at[e], y.at[e]);
+    for (int e = 0; e < WIDTH; e++) out[e] = (s[e] - mean) * rstd * weight.at[e] + bias.at[e];
+    dtrain_cuda_narrow(out, y);
     dtrain_cuda_store((Y *)args.y + row * args.n + column, y);
 }
 
@@ -256,17 +243,21 @@ dtrain_cuda_layernorm_backward_output(const dtrain_layernorm_backward_args &args
                                       float d_average, float d_hat_average, float rstd)
 {
     dtrain_cuda_pack<X, WIDTH> d_x = {};
-    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    float out[WIDTH];
     if (args.accumulate_x) d_x = dtrain_cuda_load<WIDTH>((const X *)args.d_x + at);
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float fresh = (d[e] - d_average - hat[e] * d_hat_average) * rstd;
-        dtrain_cuda_narrow(args.accumulate_x ? dtrain_cuda_widen(d_x.at[e]) + fresh : fresh,
-                           d_x.at[e]);
-        dtrain_cuda_narrow(dtrain_cuda_widen(d_x.at[e]), d_residual.at[e]);
+        out[e] = args.accumulate_x ? dtrain_cuda_widen(d_x.at[e]) + fresh : fresh;
     }
+    dtrain_cuda_narrow(out, d_x);
     dtrain_cuda_store((X *)args.d_x + at, d_x);
-    if (args.d_residual) dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
+    if (!args.d_residual) return;
+    dtrain_cuda_pack<Y, WIDTH> d_residual;
+    DTRAIN_CUDA_UNROLL
+    for (int e = 0; e < WIDTH; e++) out[e] = dtrain_cuda_widen(d_x.at[e]);
+    dtrain_cuda_narrow(out, d_residual);
+    dtrain_cuda_store((Y *)args.d_residual + at, d_residual);
 }
 
 /* Add the sums of a block's row groups in order, into its partials. */

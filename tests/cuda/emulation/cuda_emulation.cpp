@@ -2517,7 +2517,8 @@ cublasStatus_t check_product(const product &p)
     return status;
 }
 
-/* An algorithm is good for one problem: data = {problem, workspace, alignments of A to D}. */
+/* An algorithm is good for one problem: data = {problem, workspace, alignments of A to D, place in
+ * the list of proposals}. */
 uint64_t problem_number(const product &p)
 {
     uint64_t parts[] = {p.m(),
@@ -2813,6 +2814,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
         !found)
         return CUBLAS_STATUS_INVALID_VALUE;
     *found = 0;
+    machine().counters.heuristics++;
     if (machine().faults[DTRAIN_EMULATION_NO_HEURISTIC]) return CUBLAS_STATUS_NOT_SUPPORTED;
     product p = {};
     p.desc = *desc;
@@ -2825,7 +2827,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     only_asking = false;
     if (status) return status;
     for (int i = 0; i < 2 && *found < requested; i++) {
-        uint64_t workspace = i == 0 ? split_workspace : 0;
+        const int64_t asked = machine().faults[DTRAIN_EMULATION_WORKSPACE];
+        uint64_t workspace = i > 0 ? 0 : asked ? uint64_t(asked) : split_workspace;
         if (workspace > preference->workspace) continue;
         if (i == 0 && !(preference->reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)) continue;
         cublasLtMatmulHeuristicResult_t &result = results[(*found)++];
@@ -2833,6 +2836,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
         result.algo.data[0] = problem_number(p);
         result.algo.data[1] = result.workspaceSize = workspace;
         for (int x = 0; x < 4; x++) result.algo.data[2 + x] = preference->alignment[x];
+        result.algo.data[6] = uint64_t(i);
         result.state = CUBLAS_STATUS_SUCCESS;
         result.wavesCount = 1;
     }
@@ -2869,6 +2873,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
         if (!status && (d == a || d == b)) status = invalid("D is A or B");
         if (!status && ((has_bias(p.desc) && !p.desc.bias) || (has_aux(p.desc) && !p.desc.aux)))
             status = invalid("the epilogue's bias or auxiliary pointer is NULL");
+        if (!status && algo &&
+            algo->data[6] < uint64_t(machine().faults[DTRAIN_EMULATION_REFUSE_MATMUL])) {
+            machine().counters.refused_matmuls++;
+            status = unsupported("the algorithm that was proposed is refused, as asked for");
+        }
         if (!status && strikes(DTRAIN_EMULATION_FAIL_MATMUL))
             status = CUBLAS_STATUS_EXECUTION_FAILED;
         if (status) return cudaSuccess;

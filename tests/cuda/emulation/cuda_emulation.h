@@ -46,9 +46,12 @@ typedef enum dtrain_emulation_fault {
     DTRAIN_EMULATION_NO_DRIVER,       /* 1: cudaErrorInsufficientDriver from the next call on */
     DTRAIN_EMULATION_NO_KERNEL_IMAGE, /* 1: launches return cudaErrorNoKernelImageForDevice */
     DTRAIN_EMULATION_FAIL_ALLOCATION, /* n: the nth allocation (device or pinned) fails, once */
-    DTRAIN_EMULATION_LOSE_DEVICE,  /* n: the nth kernel ends in cudaErrorLaunchFailure, for good */
-    DTRAIN_EMULATION_NO_HEURISTIC, /* 1: cublasLtMatmulAlgoGetHeuristic finds nothing */
-    DTRAIN_EMULATION_FAIL_MATMUL,  /* n: the nth cublasLtMatmul returns an error, once */
+    DTRAIN_EMULATION_LOSE_DEVICE,   /* n: the nth kernel ends in cudaErrorLaunchFailure, for good */
+    DTRAIN_EMULATION_NO_HEURISTIC,  /* 1: cublasLtMatmulAlgoGetHeuristic finds nothing */
+    DTRAIN_EMULATION_FAIL_MATMUL,   /* n: the nth cublasLtMatmul returns an error, once */
+    DTRAIN_EMULATION_REFUSE_MATMUL, /* n: cublasLtMatmul does not support the first n algorithms
+                                       (of 2) that are proposed for a product */
+    DTRAIN_EMULATION_WORKSPACE, /* n: bytes that the first algorithm needs, in place of 32 KiB */
     DTRAIN_EMULATION_FAULT_COUNT
 } dtrain_emulation_fault;
 void dtrain_emulation_inject(dtrain_emulation_fault fault, int64_t n);
@@ -74,8 +77,10 @@ int64_t dtrain_emulation_advance(void);
 void dtrain_emulation_reset(void);
 
 typedef struct dtrain_emulation_counters {
-    int64_t kernels; /* kernels run, graph nodes included */
-    int64_t matmuls; /* cublasLt products run */
+    int64_t kernels;         /* kernels run, graph nodes included */
+    int64_t matmuls;         /* cublasLt products run */
+    int64_t heuristics;      /* cublasLtMatmulAlgoGetHeuristic was asked */
+    int64_t refused_matmuls; /* by DTRAIN_EMULATION_REFUSE_MATMUL */
     int64_t graph_launches;
     int64_t copies, copied_bytes; /* memcpy operations run */
     int64_t allocations;          /* device and pinned allocations made so far */
