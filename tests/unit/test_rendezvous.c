@@ -517,13 +517,16 @@ static void test_other_sizes(void)
     crew_check(&c, 0, 3, DTRAIN_ERROR_MISMATCH, "world size 4", "world size 3");
 }
 
+/* A rank that comes after the mistake has been noticed is told as well. */
 static void test_same_rank_twice(void)
 {
     crew c = make_crew(3, rank_never_runs, NULL);
     c.words[2] = "RANK=1";
     crew_start_all(&c);
+    ranks_await(&c.ends[1].done, 1);
+    crew_start(&c, 3, 2);
     crew_wait(&c);
-    crew_check(&c, 0, 3, DTRAIN_ERROR_MISMATCH, "rank 1 was started twice", "pid");
+    crew_check(&c, 0, 4, DTRAIN_ERROR_MISMATCH, "rank 1 was started twice", "pid");
 }
 
 /* Two processes that both believe to be rank 0: one of them cannot have the port, and the other one is
