@@ -77,11 +77,13 @@ static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* Record how a rank ended. Called once for each rank. */
+/* Record how a rank ended. Called once for each rank. One that the others have heard is lost cannot
+ * have ended well any more. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
     dtrain__exit_record *record = &control->exits[rank];
+    if (how == DTRAIN__LEFT && dtrain__load(&record->how) == DTRAIN__LOST) return;
     record->value = value;
     record->ended_ns = dtrain__now_ns();
     snprintf(record->error, sizeof record->error, "%s", dtrain__bare(error));
@@ -161,8 +163,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
                            (int)strcspn(code, ":"), code, control->aborted.text);
     }
     if (!failed) return DTRAIN_OK;
+    const char *cause = control->exits[failed - 1].error;
     dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "%s", text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s%s%s", text, cause[0] ? "; its last error: " : "",
+                       cause);
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes

@@ -973,6 +973,25 @@ static void test_deaths(void)
             }
 }
 
+/* What is known of a rank that has ended: why, and that one of whom the others have heard that it is lost stays so. */
+static void test_exit_records(void)
+{
+    dtrain_world world;
+    memset(&world, 0, sizeof world);
+    world.control = (dtrain__control *)ranks_shared(sizeof *world.control);
+    dtrain__record_end(world.control, 3, DTRAIN__LEFT, 0, "");
+    CHECK(dtrain__trouble(&world) == DTRAIN_OK);
+    CHECK(dtrain__record_lost(world.control, 1) && !dtrain__record_lost(world.control, 3));
+    dtrain__record_end(world.control, 1, DTRAIN__LEFT, 0, "");
+    CHECK(dtrain__trouble(&world) == DTRAIN_ERROR_PEER &&
+          has(dtrain_last_error(), "rank 1 is gone"));
+    dtrain__record_end(world.control, 1, DTRAIN__RETURNED, 5, "the disk is full");
+    CHECK(dtrain__trouble(&world) == DTRAIN_ERROR_PEER);
+    CHECK_MSG(has(dtrain_last_error(), "rank 1 returned 5; its last error: the disk is full"), "%s",
+              dtrain_last_error());
+    munmap(world.control, sizeof *world.control);
+}
+
 /* Rank 0 has nothing left to do and stays, so that rank 1 hears that rank 2 has died. */
 static int rank_0_is_early(dtrain_world *world, void *user)
 {
@@ -1702,6 +1721,7 @@ int main(int argc, char **argv)
     RUN(test_false_rank_0);
     RUN(test_false_welcome);
     RUN(test_deaths);
+    RUN(test_exit_records);
     RUN(test_rank_0_stays);
     RUN(test_apart);
     RUN(test_deaths_apart);
