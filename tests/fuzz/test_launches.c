@@ -316,7 +316,7 @@ static void suffers(dtrain_world *world, run *r, int round, size_t *extra, int *
         if (t->kind == RETURNS) *leaves = (int)t->number;
         if (t->kind == ABORTS) dtrain_world_abort(world, DTRAIN_ERROR_SYSTEM, "the card fell out");
         if (t->kind == ABORTS) *leaves = 4;
-        if (t->kind == DISAGREES) *extra = 7;
+        if (t->kind == DISAGREES) *extra = 7 + (size_t)rank;
     }
 }
 
@@ -908,6 +908,7 @@ static const struct {
     {266365094, "a rank that came after another one had been started twice was not told"},
     {266365100, "the same, without strangers"},
     {266367708, "who heard of a failure only as another rank's end did not hear the cause"},
+    {325371667, "all ranks disagree in the same way: a mistake of this program"},
     {924364590, "the twin of a rank stops itself: a mistake of this program"},
 };
 enum { FAILED_ONCE = sizeof failed_once / sizeof *failed_once };
