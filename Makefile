@@ -24,6 +24,7 @@ PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
 UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard tests/fuzz/test_*.c)
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
+SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
 
@@ -175,7 +176,7 @@ MPICC ?= mpicc
 mpi: $(patsubst $(BUILD)/%,$(BUILD)/mpi/%,$(EXAMPLES))
 # What the tests start under each MPI that is installed, in a folder of its own.
 openmpi mpich:
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi train_gpt)
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/$@ MPICC=mpicc.$@ $(addprefix $(BUILD)/$@/mpi/,test_mpi small_mpi test_programs train_gpt)
 
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
@@ -197,16 +198,17 @@ FORCE:
 
 # The implementation is compiled once, for everything that calls the public API alone. Examples and tools are linked
 # with it too, although their text asks for an implementation of their own (and for its includes): it is written for
-# whoever compiles them by one line. Tests that define DTRAIN_IMPLEMENTATION look inside; where kernels are not
-# their subject, they get it without SIMD, which compiles in a third of the time.
+# whoever compiles them by one line. Tests that look inside include what they want of src/, internal headers or a
+# whole file, and are linked with all of src/, where private functions can be called; those of the kernels of each
+# instruction set define DTRAIN_IMPLEMENTATION.
 LINKED  := -DDTRAIN__IMPLEMENTED \
            $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
 PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))
 ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
-INSIDE  := $(notdir $(shell grep -l 'define DTRAIN_IMPLEMENTATION' $(UNIT) 2>/dev/null))
-KERNELS := test_gemm.c test_device.c test_dtypes.c test_sparse.c
-# Those of kernels also compile vectors that are wider than the compiler's target (a note on the ABI of statics).
-PLAIN    = $(if $(filter $(filter-out $(KERNELS),$(INSIDE)),$(<F)),-O1 -DDTRAIN_NO_SIMD) $(if $(filter $(KERNELS),$(<F)),-Wno-psabi)
+INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(wildcard tests/unit/*.c)))
+# Kernels are also compiled for vectors that are wider than the compiler's target (a note on the ABI of statics).
+KERNELS := $(addprefix $(BUILD)/tests/test_,gemm device dtypes sparse)
+$(KERNELS): private PROGRAM += -Wno-psabi
 IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
 ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
 PROGRAM        = $(CC) $(STRICT) $(OPTIONS)
@@ -220,11 +222,14 @@ $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
 $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
-	$(PROGRAM) $(PLAIN) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(WRAPPED) $(LIBS)
+	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(WRAPPED) $(LIBS)
 # The functions that this test defines as __wrap_NAME stand between the library and the C library.
 $(BUILD)/tests/test_system_calls: private WRAPPED = \
     ${shell sed -n 's/^WRAP([^,]*, \([a-z_]*\),.*/\1/p; \
         s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
+$(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
+	@mkdir -p $(@D)
+	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(BUILD)/sources.a -o $@ $(LIBS)
 $(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
@@ -238,6 +243,8 @@ $(BUILD)/mpi/%: %.c $(BUILD)/mpi/dtrain.a
 	$(PROGRAM) $(ASKING) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
 $(BUILD)/mpi/test_mpi: test_mpi.c $(BUILD)/mpi/flags
 	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD $(TEST_INCLUDES) $< -o $@ $(LIBS)
+$(BUILD)/mpi/test_programs: test_programs.c $(BUILD)/mpi/dtrain.a
+	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
 # Chunks so small that operations have many, messages so small that ints would overflow early.
 $(BUILD)/mpi/small_mpi: test_mpi.c $(BUILD)/mpi/flags
 	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 $(TEST_INCLUDES) $< -o $@ $(LIBS)
@@ -274,8 +281,9 @@ $(BUILD)/cuda/%: $(BUILD)/cuda/%.o $(BUILD)/cuda/dtrain.a
 
 # ---- The sources one by one -----------------------------------------------------------------------
 # The product files are joined from src/; src compiles each file of it alone, and links all of them.
-SOURCES := $(shell find src -name '*.c' 2>/dev/null)
 src: $(SOURCES:%.c=$(BUILD)/%.o)
+$(BUILD)/sources.a: $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/%,$(SOURCES)))
+	$(ARCHIVE)
 $(BUILD)/src/%.o: src/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(STRICT) $(OPTIONS) -Isrc -Itests/nccl/mock -c $< -o $@

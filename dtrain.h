@@ -873,8 +873,10 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum, and an
  * all-gather of the results.
  *
- * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init is called if
- * the program has not done it, and then MPI_Finalize when all ranks have returned 0. Any failure
+ * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init_thread is
+ * called if the program has not done it, for MPI_THREAD_SERIALIZED, and then MPI_Finalize when all
+ * ranks have returned 0: both by a thread of their own, because they have no deadline and a rank
+ * does; where one of them does not return, that thread ends with the process. Any failure
  * fails all communicators of the world, and MPI is not called again: its launcher may say that a
  * rank ended without MPI_Finalize, and what was under way may still be written to. SIGPIPE is
  * ignored in such a world unless the program has a handler: Open MPI writes to sockets of the dead.
@@ -1342,7 +1344,8 @@ typedef struct dtrain_tensor {
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
 /* Autocast to bf16: linear layers and attention read and write bf16 and add up in fp32; norms,
  * losses and the sums of residual connections stay fp32, as in torch.autocast. Parameters and their
- * gradients are fp32; a weight is rounded once per pass. */
+ * gradients are fp32; a weight is rounded once per pass, and one that a strategy gathers each time
+ * its unit is there: copies take one unit's memory. */
 #define DTRAIN_TAPE_BF16 2u
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u
@@ -1801,10 +1804,11 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 /* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
  * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
  * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
- * desc wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and
- * workspace is what the process held before the model came. The loss reads its inputs, so their
- * buffers must be there; what is in them does not matter. Under autocast, parameters need their
- * count or shape. Local; needs a next_batch, which is not called. */
+ * desc wants it as other_bytes; autocast's copies of weights all count then. With a strategy, which
+ * may gather units and have the copies of one at a time, what it and desc->optimizer hold is
+ * counted too, and workspace is what the process held before the model came. The loss reads its
+ * inputs, so their buffers must be there; what is in them does not matter. Under autocast,
+ * parameters need their count or shape. Local; needs a next_batch, which is not called. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_memory *memory);
 
@@ -1824,12 +1828,12 @@ typedef struct dtrain_plan_batch_desc {
  *
  *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
- * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
- * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch. The
- * prediction is tried: every rank allocates and touches that much at the same time, and where one
- * cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
- * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
- * missing. */
+ * with those two of the strategy's desc, as AUTO reads them, and autocast's copies as its kind has
+ * them. For AUTO itself the kind that needs least counts, with all copies, and
+ * dtrain_strategy_create then takes the first that leaves room for the batch. The prediction is
+ * tried: every rank allocates and touches that much at the same time, and where one cannot, all try
+ * an eighth less. Leaves set_batch called with the result. Collective, the same answer on every
+ * rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
@@ -2188,9 +2192,10 @@ typedef struct dtrain_sum_args {
     bool squares, accumulate;
     double scale;
     const void *x;
-    double *total;      /* (1) device memory, or NULL (then without accumulate) */
-    float *out;         /* (1) device memory, or NULL */
-    dtrain_dtype dtype; /* of x */
+    double *total;       /* (1) device memory, or NULL (then without accumulate) */
+    float *out;          /* (1) device memory, or NULL */
+    dtrain_dtype dtype;  /* of x */
+    const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
 /* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
@@ -2286,13 +2291,13 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 6u
+#define DTRAIN_DEVICE_ABI 7u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
  *
- * query, host_register, host_unregister and the entries from stream_create to graph_destroy may be
- * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
+ * query, host_register, host_unregister and the entries from stream_create to may_free may be NULL,
+ * which means: nothing to do. Such a device has finished its work when a call returns, its
  * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
@@ -2339,6 +2344,12 @@ struct dtrain_device_ops {
     dtrain_result (*graph_end)(dtrain_device *device, dtrain_graph **out);
     dtrain_result (*graph_launch)(dtrain_device *device, dtrain_graph *graph);
     void (*graph_destroy)(dtrain_device *device, dtrain_graph *graph);
+    /* End a recording under way, and all graphs: launching one is an error from here on, destroying
+     * it is not. A communicator that ends calls it, because graphs keep its collectives. */
+    void (*graphs_drop)(dtrain_device *device);
+    /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
+     * back by other means. False: a kernel does not end, and memory stays for good. */
+    bool (*may_free)(dtrain_device *device);
 
     dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
     dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);
@@ -3083,6 +3094,7 @@ typedef enum dtrain__end {
 typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
+    int32_t after;                 /* 1 + the rank whose failure this one was told of; 0: none */
     uint64_t ended_ns;             /* when this was written */
     char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
 } dtrain__exit_record;
@@ -3121,6 +3133,7 @@ typedef struct dtrain__control {
     dtrain__abort_record aborted;
     dtrain__exit_record exits[DTRAIN_MAX_RANKS];
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
+    uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
 } dtrain__control;
 
@@ -3160,6 +3173,7 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
+    int told_by;                  /* 1 + the rank whose failure this one was told of; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
@@ -3194,8 +3208,12 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
                                           const char *text);
+DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control);
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
-DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank);
+DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank);
+DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank);
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);
@@ -3287,7 +3305,8 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  *     frame      data
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
- *     ABORT      its dtrain__abort_record */
+ *     ABORT      its dtrain__abort_record
+ *     WAIT       for which rank it has been waiting for long: int32 */
 
 /* ================================================================================================
  * src/world/environment_internal.h
@@ -3317,7 +3336,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
 typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
-    DTRAIN__FRAME_ABORT = 3
+    DTRAIN__FRAME_ABORT = 3,
+    DTRAIN__FRAME_WAIT = 4
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
@@ -3343,6 +3363,7 @@ typedef struct dtrain__connection {
 typedef struct dtrain__link {
     bool shared;              /* the control page is shared memory: nothing is sent any more */
     uint64_t polled_ns;       /* last poll from inside a wait */
+    uint64_t wait_ns;         /* when to say for whom this rank waits; 0: it does not */
     int count;                /* of ends: on rank 0 the world's size, else 1 */
     dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
     char *out;                /* (count, 3 frames) frames that not all ends have been sent */
@@ -3357,6 +3378,7 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
 DTRAIN__PRIVATE bool dtrain__try_again(int error);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes);
+DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
@@ -3425,6 +3447,15 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     char prefix[32];
     snprintf(prefix, sizeof prefix, "rank %d: ", dtrain__rank_of_thread());
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
+}
+
+/* Return the rank that failed first, -1 for none. The first one that has ended may have been told
+ * of another one's failure and been quicker to end. */
+DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
+{
+    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    const int cause = first < 0 ? -1 : control->exits[first].after - 1;
+    return cause >= 0 && dtrain__load(&control->exits[cause].how) > DTRAIN__LEFT ? cause : first;
 }
 
 /* Count a rank that has ended; the first one that failed stands. */
@@ -3512,21 +3543,60 @@ DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
 }
 
 /* Say, as an error, whether a rank has failed or aborted. */
-DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 {
     const dtrain__control *control = world->control;
-    const uint32_t failed = dtrain__load(&control->first_failed);
+    const bool aborted = dtrain__load(&control->aborted.state) == 2;
+    const int failed = dtrain__first_failure(control),
+              rank = aborted ? control->aborted.rank : failed;
     char text[160];
-    if (dtrain__load(&control->aborted.state) == 2) {
+    if (!world->told_by) world->told_by = 1 + rank;
+    if (aborted) {
         const char *code = dtrain_result_text((dtrain_result)control->aborted.code);
         return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %.*s: %s", control->aborted.rank,
                            (int)strcspn(code, ":"), code, control->aborted.text);
     }
-    if (!failed) return DTRAIN_OK;
-    const char *cause = control->exits[failed - 1].error;
-    dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "%s%s%s", text, cause[0] ? "; its last error: " : "",
-                       cause);
+    if (failed < 0) return DTRAIN_OK;
+    dtrain__describe_end(control, failed, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s%s%s", text,
+                       control->exits[failed].error[0] ? "; its last error: " : "",
+                       control->exits[failed].error);
+}
+
+/* ---- Who waits for whom
+ *
+ * A rank that waits for another one writes down for which and when, at every poll. So a rank whose
+ * deadline ends can follow the waits, from its neighbour on, to the one that waits for nobody: that
+ * one is behind. An entry counts for half a deadline, because a rank that was stopped inside of a
+ * wait does not wait. */
+
+/* Note for which rank of the world this one waits; -1: for none. */
+DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
+{
+    uint64_t *own = &world->control->waits[world->rank], entry = 0;
+    if (rank >= 0) entry = dtrain__now_ns() / 1000000u << 16 | (uint64_t)(rank + 1);
+    if (*own != entry) dtrain__store(own, entry);
+    if (world->link) dtrain__link_wait(world, rank);
+}
+
+/* Return the rank for which another one waits; -1: it waits for none. */
+DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank)
+{
+    const uint64_t entry = dtrain__load(&world->control->waits[rank]);
+    if (!entry || dtrain__now_ns() / 1000000u - (entry >> 16) > world->timeout_ns / 2000000u)
+        return -1;
+    return (int)(entry & 65535u) - 1;
+}
+
+/* Follow the waits from a rank on to the one that is behind; -1: they go in a circle. */
+DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
+{
+    for (int i = 0; i < world->size; i++) {
+        const int next = dtrain__waits(world, rank);
+        if (next < 0) return rank;
+        rank = next;
+    }
+    return -1;
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
@@ -3633,6 +3703,7 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
     while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
+        dtrain__set_waits(world, rank == world->rank ? -1 : rank);
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
         if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
@@ -3641,11 +3712,13 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 world, DTRAIN_ERROR_PEER,
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
-        if (turn == DTRAIN_ERROR_TIMEOUT)
+        if (turn == DTRAIN_ERROR_TIMEOUT) {
+            const int behind = dtrain__behind(world, rank);
             return dtrain__abort_with(
                 world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
-                world->rank, 1e-9 * (double)world->timeout_ns, rank,
+                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? rank : behind,
                 rank == world->rank ? " to be heard: a rank does not read" : "");
+        }
     }
     return DTRAIN_OK;
 }
@@ -3678,6 +3751,7 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                 (unsigned long long)slots[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
     }
+    dtrain__set_waits(world, -1);
     return DTRAIN_OK;
 }
 
@@ -4288,11 +4362,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
  *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
- * Three things are said: a record of dtrain_world_all_gather, an exit, an abort. The receiver
- * writes each into its own control page, at the place where a forked rank would have written it in
- * the shared one; hence waits, polls and all-gathers read the page and need not know the link. A
- * socket that closes without an exit means that its rank is lost; keepalive closes the socket of a
- * host that has gone.
+ * Four things are said: a record of dtrain_world_all_gather, an exit, an abort, a wait. The
+ * receiver writes each into its own control page, at the place where a forked rank would have
+ * written it in the shared one; hence waits, polls and all-gathers read the page and need not know
+ * the link. A socket that closes without an exit means that its rank is lost; keepalive closes the
+ * socket of a host that has gone.
  *
  * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
  * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
@@ -4303,7 +4377,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
  * rank's record is at most one ahead of this rank's own, because nobody finishes an all-gather
  * without this rank; so at any time the buffer holds at most two records and one exit of each rank,
  * and one abort: less than three frames of full size per rank. A rank that does not read is thus a
- * timeout of the all-gather. */
+ * timeout of the all-gather. A wait is dropped where the buffer holds more than 1 KiB a rank, so
+ * waits never take more than that. */
 
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
 {
@@ -4403,6 +4478,25 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
     return !dtrain__is_remote(world) || world->link->out_bytes == 0;
 }
 
+static bool dtrain__link_takes_waits(const dtrain__link *link)
+{
+    return link->out_bytes < (size_t)link->count << 10;
+}
+
+/* Tell the others for which rank this one waits (-1: for none) when it has been waiting for a
+ * quarter of its deadline, and from then on every eighth. */
+DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
+{
+    const int32_t target = rank;
+    if (!dtrain__is_remote(world)) return;
+    dtrain__link *link = world->link;
+    const uint64_t now = dtrain__now_ns();
+    if (rank < 0 || !link->wait_ns) link->wait_ns = rank < 0 ? 0 : now + world->timeout_ns / 4;
+    if (rank < 0 || now < link->wait_ns || !dtrain__link_takes_waits(link)) return;
+    link->wait_ns = now + world->timeout_ns / 8;
+    dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
+}
+
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
 /* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
@@ -4426,14 +4520,24 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
         dtrain__exit_record end;
         memcpy(&end, data, sizeof end);
         end.error[sizeof end.error - 1] = 0;
-        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST) return false;
+        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST || end.after < 0 ||
+            end.after > world->size)
+            return false;
         news = dtrain__load(&control->exits[rank].how) == DTRAIN__RUNNING;
+        if (news) control->exits[rank].after = end.after;
         if (news) dtrain__record_end(control, rank, (dtrain__end)end.how, end.value, end.error);
     } else if (frame->kind == DTRAIN__FRAME_ABORT && frame->bytes == sizeof(dtrain__abort_record)) {
         dtrain__abort_record abort;
         memcpy(&abort, data, sizeof abort);
         abort.text[sizeof abort.text - 1] = 0;
         news = dtrain__record_abort(control, rank, (dtrain_result)abort.code, abort.text);
+    } else if (frame->kind == DTRAIN__FRAME_WAIT && frame->bytes == sizeof(int32_t)) {
+        int32_t target;
+        memcpy(&target, data, sizeof target);
+        if (target < 0 || target >= world->size) return false;
+        dtrain__store(&control->waits[rank],
+                      dtrain__now_ns() / 1000000u << 16 | (uint64_t)(target + 1));
+        news = dtrain__link_takes_waits(world->link);
     } else return false;
     if (world->rank == 0 && news)
         dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, data, frame->bytes);
@@ -5382,6 +5486,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
+    if (world) world->control->exits[rank].after = world->told_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
@@ -5629,10 +5734,10 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
         desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: rank_count is %u (at most %d), mode is %u (0, processes, "
-            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %u (0 to "
-            "4096)",
-            most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, desc->threads_per_rank);
+            "dtrain_launch: rank_count is %d (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
+            "4096)", /* %d: a negative number is what a program was given */
+            (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
     DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -5661,7 +5766,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
     dtrain__control *control = launch->region.control;
-    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    const int first = dtrain__first_failure(control);
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
@@ -5669,6 +5774,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
+    double when = info->seconds;
+    if (end->ended_ns > launch->start_ns) when = 1e-9 * (double)(end->ended_ns - launch->start_ns);
     const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
@@ -5683,9 +5790,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
                  launch->forwarded, dtrain__signal_name(launch->forwarded));
     if (others)
         snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
-    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
-                       info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
-                       end->error);
+    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how, when,
+                       stopped, too, end->error[0] ? "; its last error: " : "", end->error);
 }
 
 /* torchrun reports what stands in this file as the root cause. */
@@ -6113,10 +6219,10 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)
 /* clang-format on */
 
-/* The entries from stream_create to graph_destroy of a device that has finished its work when a
- * call returns. */
+/* The entries from stream_create to may_free of a device that has finished its work when a call
+ * returns. */
 #define DTRAIN__NO_ORDER \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \
@@ -6601,7 +6707,7 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     const dtrain__abort_record *report = comm->report;
-    const dtrain_world *world = comm->base.world;
+    dtrain_world *world = comm->base.world;
     for (dtrain__engine *other = world->comms; other; other = other->next) {
         if (other->report != report) continue;
         other->failed = true;
@@ -6617,6 +6723,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
         DTRAIN__TRY(dtrain__trouble(world));
         return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
     }
+    if (!world->told_by) world->told_by = 1 + report->rank;
     const dtrain_result code = (dtrain_result)report->code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
                             code == DTRAIN_ERROR_PEER || report->rank == world->rank;
@@ -6722,6 +6829,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     const dtrain__work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
     const uint64_t now = dtrain__now_ns();
+    int waits = -1; /* for this rank of the world: if there is one, for one that does not wait */
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
@@ -6733,6 +6841,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
             continue;
         }
+        if (waits < 0 || (dtrain__waits(comm->base.world, waits) >= 0 &&
+                          dtrain__waits(comm->base.world, world[i]) < 0))
+            waits = world[i];
         if (!left) continue;
         dtrain__name_work(work, name, sizeof name);
         return dtrain__engine_failf(
@@ -6740,14 +6851,46 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
             "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
             world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
     }
+    dtrain__set_waits(comm->base.world, waits);
     return DTRAIN_OK;
+}
+
+/* List the ranks that are behind, where `work` waits for them or for ranks that do:
+ * "rank 2 (its last was #16)", "rank 3, which waits for rank 2 (its last was #16)". */
+static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
+                                size_t room)
+{
+    const int size = comm->base.size, *world = comm->base.world_ranks;
+    bool listed[DTRAIN_MAX_RANKS] = {false};
+    size_t used = 0;
+    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those it waits for itself */
+        const int i = k % size;
+        if (!dtrain__waits_for(comm, work, i)) continue;
+        const int end = dtrain__behind(comm->base.world, world[i]),
+                  behind = end < 0 ? world[i] : end;
+        int at = 0; /* of the rank that is behind, here; size: it is no member */
+        while (at < size && world[at] != behind) at++;
+        if (listed[behind] || (behind == world[i]) != (k < size)) continue;
+        listed[behind] = true;
+        used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
+        if (behind != world[i])
+            used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
+        const unsigned long long last =
+            at < size ? (unsigned long long)dtrain__last_sequence(comm, at) : 0;
+        if (end < 0)
+            used += (size_t)snprintf(list + used, room - used,
+                                     ", which waits for ranks that wait for each other");
+        else if (at < size)
+            used += (size_t)snprintf(
+                list + used, room - used, " (%s #%llu)",
+                work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+    }
 }
 
 static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
     char name[128], list[200] = "";
-    size_t used = 0;
     const dtrain_world *world = comm->base.world;
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
@@ -6763,18 +6906,11 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
             "timeout_ms",
             name, world->rank, seconds, world->emulation.gigabits_per_second,
             1e-9 * (double)(work->due_ns - now));
-    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
-        if (!dtrain__waits_for(comm, work, i)) continue;
-        const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
-        used += (size_t)snprintf(
-            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
-            comm->base.world_ranks[i],
-            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
-    }
+    dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
         comm, DTRAIN_ERROR_TIMEOUT,
         "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
-        world->rank, seconds, used ? list : "its own records to go out",
+        world->rank, seconds, list[0] ? list : "its own records to go out",
         dtrain__node_ranks(world) ? " or the emulated links" : "");
 }
 
@@ -6908,6 +7044,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
+    dtrain__set_waits(world, -1);
     return result;
 }
 
@@ -7890,12 +8027,24 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
 
 enum { DTRAIN__MPI_TAGS = 3 }; /* of a communicator: records, parts and results, messages */
 
+/* A thread that calls MPI_Init_thread and, in the end, MPI_Finalize: they wait for all ranks and
+ * have no deadline, and MPI wants the same thread for both. */
+typedef struct dtrain__mpi_thread {
+    pthread_t id;
+    pthread_mutex_t gate; /* the rank holds it until the end */
+    uint32_t returned;    /* atomic: calls that have returned */
+    bool finalize;
+    int code, provided;
+} dtrain__mpi_thread;
+
 /* One a rank. */
 typedef struct dtrain__mpi_hub {
     MPI_Comm mpi;
     int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
     int64_t number_limit;        /* of communicators: MPI has no tags for more */
-    bool ours;                   /* MPI_Init was called here */
+    dtrain__mpi_thread *thread;  /* NULL: the program has called MPI_Init */
+    MPI_Request request;         /* of MPI_Comm_idup, MPI_Ibarrier */
+    int code;                    /* of the last call */
     bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
     bool failed;                 /* MPI is not called any more */
 } dtrain__mpi_hub;
@@ -8380,10 +8529,13 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void)
 /* The MPI transport: how ranks meet in MPI, and how they leave it
  *
  * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
- * that they will. Then all compare what MPI thinks the world is with what it is. A rank that cannot
- * go on leaves, and the others hear of it where they wait for it. */
+ * that they will; for one that is stopped then, a thread calls it, and the rank waits for that
+ * thread with a deadline. Then all compare what MPI thinks the world is with what it is. A rank
+ * that cannot go on leaves, and the others hear of it where they wait for it. */
 
 #ifdef DTRAIN_USE_MPI
+
+#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* at least, with MPI itself; else timeout_ms */
 
 typedef struct dtrain__mpi_hello {
     int32_t size, rank; /* in MPI */
@@ -8415,15 +8567,128 @@ static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
     hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
 }
 
-static dtrain_result dtrain__mpi_init(dtrain__mpi_hub *hub, dtrain__mpi_hello *mine)
+static void *dtrain__mpi_thread_main(void *argument)
 {
-    int ready = 0, provided = 0, found = 0;
+    dtrain__mpi_thread *self = (dtrain__mpi_thread *)argument;
+    self->code = MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &self->provided);
+    dtrain__store(&self->returned, 1);
+    pthread_mutex_lock(&self->gate);
+    if (self->finalize) MPI_Finalize();
+    pthread_mutex_unlock(&self->gate);
+    dtrain__store(&self->returned, 2);
+    return NULL;
+}
+
+/* Start the thread. Signals are the rank's, not its. */
+static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
+{
+    sigset_t all, before;
+    dtrain__mpi_thread *thread = (dtrain__mpi_thread *)calloc(1, sizeof *thread);
+    if (!thread) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for MPI's thread");
+    pthread_mutex_init(&thread->gate, NULL);
+    pthread_mutex_lock(&thread->gate);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&thread->id, NULL, dtrain__mpi_thread_main, thread);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!error) hub->thread = thread;
+    else free(thread);
+    return error ? dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI's thread could not be made: %s",
+                               strerror(error))
+                 : DTRAIN_OK;
+}
+
+/* Say whether so many calls of the thread have returned; if not, look again a little later. */
+static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
+{
+    struct timespec nap;
+    if (dtrain__load(&hub->thread->returned) >= calls) return true;
+    nap.tv_sec = 0;
+    nap.tv_nsec = 1000000;
+    nanosleep(&nap, NULL);
+    return false;
+}
+
+/* Let the thread go, through MPI_Finalize or without. One that does not come back keeps its memory
+ * until the process ends. */
+static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    dtrain__mpi_thread *thread = hub->thread;
+    dtrain__wait wait = dtrain__wait_begin();
+    const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
+    const bool ends = thread->finalize = !hub->failed;
+    pthread_mutex_unlock(&thread->gate);
+    while (ends && !dtrain__mpi_returned(hub, 2) && dtrain__wait_poll(world, &wait) == DTRAIN_OK)
+        continue;
+    if (inside || (ends && dtrain__load(&thread->returned) < 2)) {
+        dtrain_log(world, DTRAIN_LOG_WARNING, "rank %d leaves MPI, and %s has not returned",
+                   world->rank, ends ? "MPI_Finalize" : "MPI_Init_thread");
+        pthread_detach(thread->id);
+        return;
+    }
+    pthread_join(thread->id, NULL);
+    pthread_mutex_destroy(&thread->gate);
+    free(thread);
+}
+
+/* Wait for what MPI does on all ranks together: `done` looks. Ten times a second and more the ranks
+ * tell each other how it is, so one that is stopped is missing there, and all give up together. */
+static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub, const char *call,
+                                       bool (*done)(dtrain__mpi_hub *hub))
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    const uint64_t least = DTRAIN__MPI_PATIENCE_NS;
+    const uint64_t most = world->timeout_ns > least ? world->timeout_ns : least;
+    enum { UNDER_WAY, DONE, TOO_LATE };
+    int32_t mine = UNDER_WAY, all[DTRAIN_MAX_RANKS];
+    int late = 0;
+    while (late < world->size) {
+        const uint64_t until = dtrain__now_ns() + 100000000u;
+        while (mine != DONE && dtrain__now_ns() < until)
+            if (done(hub)) mine = DONE;
+            else sched_yield();
+        const dtrain_result turn = dtrain__wait_poll(world, &wait);
+        if (turn == DTRAIN_ERROR_PEER) return turn;
+        if (mine != DONE && wait.waited_ns >= most) mine = TOO_LATE;
+        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+        for (late = 0; late < world->size && all[late] == DONE;) late++;
+        for (int i = 0; i < world->size; i++)
+            if (all[i] == TOO_LATE)
+                return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                                   "%s has not returned on rank %d for %.1f s", call, i,
+                                   1e-9 * (double)most);
+    }
+    if (hub->code == MPI_SUCCESS) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s failed with code %d", call, hub->code);
+}
+
+static bool dtrain__mpi_init_done(dtrain__mpi_hub *hub)
+{
+    const bool done = !hub->thread || dtrain__mpi_returned(hub, 1);
+    if (done && hub->thread) hub->code = hub->thread->code;
+    return done;
+}
+
+static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
+{
+    int done = 1;
+    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
+    return done || hub->code != MPI_SUCCESS;
+}
+
+static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
+                                      dtrain__mpi_hello *mine)
+{
+    int ready = 0, found = 0;
     void *highest = NULL;
     MPI_Initialized(&ready);
-    hub->ours = !ready;
-    if (!ready && MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Init_thread failed");
-    if (hub->ours) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    if (!ready) DTRAIN__TRY(dtrain__mpi_thread_start(hub));
+    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Init_thread", dtrain__mpi_init_done));
+    if (hub->thread && hub->thread->provided < MPI_THREAD_SERIALIZED)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this MPI gives no MPI_THREAD_SERIALIZED; call MPI_Init before "
+                           "dtrain_launch and MPI_Finalize after it");
+    if (hub->thread) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     dtrain__mpi_quiet_pipes(hub);
     MPI_Comm_size(MPI_COMM_WORLD, &mine->size);
     MPI_Comm_rank(MPI_COMM_WORLD, &mine->rank);
@@ -8456,21 +8721,8 @@ static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
  * not block. */
 static dtrain_result dtrain__mpi_duplicate(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    dtrain__wait wait = dtrain__wait_begin();
-    MPI_Request request;
-    int done = 0;
-    int code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &request);
-    while (code == MPI_SUCCESS) {
-        code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-        if (code != MPI_SUCCESS || done) break;
-        const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain_fail(turn, "MPI_Comm_idup: not finished after %.1f s",
-                               1e-9 * (double)world->timeout_ns);
-        DTRAIN__TRY(turn);
-    }
-    if (code != MPI_SUCCESS)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", code);
+    hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
+    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
     MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
     return DTRAIN_OK;
 }
@@ -8481,41 +8733,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
     DTRAIN__TRY(dtrain__mpi_can_meet(world));
     DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
-    DTRAIN__TRY(dtrain__mpi_init(hub, &mine));
+    DTRAIN__TRY(dtrain__mpi_init(world, hub, &mine));
     DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
     for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
     return dtrain__mpi_duplicate(world, hub);
 }
 
-/* Say whether all ranks have come to the end of the world well: only then MPI can be ended, because
- * MPI_Finalize waits for everybody and has no deadline. */
-static bool dtrain__mpi_all_end(dtrain_world *world, const dtrain__mpi_hub *hub)
+/* Say whether all ranks have come to the end of the world well: only then MPI can be ended. */
+static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__wait wait = dtrain__wait_begin();
-    MPI_Request request;
-    int done = 0;
+    dtrain_result turn = DTRAIN_OK;
+    int late = 0;
     if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
-    if (MPI_Ibarrier(hub->mpi, &request) != MPI_SUCCESS) return false;
-    for (;;) {
-        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
-        if (done) return true;
+    hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
+    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
         if (world->link) dtrain__link_pump(world, 1);
-        if (dtrain__wait_poll(world, &wait) != DTRAIN_OK) return false;
+        turn = dtrain__wait_poll(world, &wait);
     }
+    if (turn != DTRAIN_ERROR_TIMEOUT) return turn == DTRAIN_OK && hub->code == MPI_SUCCESS;
+    while (late + 1 < world->size &&
+           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
+        late++;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "rank %d has not come to its end for %.1f s: rank %d leaves without MPI_Finalize",
+               late, 1e-9 * (double)world->timeout_ns, world->rank);
+    return false;
 }
 
 /* Leave MPI after the last communicator, and end it if it was begun here. What MPI may still touch
  * stays mapped when not all ranks have come this far. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    int finalized = 1;
     hub->failed = !dtrain__mpi_all_end(world, hub);
-    if (!hub->failed) {
-        MPI_Comm_free(&hub->mpi);
-        MPI_Finalized(&finalized);
-        if (hub->ours && !finalized) MPI_Finalize();
-    }
+    if (hub->thread) dtrain__mpi_thread_end(world, hub);
+    else if (!hub->failed) MPI_Comm_free(&hub->mpi);
     if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
 }
 
@@ -8839,6 +9092,13 @@ typedef struct dtrain__layout {
     uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
+/* A strategy that has not been made. */
+typedef struct dtrain__planned {
+    dtrain_strategy_desc desc; /* resolved */
+    dtrain_compression_desc compression;
+    dtrain__layout layout; /* all zero: none */
+} dtrain__planned;
+
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
 
 /* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */
@@ -9043,8 +9303,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
-DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                 const dtrain_param *storage, dtrain_dtype dtype);
+DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
+                                                              const dtrain_param *storage);
+DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
+                                                 const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
 
@@ -9094,7 +9356,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint32_t node_ranks, uint64_t *bytes);
+                                                     uint32_t node_ranks, uint64_t *bytes,
+                                                     dtrain__planned *planned);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);
 
 /* ---- The kinds --------------------------------------------------------------------------------*/
@@ -10151,18 +10414,25 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     return DTRAIN_OK;
 }
 
-/* Return a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
-DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                 const dtrain_param *storage, dtrain_dtype dtype)
+/* Return the bucket with which a parameter's values come and go; NULL: they stay, or the parameter
+ * is none of the layout's. */
+DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
+                                                              const dtrain_param *storage)
 {
-    if (!strategy || !strategy->layout.shards.params ||
-        strategy->desc.param_dtype != (uint32_t)dtype)
+    const size_t i = storage->state.index;
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
+        dtrain__value_is_whole(layout, &layout->entries[i]))
         return NULL;
-    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
-    if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
-    const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
-    if (bucket->presence != DTRAIN__HERE) return NULL;
-    return bucket->low_values + entry->offset;
+    return &layout->buckets[layout->entries[i].bucket];
+}
+
+/* Return such a parameter's values in the type that they travelled in; NULL in a plan. */
+DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
+                                                 const dtrain_param *storage)
+{
+    const dtrain__entry *entry = &layout->entries[storage->state.index];
+    const uint16_t *low = layout->buckets[entry->bucket].low_values;
+    return low ? low + entry->offset : NULL;
 }
 
 /* ---- Whole values, updated by slices ----------------------------------------------------------*/
@@ -12735,6 +13005,27 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
+/* Count how many ranks share one copy of the model. */
+static int dtrain__plan_sharers(const dtrain_strategy_desc *desc, int ranks)
+{
+    const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
+    if (!kind->shards.state) return 1;
+    return kind->replicas && desc->node_size ? (int)desc->node_size : ranks;
+}
+
+/* Lay out what a rank would hold, in counts alone; free it after an error too. params and *desc are
+ * resolved. */
+static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
+                                         size_t count, const dtrain_strategy_desc *desc, int ranks,
+                                         int rank, dtrain__layout *layout)
+{
+    const int sharers = dtrain__plan_sharers(desc, ranks);
+    DTRAIN__TRY(
+        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    dtrain__lay_memory(layout);
+    return DTRAIN_OK;
+}
+
 /* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
  * but tables. params and *desc are resolved, and so is its kind. */
 static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
@@ -12743,24 +13034,23 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    const int nodes = kind->replicas && desc.node_size ? ranks / (int)desc.node_size : 1;
-    const int shard_ranks = kind->shards.state ? ranks / nodes : 1;
     const size_t states =
         desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     /* equal slices are the same for all; owned tensors, and what compression keeps of a slice,
      * not */
-    const int differ = kind->owners ? shard_ranks : desc.compression ? ranks : 1;
+    const int differ = kind->owners       ? dtrain__plan_sharers(&desc, ranks)
+                       : desc.compression ? ranks
+                                          : 1;
     for (int rank = 0; rank < differ; rank++) {
         dtrain__layout layout;
         dtrain_memory one;
         int64_t stage;
-        const dtrain_result result = dtrain__layout_make(
-            &layout, a, params, count, &desc, shard_ranks, rank % shard_ranks, ranks, rank);
+        const dtrain_result result =
+            dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
-            dtrain__lay_memory(&layout);
             one.params = layout.value_bytes;
             one.grads = layout.grad_bytes;
             one.buffers = layout.bytes[DTRAIN__BUFFERS];
@@ -12780,30 +13070,39 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return DTRAIN_OK;
 }
 
+/* Resolve params, and desc, of a named kind, into what is planned. */
+static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
+                                          const dtrain_strategy_desc *desc, int ranks,
+                                          dtrain__planned *planned)
+{
+    const char *const call = "dtrain_strategy_plan";
+    DTRAIN__TRY(dtrain__resolve_desc(desc, &planned->desc, &planned->compression));
+    const dtrain__kind_row *kind = dtrain__row_of(planned->desc.kind);
+    if (!kind)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
+                           call, (unsigned)desc->kind);
+    DTRAIN__TRY(dtrain__resolve_kind(&planned->desc, kind));
+    if (desc->node_size && ranks % (int)desc->node_size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
+                           desc->node_size, ranks);
+    return dtrain__resolve_params(params, count);
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory)
 {
-    const char *const call = "dtrain_strategy_plan";
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
+    dtrain__planned planned;
+    uint64_t step_bytes;
     if (!params || !desc || !memory || rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: params, desc or memory is NULL, or rank_count (%d) is below 1",
-                           call, rank_count);
-    dtrain_strategy_desc resolved;
-    dtrain_compression_desc compression;
-    uint64_t step_bytes;
-    DTRAIN__TRY(dtrain__resolve_desc(desc, &resolved, &compression));
-    const dtrain__kind_row *kind = dtrain__row_of(resolved.kind);
-    if (!kind)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
-                           call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__resolve_kind(&resolved, kind));
-    if (desc->node_size && rank_count % (int)desc->node_size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
-                           desc->node_size, rank_count);
-    DTRAIN__TRY(dtrain__resolve_params(params, param_count));
-    return dtrain__plan_kind(&a, params, param_count, &resolved, rank_count, memory, &step_bytes);
+                           "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
+                           "(%d) is below 1",
+                           rank_count);
+    DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, rank_count, &planned));
+    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory,
+                             &step_bytes);
 }
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
@@ -12897,26 +13196,31 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
 }
 
 /* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
- * the candidates needs. Local. */
+ * the candidates needs. Of a named kind *planned keeps the layout of rank 0, which the caller frees
+ * after an error too: it says which values come and go. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint32_t node_ranks, uint64_t *bytes)
+                                                     uint32_t node_ranks, uint64_t *bytes,
+                                                     dtrain__planned *planned)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    dtrain_compression_desc compression;
     dtrain__candidates all;
     dtrain_memory memory;
+    uint64_t step_bytes;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
+        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
+        DTRAIN__TRY(
+            dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory, &step_bytes));
         *bytes = memory.total;
-        return DTRAIN_OK;
+        dtrain__resolve_levels(&planned->desc, ranks);
+        return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
     }
-    DTRAIN__TRY(dtrain__resolve_desc(given, &desc, &compression));
+    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
     DTRAIN__TRY(dtrain__resolve_params(params, count));
-    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &desc, ranks, node_ranks, &all));
+    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
     *bytes = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
         if ((uint64_t)all.totals[i] < *bytes) *bytes = (uint64_t)all.totals[i];
@@ -12992,6 +13296,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
  *     host arena      tensors, nodes                       until the next begin
  *     data arena      every forward value                  until the next begin
  *     two regions     values that checkpointing drops      until the next but one unit that drops
+ *     casts           rounded weights of a gathered unit   as long as the unit is there
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *     params          values and gradients                 not the tape's
@@ -13028,6 +13333,7 @@ enum {
     DTRAIN__ARENA_HOST,
     DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
     DTRAIN__ARENA_DATA,
+    DTRAIN__ARENA_CASTS,
     DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
     DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2
 };
@@ -13056,7 +13362,8 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* contributions to be added to it */
-    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
+    float factor;                         /* of I32 inputs: one over the entries that are not -1; */
+    const float *device_factor;           /* or 1, and that is there: a pass that is replayed */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
@@ -13070,12 +13377,17 @@ typedef struct dtrain__tape_segment {
     const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
 } dtrain__tape_segment;
 
-/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
- * not its address: a strategy that gathers units may have several weights there in turn. */
+/* A weight in the type of autocast, made at its first use in a pass. Of a weight that is there
+ * while its unit is, the copy is too: it is made at the first use behind a mark, where the copies
+ * of the unit before were, and when backward comes to that mark it is made there again. The key is
+ * the parameter and not its address, at which there may be several weights in turn. */
 typedef struct dtrain__cast {
     struct dtrain__cast *next;
     const dtrain_param *storage;
-    const void *low;
+    int64_t count;
+    void *low;
+    uint32_t mark;
+    bool passing; /* it goes with its unit */
 } dtrain__cast;
 
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
@@ -13083,13 +13395,13 @@ typedef struct dtrain__cast {
 #define DTRAIN__FEED_ITEMS 16
 
 /* Each input goes through page-locked memory of its own, which the next step can fill while nobody
- * calls the model. */
+ * calls the model. Behind an I32 input, there and on the device, stands one over its valid count:
+ * the number changes from step to step, and a recorded loss finds it there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
-    void *pinned;
+    void *pinned;     /* (bytes + 4) */
     size_t bytes;
     dtrain_dtype dtype;
-    int64_t valid_count; /* of I32: in the recorded pass */
 } dtrain__feed_item;
 
 typedef struct dtrain__feed {
@@ -13104,6 +13416,7 @@ enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
     dtrain_strategy *strategy;
+    const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
     bool planning; /* on the plan device: params and strategy are left alone */
@@ -13112,7 +13425,8 @@ struct dtrain_tape {
         uint32_t state, flags;
         uint64_t seed, dropout_count;
         dtrain_dtype cast;   /* the type of autocast; F32 without */
-        dtrain__cast *casts; /* weights rounded in this pass */
+        dtrain__cast *casts; /* weights rounded in this pass; backward drops those behind it */
+        uint32_t cast_mark;  /* whose casts are there, of those that go with their units */
         dtrain_node *last;
         size_t node_count, tensor_count, recomputed_count;
         uint32_t mark_count, segment_count;
@@ -13131,7 +13445,7 @@ struct dtrain_tape {
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 
@@ -13139,6 +13453,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
+DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
                                                    const void *x, uint32_t x_dtype, void *y,
                                                    uint32_t y_dtype);
@@ -13179,6 +13494,8 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
                                                     size_t bytes);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
+DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
+                                          uint32_t dtype);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype);
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
@@ -13198,6 +13515,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
     tape->strategy = strategy;
+    tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
     for (int i = 0; i < DTRAIN__ARENAS; i++)
@@ -13289,19 +13607,40 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
+/* Return one over the entries that are not -1, the targets that are not ignored; 0 without any: the
+ * loss is then 0. */
+static float dtrain__valid_factor(const void *host, int64_t count)
+{
+    const int32_t *entries = (const int32_t *)host;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
+    return valid ? 1.0f / (float)valid : 0.0f;
+}
+
+/* Copy the caller's data to an input's page-locked place. */
+DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
+{
+    const float factor = item->dtype == DTRAIN_DTYPE_I32
+                             ? dtrain__valid_factor(item->host, (int64_t)item->bytes / 4)
+                             : 0;
+    memcpy(item->pinned, item->host, item->bytes);
+    memcpy((char *)item->pinned + item->bytes, &factor, sizeof factor);
+}
+
 /* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
- * the device when the stream comes to it. *host becomes that place. */
-static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
+ * the device when the stream comes to it. */
+static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, const void *host)
 {
     dtrain__feed *feed = tape->feed;
     dtrain__feed_item *item = &feed->items[feed->next];
-    const size_t bytes = (size_t)x->count * 4;
+    size_t bytes = (size_t)x->count * 4;
     if (feed->next == DTRAIN__FEED_ITEMS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pass that is replayed has at most %d inputs",
                            DTRAIN__FEED_ITEMS);
     if (feed->next == feed->count) {
-        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes, &item->pinned));
+        DTRAIN__TRY(
+            tape->device->ops->host_alloc(tape->device, bytes + sizeof(float), &item->pinned));
         item->bytes = bytes;
         item->dtype = (dtrain_dtype)x->dtype;
         feed->count++;
@@ -13311,12 +13650,15 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x
                            "step; a step that is replayed must repeat its shapes",
                            feed->next + 1, bytes, item->bytes);
     }
-    if (!feed->filled) memcpy(item->pinned, *host, bytes);
-    item->host = *host;
-    if (item->dtype == DTRAIN_DTYPE_I32)
-        item->valid_count = dtrain__count_valid(item->pinned, x->count);
-    *host = item->pinned;
+    item->host = host;
+    if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* with room for the factor: one copy brings both */
+        x->data = dtrain__take_data(tape, NULL, x->count + 1, x->dtype);
+        if (!x->data) return tape->error;
+        ((dtrain__tape_tensor *)x)->device_factor = (const float *)x->data + x->count;
+        bytes += sizeof(float);
+    }
     return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
                                          DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
@@ -13345,23 +13687,14 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
-    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else
         result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
                                          DTRAIN_COPY_HOST_TO_DEVICE);
     /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
-        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
+    if (dtype == DTRAIN_DTYPE_I32)
+        ((dtrain__tape_tensor *)x)->factor = tape->feed ? 1 : dtrain__valid_factor(host, x->count);
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
-}
-
-/* Count the entries that are not -1, the targets that are not ignored. */
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
-{
-    const int32_t *entries = (const int32_t *)host;
-    int64_t valid = 0;
-    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
-    return valid;
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
@@ -13599,28 +13932,58 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made at
- * the first use in this pass. It is no result of a node, because other units may use it too. */
+/* Round a weight into its copy. */
+static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *cast)
+{
+    return dtrain__tape_convert(tape->device, cast->count, cast->storage->value, DTRAIN_DTYPE_F32,
+                                cast->low, tape->pass.cast);
+}
+
+/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made. It
+ * is no result of a node, because other nodes may use it too. */
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
-    const void *low = dtrain__strategy_low(tape->strategy, storage, dtype);
+    const dtrain__bucket *gathered = dtrain__gathered_bucket(tape->layout, storage);
+    const uint32_t mark = tape->pass.mark_count;
+    const bool passing = gathered && gathered->slotted;
     dtrain__cast *cast = tape->pass.casts;
-    if (low) return low;
-    while (cast && cast->storage != storage) cast = cast->next;
+    if (gathered && tape->layout->desc->param_dtype == (uint32_t)dtype)
+        return dtrain__gathered_low(tape->layout, storage);
+    while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
     if (cast) return cast->low;
-    int64_t count = storage->shape[0] ? 1 : storage->count;
-    for (int a = 0; a < 4 && storage->shape[a]; a++) count *= storage->shape[a];
     cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
-    void *made = dtrain__take_data(tape, NULL, count, dtype);
-    if (!cast || !made) return NULL; /* the error sticks */
-    dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, count, storage->value,
-                                                  DTRAIN_DTYPE_F32, made, dtype));
+    if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
-    cast->low = made;
+    cast->mark = mark;
+    cast->passing = passing;
+    cast->count = storage->shape[0] ? 1 : storage->count;
+    for (int a = 0; a < 4 && storage->shape[a]; a++) cast->count *= storage->shape[a];
+    if (passing && tape->pass.cast_mark != mark) {
+        tape->pass.cast_mark = mark;
+        dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
+    }
+    cast->low =
+        dtrain__take_values(tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_DATA],
+                            cast->count, dtype);
+    if (!cast->low) return NULL;
     cast->next = tape->pass.casts;
     tape->pass.casts = cast;
-    return made;
+    dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
+    return cast->low;
+}
+
+/* Make the copies again that went with their units, for the backward of what is behind a mark. */
+DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
+{
+    dtrain__cast *cast = tape->pass.casts;
+    if (tape->pass.cast_mark == mark) return DTRAIN_OK;
+    tape->pass.cast_mark = mark;
+    while (cast && cast->mark > mark) cast = cast->next;
+    tape->pass.casts = cast;
+    for (; cast && cast->mark == mark; cast = cast->next)
+        if (cast->passing) DTRAIN__TRY(dtrain__cast_make(tape, cast));
+    return DTRAIN_OK;
 }
 
 /* Take the next parameter: its values, and where its gradient goes if it gets one in this pass. A
@@ -13778,6 +14141,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     dtrain_tensor *y = op->outputs[0];
     bool accumulate;
     DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
     DTRAIN__TRY(dtrain__segment_again(tape, node));
     if (!y->grad) { /* another output has one, or nothing depends on the node's results */
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
@@ -14558,18 +14922,19 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
  *
  * y = factor * sum of x, with factor 1 or one over the count. */
 
-/* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
- * would lose digits of the loss. */
-static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
-                                           int64_t count, double factor)
+/* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
+ * double: a float sum over many rows would lose digits of the loss. */
+static dtrain_result dtrain__sum_to(dtrain_op *op, void *out, const void *x, uint32_t dtype,
+                                    int64_t count, float scale, const float *factor)
 {
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
     args.count = count;
-    args.scale = factor;
+    args.scale = (double)scale;
     args.x = x;
-    args.out = (float *)op->output_data[0];
+    args.out = (float *)out;
     args.dtype = (dtrain_dtype)dtype;
+    args.factor = factor;
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -14585,8 +14950,8 @@ static dtrain_result dtrain__sum_prepare(dtrain_op *op)
 static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
-    return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
-                                 (double)*(const float *)op->args);
+    return dtrain__sum_to(op, op->output_data[0], op->input_data[0], x->dtype, x->count,
+                          *(const float *)op->args, NULL);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
@@ -14646,7 +15011,8 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
-    float factor; /* 1 / valid targets */
+    float factor; /* 1 / valid targets; or 1, and the number changes on the device: */
+    const float *device_factor;
 } dtrain__cross_entropy;
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
@@ -14655,7 +15021,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     dtrain_cross_entropy_args *args = &loss->forward;
     const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
     const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
-    const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
+    const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
     char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (targets->count != rows)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -14669,7 +15035,8 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    loss->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
+    loss->factor = input->factor;
+    loss->device_factor = input->device_factor;
     dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
     return DTRAIN_OK;
 }
@@ -14678,8 +15045,8 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
-                                 (double)loss->factor);
+    return dtrain__sum_to(op, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
+                          loss->forward.rows, loss->factor, loss->device_factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
@@ -14703,6 +15070,13 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
+    if (loss->device_factor) { /* a sum of one element: their product, rounded once */
+        void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
+        DTRAIN__TRY(op->tape->error);
+        DTRAIN__TRY(dtrain__sum_to(op, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
+                                   loss->device_factor));
+        args.upstream = (const float *)product;
+    }
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
@@ -14921,22 +15295,28 @@ DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
     return memory;
 }
 
-/* Take device memory for count values of this pass, contents undefined: results of the node, or
- * what stays until the next begin when node is NULL. */
-DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
-                                        uint32_t dtype)
+/* Take device memory for count values of an arena, contents undefined. */
+DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
+                                          uint32_t dtype)
 {
-    const bool dropped = node && node->dropped;
     size_t bytes;
     if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) &&
         bytes <= PTRDIFF_MAX)
-        return dtrain__bump_take(
-            tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], bytes);
+        return dtrain__bump_take(tape, arena, bytes);
     dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_MEMORY,
                           "a tensor of %lld elements is more than this machine can address",
                           (long long)count));
     return NULL;
+}
+
+/* Take memory for results of the node, or for what stays until the next begin when node is NULL. */
+DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
+                                        uint32_t dtype)
+{
+    const bool dropped = node && node->dropped;
+    return dtrain__take_values(
+        tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
 }
 
 /* Make a tensor of this pass, the node's result or (NULL) an input. NULL after an error, which
@@ -15806,7 +16186,7 @@ static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t fo
                            DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
     dataset->token_bytes = narrow ? 2 : 4;
     dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = (int32_t)dtrain__le(head + 8, 4);
+    dataset->token_count = dtrain__le(head + 8, 4);
     const int64_t bytes = DTRAIN__BIN_HEADER + dataset->token_count * dataset->token_bytes;
     if (dataset->token_count > 0 && bytes == dataset->file_bytes) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,
@@ -16512,11 +16892,14 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  *     pinned            device                                                      pinned
  *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
  *
- * Every number that changes from step to step is in `scalars`; every input comes through a feed.
- * The micro-batches are those of trainer.c; only what reads a result is different. */
+ * Every number that changes from step to step is in `scalars`; every input comes through a feed,
+ * and with targets what their loss is divided by. So a step is recorded once, in the same step on
+ * all ranks: recording a collective is something that all of them must do together. The
+ * micro-batches are those of trainer.c; only what reads a result is different. */
 
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same);
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
+static dtrain_result dtrain__queue_record(dtrain_trainer *trainer);
 
 /* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
  * third is recorded, and then it is run like those after it. */
@@ -16527,22 +16910,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
     const float *norm = queue->results + desc->micro_batches;
-    bool same = true;
     *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
     queue->now->seed = dtrain__step_seed(trainer);
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
-    if (queue->graph && !same) {
-        device->ops->graph_destroy(device, queue->graph);
-        queue->graph = NULL;
-    }
+    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
-    else if (!queue->graph) {
-        DTRAIN__TRY(device->ops->graph_begin(device));
-        const dtrain_result result = dtrain__queue_all(trainer);
-        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
-        DTRAIN__TRY(result);
-        DTRAIN__TRY(ended);
-    }
+    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
@@ -16557,22 +16929,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. When one cannot be read, those before it stay, and the step can be repeated.
- * False in *same: targets are ignored in another number of places, and the recorded loss would
- * divide by the wrong count. */
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
+ * known where they go. When one cannot be read, those before it stay, and the step can be
+ * repeated. */
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
-    *same = true;
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
         if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
-        for (size_t i = 0; i < feed->count; i++) {
-            const dtrain__feed_item *item = &feed->items[i];
-            if (!feed->filled) memcpy(item->pinned, item->host, item->bytes);
-            if (item->dtype == DTRAIN_DTYPE_I32 &&
-                item->valid_count != dtrain__count_valid(item->pinned, (int64_t)item->bytes / 4))
-                *same = false;
-        }
+        for (size_t i = 0; i < feed->count && !feed->filled; i++)
+            dtrain__feed_fill(&feed->items[i]);
         feed->filled = true;
     }
     return DTRAIN_OK;
@@ -16616,6 +16981,23 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars)));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* Record a whole step. What was recorded before an error is thrown away, and the error's sentence
+ * stands. */
+static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
+{
+    dtrain_device *device = trainer->queue->device;
+    dtrain_graph *unfinished;
+    char text[DTRAIN__ERROR_BYTES];
+    DTRAIN__TRY(device->ops->graph_begin(device));
+    const dtrain_result result = dtrain__queue_all(trainer);
+    if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
+        device->ops->graph_destroy(device, unfinished);
+    dtrain__set_last_error(text);
+    return result;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -16683,7 +17065,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
         for (size_t i = 0; i < queue->feeds[m].count; i++)
             device->ops->host_free(device, queue->feeds[m].items[i].pinned,
-                                   queue->feeds[m].items[i].bytes);
+                                   queue->feeds[m].items[i].bytes + sizeof(float));
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
     dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
@@ -16706,18 +17088,18 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  *    said how it went. Ranks of one host share its memory, so one after the other proves nothing.
  * 3. Where a rank has failed, all go on with an eighth less. */
 
-/* Count a step's memory by class. On the plan device the tape leaves the parameters' bookkeeping
- * alone, so a plan can be made at any time, between two steps as well. */
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_memory *memory)
+/* Count the memory of activations, with a strategy's layout or without. On the plan device the tape
+ * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
+ * well. */
+static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                              const dtrain__layout *layout, dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
     dtrain_tape *tape;
     dtrain_tape_info info;
-    if (!world || !desc || !desc->loss || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan: world, desc, its loss or memory is NULL");
+    if (!desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: desc's loss is NULL");
     if (!desc->next_batch)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan: the loss fetches its own batches and cannot be "
@@ -16728,8 +17110,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
     /* No strategy: `ready` would start communication, and a plan is one rank's own affair. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
-    if (result == DTRAIN_OK)
+    if (result == DTRAIN_OK) {
+        tape->layout = layout;
         result = dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
+    }
     if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
     if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
     dtrain_tape_query(tape, &info);
@@ -16738,6 +17122,18 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     DTRAIN__TRY(result);
     memory->activations = info.activation_bytes;
     memory->activation_grads = info.gradient_bytes;
+    return DTRAIN_OK;
+}
+
+/* Count a step's memory by class. */
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_memory *memory)
+{
+    if (!world || !desc || !memory)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan: world, desc or memory is NULL");
+    DTRAIN__TRY(dtrain__plan_activations(world, desc,
+                                         desc->strategy ? &desc->strategy->layout : NULL, memory));
     if (desc->strategy) {
         dtrain_strategy_info strategy;
         dtrain_strategy_query(desc->strategy, &strategy);
@@ -16759,6 +17155,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
     const dtrain_plan_batch_desc *desc;
+    dtrain__planned planned;
     dtrain_comm *comm;
     uint64_t fixed; /* bytes of strategy and optimizer */
     int64_t limit;  /* of those and activations */
@@ -16768,13 +17165,11 @@ typedef struct dtrain__batch_plan {
 static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
                                          uint64_t *bytes)
 {
+    const dtrain_trainer_desc *trainer = plan->desc->trainer;
     dtrain_memory memory;
-    dtrain_trainer_desc trainer = *plan->desc->trainer;
-    trainer.strategy = NULL;
-    trainer.optimizer = NULL;
-    DTRAIN__TRY(plan->desc->set_batch(trainer.user, batch));
-    DTRAIN__TRY(dtrain_trainer_plan(plan->world, &trainer, &memory));
-    *bytes = memory.total;
+    DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
+    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory));
+    *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
 
@@ -16831,38 +17226,29 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
 
 /* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
  * them before the next collective, so that nobody waits for a rank that has left. */
-DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
-                                                   const dtrain_plan_batch_desc *desc,
-                                                   uint32_t *batch)
+static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batch)
 {
+    const dtrain_plan_batch_desc *desc = plan->desc;
+    dtrain_world *world = plan->world;
     dtrain_strategy_desc strategy;
-    dtrain__batch_plan plan;
     uint32_t found = 0, node_ranks;
     bool good = false;
-    if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
-        desc->max_batch > INT32_MAX)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan_batch: expected world, desc and batch, a desc with "
-                           "set_batch, trainer and params, and a max_batch below 2^31");
-    memset(&plan, 0, sizeof plan);
     memset(&strategy, 0, sizeof strategy);
     if (desc->strategy) strategy = *desc->strategy;
-    plan.world = world;
-    plan.desc = desc;
-    plan.comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
-    DTRAIN__TRY(dtrain__even_nodes(world, plan.comm, &node_ranks));
-    dtrain_result mine =
-        dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count, &strategy,
-                               dtrain_comm_size(plan.comm), node_ranks, &plan.fixed);
-    DTRAIN__TRY(dtrain__agree(plan.comm, mine));
-    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan.comm, &plan.limit));
-    mine = dtrain__batch_search(&plan, &found);
-    DTRAIN__TRY(dtrain__agree(plan.comm, mine));
+    plan->comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
+    DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
+    dtrain_result mine = dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count,
+                                                &strategy, dtrain_comm_size(plan->comm), node_ranks,
+                                                &plan->fixed, &plan->planned);
+    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
+    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan->comm, &plan->limit));
+    mine = dtrain__batch_search(plan, &found);
+    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
     int32_t least = (int32_t)found;
-    DTRAIN__TRY(
-        dtrain_all_reduce(plan.comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
+    DTRAIN__TRY(dtrain_all_reduce(plan->comm, &least, &least, 1, DTRAIN_DTYPE_I32,
+                                  DTRAIN_REDUCE_MIN, NULL));
     for (; least > 0; least -= (least + 7) / 8) {
-        DTRAIN__TRY(dtrain__batch_trial(&plan, (uint32_t)least, &good));
+        DTRAIN__TRY(dtrain__batch_trial(plan, (uint32_t)least, &good));
         if (good) break;
     }
     if (!good)
@@ -16870,9 +17256,27 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                            "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not "
                            "every rank could allocate what one sample needs: set memory_limit to "
                            "less, or end what else uses the device",
-                           dtrain__mib((uint64_t)plan.limit));
+                           dtrain__mib((uint64_t)plan->limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
+                                                   const dtrain_plan_batch_desc *desc,
+                                                   uint32_t *batch)
+{
+    dtrain__batch_plan plan;
+    if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
+        desc->max_batch > INT32_MAX)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan_batch: expected world, desc and batch, a desc with "
+                           "set_batch, trainer and params, and a max_batch below 2^31");
+    memset(&plan, 0, sizeof plan);
+    plan.world = world;
+    plan.desc = desc;
+    const dtrain_result result = dtrain__batch_find(&plan, batch);
+    dtrain__layout_free(&plan.planned.layout, &world->allocator);
+    return result;
 }
 
 /* Divide twice: the global batch among ranks, and a rank's share into the largest equal parts that
@@ -18473,6 +18877,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
     DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count));
     for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
+    if (args->factor) sum *= (double)args->factor[0];
     if (args->accumulate) sum += args->total[0];
     if (args->total) args->total[0] = sum;
     if (args->out) args->out[0] = (float)sum;

@@ -266,8 +266,8 @@ static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *sl
 
 /* Device: state, errors, waiting, creation
  *
- * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
- * Streams are kept in a list besides, because synchronize waits for all of them.
+ * A dtrain_event is a cudaEvent_t. Streams are kept in a list, because synchronize waits for all of
+ * them; and graphs, because all are dropped when a communicator whose collectives they hold ends.
  *
  * Invariant: no call here blocks without a limit. A call that would wait inside the driver (a copy
  * of pageable memory, and cudaFree, which waits for running kernels) is made only after the streams
@@ -284,6 +284,11 @@ static __device__ __forceinline__ float dtrain_cuda_block_max(float x, float *sl
 struct dtrain_stream {
     cudaStream_t native;
     dtrain_stream *next;
+};
+
+struct dtrain_graph {
+    cudaGraphExec_t native; /* NULL: dropped */
+    dtrain_graph *next;
 };
 
 enum {
@@ -335,7 +340,7 @@ struct dtrain_cuda_state {
     size_t scratch_bytes;
     void *retired[DTRAIN_CUDA_RETIRED_BLOCKS]; /* scratch that graphs may still address */
     int retired_count;
-    int64_t graph_count;  /* alive */
+    dtrain_graph *graphs; /* not destroyed yet */
     cudaEvent_t marks[2]; /* in the compute stream: see dtrain_cuda_await_mark */
     int64_t launches;
     dtrain_result queue_error;
@@ -575,6 +580,17 @@ static void dtrain_cuda_abandon_capture(dtrain_cuda_state *state)
     cudaGetLastError();
 }
 
+/* Give back what CUDA holds for the graphs. One that is running runs to its end. */
+static void dtrain_cuda_graphs_drop(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    dtrain_cuda_abandon_capture(state);
+    for (dtrain_graph *graph = state->graphs; graph; graph = graph->next) {
+        if (graph->native && cudaGraphExecDestroy(graph->native) != cudaSuccess) cudaGetLastError();
+        graph->native = NULL;
+    }
+}
+
 static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
 {
     bool running = cudaStreamQuery(state->stream) == cudaErrorNotReady;
@@ -731,6 +747,12 @@ static void dtrain_cuda_destroy(dtrain_device *device)
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     if (!state) return;
     const bool may_free = dtrain_cuda_may_free(device);
+    dtrain_cuda_graphs_drop(device);
+    while (state->graphs) {
+        dtrain_graph *graph = state->graphs;
+        state->graphs = graph->next;
+        dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
+    }
     if (state->gemm_cache) dtrain_cuda_gemm_cache_free(state);
     if (state->lt) cublasLtDestroy(state->lt);
     if (may_free) {
@@ -852,7 +874,7 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    const bool keep = state->graph_count > 0 && state->scratch;
+    const bool keep = state->graphs && state->scratch;
     void *grown = NULL;
     if (keep && bytes < 2 * state->scratch_bytes) bytes = 2 * state->scratch_bytes;
     if (!keep) {
@@ -1097,37 +1119,55 @@ static dtrain_result dtrain_cuda_graph_begin(dtrain_device *device)
 static dtrain_result dtrain_cuda_graph_end(dtrain_device *device, dtrain_graph **out)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t executable = NULL;
+    cudaGraph_t recorded = NULL;
     *out = NULL;
     if (!state->capturing)
         return dtrain_fail(
             DTRAIN_ERROR_USAGE,
-            "graph_end: no graph_begin came before it, or memory was freed since: that "
-            "cannot be recorded and ended the capture");
+            "graph_end: no graph_begin came before it, or the recording has ended since: memory "
+            "was freed, which cannot be recorded, or a communicator failed");
     state->capturing = false;
-    cudaError_t error = cudaStreamEndCapture(state->stream, &graph);
-    if (error == cudaSuccess) error = cudaGraphInstantiate(&executable, graph, 0);
-    if (graph) cudaGraphDestroy(graph);
-    DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "graph_end"));
-    state->graph_count++;
-    *out = (dtrain_graph *)executable;
+    dtrain_graph *graph =
+        (dtrain_graph *)dtrain_cuda_host_take(&state->allocator, sizeof(dtrain_graph));
+    cudaError_t error = cudaStreamEndCapture(state->stream, &recorded);
+    if (error == cudaSuccess && graph) error = cudaGraphInstantiate(&graph->native, recorded, 0);
+    if (recorded) cudaGraphDestroy(recorded);
+    if (!graph) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a graph");
+    const dtrain_result result = dtrain_cuda_check(error, "graph_end");
+    if (result != DTRAIN_OK) {
+        dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
+        return result;
+    }
+    graph->next = state->graphs;
+    state->graphs = graph;
+    *out = graph;
     return DTRAIN_OK;
 }
 
+/* Launch a graph. One that was dropped is refused with the failure that dropped it, if that still
+ * stands. */
 static dtrain_result dtrain_cuda_graph_launch(dtrain_device *device, dtrain_graph *graph)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "graph_launch"));
-    return dtrain_cuda_check(
-        cudaGraphLaunch((cudaGraphExec_t)graph, dtrain_cuda_state_of(device)->stream),
-        "graph_launch");
+    if (!graph->native) {
+        if (device->while_waiting) DTRAIN_CUDA_TRY(device->while_waiting(device->waiting_user));
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "graph_launch: the graph was dropped when a communicator failed: "
+                           "destroy it and record another");
+    }
+    return dtrain_cuda_check(cudaGraphLaunch(graph->native, dtrain_cuda_state_of(device)->stream),
+                             "graph_launch");
 }
 
 static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph)
 {
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     if (!graph) return;
-    if (cudaGraphExecDestroy((cudaGraphExec_t)graph) != cudaSuccess) cudaGetLastError();
-    dtrain_cuda_state_of(device)->graph_count--;
+    if (graph->native && cudaGraphExecDestroy(graph->native) != cudaSuccess) cudaGetLastError();
+    dtrain_graph **link = &state->graphs;
+    while (*link != graph) link = &(*link)->next;
+    *link = graph->next;
+    dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
 }
 
 /* ================================================================================================
@@ -1724,17 +1764,17 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
 
 /* Add the partial sums in order, by one block, and scale the total. */
 static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
-    dtrain_cuda_finish_sum_kernel(const double *partial, int count, double scale, bool accumulate,
-                                  double *total, float *out)
+    dtrain_cuda_finish_sum_kernel(const double *partial, int count, const dtrain_sum_args args)
 {
     __shared__ double slots[DTRAIN_CUDA_WARP];
     double sum = 0;
     for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];
-    sum = scale * dtrain_cuda_block_sum(sum, slots);
+    sum = args.scale * dtrain_cuda_block_sum(sum, slots);
     if (threadIdx.x != 0) return;
-    if (accumulate) sum += total[0];
-    if (total) total[0] = sum;
-    if (out) out[0] = (float)sum;
+    if (args.factor) sum *= (double)args.factor[0];
+    if (args.accumulate) sum += args.total[0];
+    if (args.total) args.total[0] = sum;
+    if (args.out) args.out[0] = (float)sum;
 }
 
 template <typename T>
@@ -1751,8 +1791,7 @@ static dtrain_result dtrain_cuda_sum_as(dtrain_device *device, const dtrain_sum_
                                         args->squares, dtrain_cuda_aligned(args->x),
                                         (double *)partial));
     return DTRAIN_CUDA_RUN(device, "sum", dtrain_cuda_finish_sum_kernel, 1, DTRAIN_CUDA_SUM_THREADS,
-                           0, (const double *)partial, (int)blocks, args->scale, args->accumulate,
-                           args->total, args->out);
+                           0, (const double *)partial, (int)blocks, *args);
 }
 
 static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_args *args)
@@ -6037,8 +6076,8 @@ static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 6,
-              "the table below is that of ABI 6: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 7,
+              "the table below is that of ABI 7: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -6071,6 +6110,8 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_graph_end,
                                           dtrain_cuda_graph_launch,
                                           dtrain_cuda_graph_destroy,
+                                          dtrain_cuda_graphs_drop,
+                                          dtrain_cuda_may_free,
                                           dtrain_cuda_gemm,
                                           dtrain_cuda_activation_backward,
                                           dtrain_cuda_layernorm,

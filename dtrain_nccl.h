@@ -58,8 +58,9 @@
    first failure is sent to all ranks, every NCCL communicator of this rank's world is aborted,
    which ends kernels that spin, and every later call returns the same error.
    dtrain_nccl_recreate then makes a communicator of the ranks that are left. Contents of buffers
-   in aborted operations are undefined; a captured graph that contains collectives of an aborted
-   communicator must be destroyed and not launched. */
+   in aborted operations are undefined. Captured graphs end with the first failure, because NCCL
+   waits for those that contain its collectives: launching one is an error then. For the same reason
+   a communicator of dtrain_comm_split is destroyed after the graphs that use it. */
 
 #ifndef DTRAIN_NCCL_H
 #define DTRAIN_NCCL_H
@@ -236,7 +237,8 @@ typedef struct dtrain_nccl__comm {
     dtrain_nccl__hub *hub;
     struct dtrain_nccl__comm *next; /* newest first */
     ncclComm_t nccl;
-    bool dead; /* failed, aborted or being aborted; code and text say why */
+    bool captured; /* a graph has recorded operations of it */
+    bool dead;     /* failed, aborted or being aborted; code and text say why */
     dtrain_result code;
     char text[DTRAIN_NCCL_TEXT];
     uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
@@ -287,6 +289,7 @@ typedef struct dtrain_nccl__stream_mark {
 struct dtrain_nccl__hub {
     dtrain_world *world;
     dtrain_device *device;
+    int device_index; /* as CUDA counts: of every thread that calls NCCL */
     dtrain_allocator allocator;
     dtrain_nccl__library nccl;
     uint32_t version;
@@ -328,6 +331,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__drop_graphs(dtrain_nccl__hub *hub);
 DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
                                                                  uint64_t operation);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub);
@@ -582,20 +586,26 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
  *
  *     1. its text, with what this rank was doing, is stored in the hub
  *     2. it goes to the other ranks over the control plane, which they poll while they wait
- *     3. all NCCL communicators of the hub are aborted
+ *     3. all NCCL communicators of the hub are aborted, and the device's graphs dropped
  *     4. every later call returns the text again
  *
  * Why each communicator is aborted by a thread of its own: aborted one after another they can
  * deadlock, as the first abort frees device memory, which waits for kernels, which wait for the
  * second communicator. An NCCL group would do from 2.22 on; threads do in every version, and they
  * give a deadline to a call that has been known to hang. A thread that does not return is left
- * behind, with the memory it uses. */
+ * behind, with the memory it uses.
+ *
+ * Why graphs are dropped: every recorded collective holds a reference on its communicator until the
+ * graph is destroyed, or the recording that it is part of, and ncclCommAbort waits for all of them.
+ * It sets the flag that ends running kernels first, so a graph in the middle of a replay ends too.
+ */
 
 #define DTRAIN_NCCL_ABORT_SECONDS 30.0 /* at most; the world's deadline when that is shorter */
 
 static void *dtrain_nccl__abort_thread(void *user)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)user;
+    cudaSetDevice(comm->hub->device_index); /* a thread begins with device 0 */
     comm->hub->nccl.CommAbort(comm->nccl);
     __atomic_store_n(&comm->abort_state, 2u, __ATOMIC_RELEASE);
     return NULL;
@@ -647,6 +657,11 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
     }
 }
 
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__drop_graphs(dtrain_nccl__hub *hub)
+{
+    if (hub->device->ops->graphs_drop) hub->device->ops->graphs_drop(hub->device);
+}
+
 static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
 {
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
@@ -656,6 +671,7 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
         memcpy(comm->text, hub->text, sizeof comm->text);
         dtrain_nccl__abort_one(comm);
     }
+    dtrain_nccl__drop_graphs(hub);
     dtrain_nccl__await_aborts(hub);
     for (dtrain_nccl__memory *m = hub->memory; m; m = m->next) { /* handles died with them */
         m->comm = NULL;
@@ -1127,6 +1143,7 @@ static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work
     record->launched = false;
     record->captured = captured;
     work->captured = captured;
+    comm->captured = comm->captured || captured;
     work->record = record;
 }
 
@@ -1443,10 +1460,12 @@ static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes
     return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
                        hub->nccl.GetErrorString(result));
 }
+/* Give memory back. ncclMemFree unmaps it at once, unlike cudaFree, which waits for kernels. */
 static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
 {
+    const dtrain_device_ops *ops = hub->device->ops;
     hub->device->comm_bytes -= memory->bytes;
-    hub->nccl.MemFree(memory->pointer);
+    if (!ops->may_free || ops->may_free(hub->device)) hub->nccl.MemFree(memory->pointer);
 }
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm,
                                                          dtrain_nccl__memory *memory)
@@ -1594,16 +1613,19 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *com
     return dtrain_nccl__complete(hub, comm->nccl, result, "ncclCommInitRankConfig");
 }
 
-/* Close a communicator. Finalize waits for operations in flight, so it is polled; destroy then has
- * nothing to wait for. */
+/* Close a communicator. Finalize waits for operations in flight, and until no graph holds any of
+ * its collectives, so it is polled; destroy then has nothing to wait for. */
 static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
     for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
         if (m->comm == comm) dtrain_nccl__deregister(m);
     if (!comm->dead && comm->nccl) {
-        dtrain_nccl__complete(hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
-                              "ncclCommFinalize");
+        dtrain_nccl__complete(
+            hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
+            comm->captured ? "ncclCommFinalize, which waits until graphs with its operations are "
+                             "destroyed"
+                           : "ncclCommFinalize");
         if (!comm->dead) hub->nccl.CommDestroy(comm->nccl);
     }
     dtrain_nccl__comm_free(comm);
@@ -1888,6 +1910,10 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
                            "dtrain_cuda_device_ops(), or leave comm_ops NULL",
                            ops->name);
     DTRAIN_NCCL_TRY(dtrain_nccl__load(&hub->nccl, &hub->version));
+    const cudaError_t error = cudaGetDevice(&hub->device_index); /* NCCL takes it too */
+    if (error != cudaSuccess)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "cudaGetDevice failed: %s",
+                           cudaGetErrorString(error));
     DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     for (int i = 0; i < 2; i++)
@@ -1898,16 +1924,15 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     return DTRAIN_OK;
 }
 
+/* Close everything. Graphs that the program has not destroyed are of no use to anybody now, and
+ * while_waiting stays until all memory is free: it keeps the deadline of that too. */
 static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
     hub->closing = true;
     if (hub->code == DTRAIN_OK) dtrain_nccl__flush(hub);
+    dtrain_nccl__drop_graphs(hub);
     while (hub->comms) dtrain_nccl__comm_close(hub->comms);
-    if (hub->device->waiting_user == hub) {
-        hub->device->while_waiting = NULL;
-        hub->device->waiting_user = NULL;
-    }
     while (hub->memory) {
         dtrain_nccl__memory *memory = hub->memory;
         hub->memory = memory->next;
@@ -1924,6 +1949,10 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
         dtrain_nccl__work *work = hub->pool;
         hub->pool = work->next;
         dtrain_nccl__free(hub, work, sizeof *work);
+    }
+    if (hub->device->waiting_user == hub) {
+        hub->device->while_waiting = NULL;
+        hub->device->waiting_user = NULL;
     }
     for (int i = 0; i < 2; i++)
         if (hub->marks[i].event) ops->event_destroy(hub->device, hub->marks[i].event);

@@ -169,7 +169,7 @@ static void describe_sum(kernel *k) /* of squares */
 }
 static dtrain_result call_sum(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_sum_args a = {k->count, true, false, 1, m[0], NULL, m[1], k->dtype};
+    dtrain_sum_args a = {k->count, true, false, 1, m[0], NULL, m[1], k->dtype, NULL};
     return device->ops->sum(device, &a);
 }
 

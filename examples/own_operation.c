@@ -15,12 +15,9 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
-#define CHECK(call)                                                      \
-    do {                                                                 \
-        if ((call) != DTRAIN_OK) {                                       \
-            fprintf(stderr, "own_operation: %s\n", dtrain_last_error()); \
-            return 1;                                                    \
-        }                                                                \
+#define CHECK(call)                        \
+    do {                                   \
+        if ((call) != DTRAIN_OK) return 1; \
     } while (0)
 
 /* ---- the operation: y[r][i] = x[r][i] s[r] weight[i], s[r] = 1 / sqrt(mean of x[r][i]^2 + epsilon) */
@@ -138,6 +135,7 @@ static int check_gradient(void)
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
     printf("gradients agree with finite differences to %.4f\n", (double)worst);
+    if (wrong) dtrain_fail(DTRAIN_ERROR_NUMERIC, "%d of them do not", wrong);
     return wrong > 0;
 }
 
@@ -213,8 +211,11 @@ static int train(dtrain_world *world, void *user)
 int main(int argc, char **argv)
 {
     dtrain_launch_desc desc = {.default_rank_count = 2}; /* a launcher's number comes first */
-    if (argc > 1) desc.rank_count = (uint32_t)atoi(argv[1]);
-    if (check_gradient()) return 1;
-    CHECK(dtrain_launch(&desc, train, NULL, NULL));
-    return 0;
+    if (argc > 1 && (desc.rank_count = (uint32_t)strtoul(argv[1], NULL, 10)) == 0) {
+        fprintf(stderr, "usage: own_operation [RANKS], not \"%s\"\n", argv[1]);
+        return 2;
+    }
+    if (check_gradient() == 0 && dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;
+    fprintf(stderr, "own_operation: %s\n", dtrain_last_error());
+    return 1;
 }

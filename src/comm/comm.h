@@ -130,8 +130,10 @@ DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *inf
  * of the local communicator. Reductions of large buffers are an all-to-all of slices, a sum, and an
  * all-gather of the results.
  *
- * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init is called if
- * the program has not done it, and then MPI_Finalize when all ranks have returned 0. Any failure
+ * Ranks are processes of MPI's launcher: mpirun, or srun --mpi=pmix or pmi2. MPI_Init_thread is
+ * called if the program has not done it, for MPI_THREAD_SERIALIZED, and then MPI_Finalize when all
+ * ranks have returned 0: both by a thread of their own, because they have no deadline and a rank
+ * does; where one of them does not return, that thread ends with the process. Any failure
  * fails all communicators of the world, and MPI is not called again: its launcher may say that a
  * rank ended without MPI_Finalize, and what was under way may still be written to. SIGPIPE is
  * ignored in such a world unless the program has a handler: Open MPI writes to sockets of the dead.

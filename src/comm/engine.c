@@ -211,7 +211,7 @@ static void dtrain__engine_advance_all(dtrain__engine *comm)
 static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
 {
     const dtrain__abort_record *report = comm->report;
-    const dtrain_world *world = comm->base.world;
+    dtrain_world *world = comm->base.world;
     for (dtrain__engine *other = world->comms; other; other = other->next) {
         if (other->report != report) continue;
         other->failed = true;
@@ -227,6 +227,7 @@ static dtrain_result dtrain__engine_standing(dtrain__engine *comm)
         DTRAIN__TRY(dtrain__trouble(world));
         return dtrain_fail(DTRAIN_ERROR_PEER, "a rank died while it was saying why it gave up");
     }
+    if (!world->told_by) world->told_by = 1 + report->rank;
     const dtrain_result code = (dtrain_result)report->code;
     const bool everybodys = code == DTRAIN_ERROR_MISMATCH || code == DTRAIN_ERROR_TIMEOUT ||
                             code == DTRAIN_ERROR_PEER || report->rank == world->rank;
@@ -332,6 +333,7 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
     const dtrain__work *work = dtrain__blocking(comm, waited);
     const int *world = comm->base.world_ranks, rank = comm->base.rank;
     const uint64_t now = dtrain__now_ns();
+    int waits = -1; /* for this rank of the world: if there is one, for one that does not wait */
     char name[128];
     if (dtrain__load(&comm->report->state)) return dtrain__engine_standing(comm);
     for (int i = 0; i < comm->base.size; i++) {
@@ -343,6 +345,9 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
                 DTRAIN__TRY(dtrain__compare(comm, work, i < rank ? i : rank, i < rank ? rank : i));
             continue;
         }
+        if (waits < 0 || (dtrain__waits(comm->base.world, waits) >= 0 &&
+                          dtrain__waits(comm->base.world, world[i]) < 0))
+            waits = world[i];
         if (!left) continue;
         dtrain__name_work(work, name, sizeof name);
         return dtrain__engine_failf(
@@ -350,14 +355,46 @@ static dtrain_result dtrain__engine_trouble(dtrain__engine *comm, const dtrain__
             "rank %d left (returned 0) after its collective #%llu while rank %d waits in %s",
             world[i], (unsigned long long)dtrain__last_sequence(comm, i), world[rank], name);
     }
+    dtrain__set_waits(comm->base.world, waits);
     return DTRAIN_OK;
+}
+
+/* List the ranks that are behind, where `work` waits for them or for ranks that do:
+ * "rank 2 (its last was #16)", "rank 3, which waits for rank 2 (its last was #16)". */
+static void dtrain__list_behind(const dtrain__engine *comm, const dtrain__work *work, char *list,
+                                size_t room)
+{
+    const int size = comm->base.size, *world = comm->base.world_ranks;
+    bool listed[DTRAIN_MAX_RANKS] = {false};
+    size_t used = 0;
+    for (int k = 0; k < 2 * size && used + 96 < room; k++) { /* first those it waits for itself */
+        const int i = k % size;
+        if (!dtrain__waits_for(comm, work, i)) continue;
+        const int end = dtrain__behind(comm->base.world, world[i]),
+                  behind = end < 0 ? world[i] : end;
+        int at = 0; /* of the rank that is behind, here; size: it is no member */
+        while (at < size && world[at] != behind) at++;
+        if (listed[behind] || (behind == world[i]) != (k < size)) continue;
+        listed[behind] = true;
+        used += (size_t)snprintf(list + used, room - used, "%srank %d", used ? ", " : "", world[i]);
+        if (behind != world[i])
+            used += (size_t)snprintf(list + used, room - used, ", which waits for rank %d", behind);
+        const unsigned long long last =
+            at < size ? (unsigned long long)dtrain__last_sequence(comm, at) : 0;
+        if (end < 0)
+            used += (size_t)snprintf(list + used, room - used,
+                                     ", which waits for ranks that wait for each other");
+        else if (at < size)
+            used += (size_t)snprintf(
+                list + used, room - used, " (%s #%llu)",
+                work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
+    }
 }
 
 static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__work *waited)
 {
     const dtrain__work *work = dtrain__blocking(comm, waited);
     char name[128], list[200] = "";
-    size_t used = 0;
     const dtrain_world *world = comm->base.world;
     const double seconds = 1e-9 * (double)world->timeout_ns;
     const uint64_t now = dtrain__now_ns();
@@ -373,18 +410,11 @@ static dtrain_result dtrain__engine_timeout(dtrain__engine *comm, const dtrain__
             "timeout_ms",
             name, world->rank, seconds, world->emulation.gigabits_per_second,
             1e-9 * (double)(work->due_ns - now));
-    for (int i = 0; i < comm->base.size && used + 48 < sizeof list; i++) {
-        if (!dtrain__waits_for(comm, work, i)) continue;
-        const unsigned long long last = (unsigned long long)dtrain__last_sequence(comm, i);
-        used += (size_t)snprintf(
-            list + used, sizeof list - used, "%srank %d (%s #%llu)", used ? ", " : "",
-            comm->base.world_ranks[i],
-            work->sequence && last >= work->sequence ? "stuck in" : "its last was", last);
-    }
+    dtrain__list_behind(comm, work, list, sizeof list);
     return dtrain__engine_failf(
         comm, DTRAIN_ERROR_TIMEOUT,
         "%s: rank %d waited %.1f s for %s; if they%s are only slow, raise timeout_ms", name,
-        world->rank, seconds, used ? list : "its own records to go out",
+        world->rank, seconds, list[0] ? list : "its own records to go out",
         dtrain__node_ranks(world) ? " or the emulated links" : "");
 }
 
@@ -518,6 +548,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
+    dtrain__set_waits(world, -1);
     return result;
 }
 

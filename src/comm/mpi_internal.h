@@ -12,12 +12,24 @@
 
 enum { DTRAIN__MPI_TAGS = 3 }; /* of a communicator: records, parts and results, messages */
 
+/* A thread that calls MPI_Init_thread and, in the end, MPI_Finalize: they wait for all ranks and
+ * have no deadline, and MPI wants the same thread for both. */
+typedef struct dtrain__mpi_thread {
+    pthread_t id;
+    pthread_mutex_t gate; /* the rank holds it until the end */
+    uint32_t returned;    /* atomic: calls that have returned */
+    bool finalize;
+    int code, provided;
+} dtrain__mpi_thread;
+
 /* One a rank. */
 typedef struct dtrain__mpi_hub {
     MPI_Comm mpi;
     int ranks[DTRAIN_MAX_RANKS]; /* of mpi, by rank in the world: orders may differ */
     int64_t number_limit;        /* of communicators: MPI has no tags for more */
-    bool ours;                   /* MPI_Init was called here */
+    dtrain__mpi_thread *thread;  /* NULL: the program has called MPI_Init */
+    MPI_Request request;         /* of MPI_Comm_idup, MPI_Ibarrier */
+    int code;                    /* of the last call */
     bool quiet_pipes;            /* SIGPIPE is ignored, and was not */
     bool failed;                 /* MPI is not called any more */
 } dtrain__mpi_hub;

@@ -1,11 +1,13 @@
 /* The MPI transport: how ranks meet in MPI, and how they leave it
  *
  * MPI_Init may wait for ever for a rank that does not come, so nobody calls it before all have said
- * that they will. Then all compare what MPI thinks the world is with what it is. A rank that cannot
- * go on leaves, and the others hear of it where they wait for it. */
+ * that they will; for one that is stopped then, a thread calls it, and the rank waits for that
+ * thread with a deadline. Then all compare what MPI thinks the world is with what it is. A rank
+ * that cannot go on leaves, and the others hear of it where they wait for it. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
+#include "core/log.h"
 #include "core/result.h"
 #include "world/link_internal.h"
 #include "world/world.h"
@@ -13,6 +15,8 @@
 #include "comm/mpi_internal.h"
 
 #ifdef DTRAIN_USE_MPI
+
+#define DTRAIN__MPI_PATIENCE_NS 30000000000u /* at least, with MPI itself; else timeout_ms */
 
 typedef struct dtrain__mpi_hello {
     int32_t size, rank; /* in MPI */
@@ -44,15 +48,128 @@ static void dtrain__mpi_quiet_pipes(dtrain__mpi_hub *hub)
     hub->quiet_pipes = signal(SIGPIPE, SIG_IGN) != SIG_ERR;
 }
 
-static dtrain_result dtrain__mpi_init(dtrain__mpi_hub *hub, dtrain__mpi_hello *mine)
+static void *dtrain__mpi_thread_main(void *argument)
 {
-    int ready = 0, provided = 0, found = 0;
+    dtrain__mpi_thread *self = (dtrain__mpi_thread *)argument;
+    self->code = MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &self->provided);
+    dtrain__store(&self->returned, 1);
+    pthread_mutex_lock(&self->gate);
+    if (self->finalize) MPI_Finalize();
+    pthread_mutex_unlock(&self->gate);
+    dtrain__store(&self->returned, 2);
+    return NULL;
+}
+
+/* Start the thread. Signals are the rank's, not its. */
+static dtrain_result dtrain__mpi_thread_start(dtrain__mpi_hub *hub)
+{
+    sigset_t all, before;
+    dtrain__mpi_thread *thread = (dtrain__mpi_thread *)calloc(1, sizeof *thread);
+    if (!thread) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for MPI's thread");
+    pthread_mutex_init(&thread->gate, NULL);
+    pthread_mutex_lock(&thread->gate);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&thread->id, NULL, dtrain__mpi_thread_main, thread);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!error) hub->thread = thread;
+    else free(thread);
+    return error ? dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI's thread could not be made: %s",
+                               strerror(error))
+                 : DTRAIN_OK;
+}
+
+/* Say whether so many calls of the thread have returned; if not, look again a little later. */
+static bool dtrain__mpi_returned(const dtrain__mpi_hub *hub, uint32_t calls)
+{
+    struct timespec nap;
+    if (dtrain__load(&hub->thread->returned) >= calls) return true;
+    nap.tv_sec = 0;
+    nap.tv_nsec = 1000000;
+    nanosleep(&nap, NULL);
+    return false;
+}
+
+/* Let the thread go, through MPI_Finalize or without. One that does not come back keeps its memory
+ * until the process ends. */
+static void dtrain__mpi_thread_end(dtrain_world *world, dtrain__mpi_hub *hub)
+{
+    dtrain__mpi_thread *thread = hub->thread;
+    dtrain__wait wait = dtrain__wait_begin();
+    const bool inside = !dtrain__load(&thread->returned); /* of MPI_Init_thread */
+    const bool ends = thread->finalize = !hub->failed;
+    pthread_mutex_unlock(&thread->gate);
+    while (ends && !dtrain__mpi_returned(hub, 2) && dtrain__wait_poll(world, &wait) == DTRAIN_OK)
+        continue;
+    if (inside || (ends && dtrain__load(&thread->returned) < 2)) {
+        dtrain_log(world, DTRAIN_LOG_WARNING, "rank %d leaves MPI, and %s has not returned",
+                   world->rank, ends ? "MPI_Finalize" : "MPI_Init_thread");
+        pthread_detach(thread->id);
+        return;
+    }
+    pthread_join(thread->id, NULL);
+    pthread_mutex_destroy(&thread->gate);
+    free(thread);
+}
+
+/* Wait for what MPI does on all ranks together: `done` looks. Ten times a second and more the ranks
+ * tell each other how it is, so one that is stopped is missing there, and all give up together. */
+static dtrain_result dtrain__mpi_await(dtrain_world *world, dtrain__mpi_hub *hub, const char *call,
+                                       bool (*done)(dtrain__mpi_hub *hub))
+{
+    dtrain__wait wait = dtrain__wait_begin();
+    const uint64_t least = DTRAIN__MPI_PATIENCE_NS;
+    const uint64_t most = world->timeout_ns > least ? world->timeout_ns : least;
+    enum { UNDER_WAY, DONE, TOO_LATE };
+    int32_t mine = UNDER_WAY, all[DTRAIN_MAX_RANKS];
+    int late = 0;
+    while (late < world->size) {
+        const uint64_t until = dtrain__now_ns() + 100000000u;
+        while (mine != DONE && dtrain__now_ns() < until)
+            if (done(hub)) mine = DONE;
+            else sched_yield();
+        const dtrain_result turn = dtrain__wait_poll(world, &wait);
+        if (turn == DTRAIN_ERROR_PEER) return turn;
+        if (mine != DONE && wait.waited_ns >= most) mine = TOO_LATE;
+        DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
+        for (late = 0; late < world->size && all[late] == DONE;) late++;
+        for (int i = 0; i < world->size; i++)
+            if (all[i] == TOO_LATE)
+                return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                                   "%s has not returned on rank %d for %.1f s", call, i,
+                                   1e-9 * (double)most);
+    }
+    if (hub->code == MPI_SUCCESS) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s failed with code %d", call, hub->code);
+}
+
+static bool dtrain__mpi_init_done(dtrain__mpi_hub *hub)
+{
+    const bool done = !hub->thread || dtrain__mpi_returned(hub, 1);
+    if (done && hub->thread) hub->code = hub->thread->code;
+    return done;
+}
+
+static bool dtrain__mpi_request_done(dtrain__mpi_hub *hub)
+{
+    int done = 1;
+    if (hub->code == MPI_SUCCESS) hub->code = MPI_Test(&hub->request, &done, MPI_STATUS_IGNORE);
+    return done || hub->code != MPI_SUCCESS;
+}
+
+static dtrain_result dtrain__mpi_init(dtrain_world *world, dtrain__mpi_hub *hub,
+                                      dtrain__mpi_hello *mine)
+{
+    int ready = 0, found = 0;
     void *highest = NULL;
     MPI_Initialized(&ready);
-    hub->ours = !ready;
-    if (!ready && MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided) != MPI_SUCCESS)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Init_thread failed");
-    if (hub->ours) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    if (!ready) DTRAIN__TRY(dtrain__mpi_thread_start(hub));
+    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Init_thread", dtrain__mpi_init_done));
+    if (hub->thread && hub->thread->provided < MPI_THREAD_SERIALIZED)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "this MPI gives no MPI_THREAD_SERIALIZED; call MPI_Init before "
+                           "dtrain_launch and MPI_Finalize after it");
+    if (hub->thread) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     dtrain__mpi_quiet_pipes(hub);
     MPI_Comm_size(MPI_COMM_WORLD, &mine->size);
     MPI_Comm_rank(MPI_COMM_WORLD, &mine->rank);
@@ -85,21 +202,8 @@ static dtrain_result dtrain__mpi_verdict(const dtrain__mpi_hello *all, int size)
  * not block. */
 static dtrain_result dtrain__mpi_duplicate(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    dtrain__wait wait = dtrain__wait_begin();
-    MPI_Request request;
-    int done = 0;
-    int code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &request);
-    while (code == MPI_SUCCESS) {
-        code = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-        if (code != MPI_SUCCESS || done) break;
-        const dtrain_result turn = dtrain__wait_turn(world, &wait);
-        if (turn == DTRAIN_ERROR_TIMEOUT)
-            return dtrain_fail(turn, "MPI_Comm_idup: not finished after %.1f s",
-                               1e-9 * (double)world->timeout_ns);
-        DTRAIN__TRY(turn);
-    }
-    if (code != MPI_SUCCESS)
-        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "MPI_Comm_idup failed with code %d", code);
+    hub->code = MPI_Comm_idup(MPI_COMM_WORLD, &hub->mpi, &hub->request);
+    DTRAIN__TRY(dtrain__mpi_await(world, hub, "MPI_Comm_idup", dtrain__mpi_request_done));
     MPI_Comm_set_errhandler(hub->mpi, MPI_ERRORS_RETURN);
     return DTRAIN_OK;
 }
@@ -110,41 +214,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__mpi_meet(dtrain_world *world, dtrain__mpi_
     if (!world->control->free_at_start) world->control->free_at_start = dtrain__free_memory();
     DTRAIN__TRY(dtrain__mpi_can_meet(world));
     DTRAIN__TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
-    DTRAIN__TRY(dtrain__mpi_init(hub, &mine));
+    DTRAIN__TRY(dtrain__mpi_init(world, hub, &mine));
     DTRAIN__TRY(dtrain_world_all_gather(world, &mine, sizeof mine, all));
     DTRAIN__TRY(dtrain__mpi_verdict(all, world->size));
     for (int i = 0; i < world->size; i++) hub->ranks[i] = all[i].rank;
     return dtrain__mpi_duplicate(world, hub);
 }
 
-/* Say whether all ranks have come to the end of the world well: only then MPI can be ended, because
- * MPI_Finalize waits for everybody and has no deadline. */
-static bool dtrain__mpi_all_end(dtrain_world *world, const dtrain__mpi_hub *hub)
+/* Say whether all ranks have come to the end of the world well: only then MPI can be ended. */
+static bool dtrain__mpi_all_end(dtrain_world *world, dtrain__mpi_hub *hub)
 {
     dtrain__wait wait = dtrain__wait_begin();
-    MPI_Request request;
-    int done = 0;
+    dtrain_result turn = DTRAIN_OK;
+    int late = 0;
     if (hub->failed || dtrain__trouble(world) != DTRAIN_OK) return false;
-    if (MPI_Ibarrier(hub->mpi, &request) != MPI_SUCCESS) return false;
-    for (;;) {
-        if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
-        if (done) return true;
+    hub->code = MPI_Ibarrier(hub->mpi, &hub->request);
+    while (turn == DTRAIN_OK && !dtrain__mpi_request_done(hub)) {
         if (world->link) dtrain__link_pump(world, 1);
-        if (dtrain__wait_poll(world, &wait) != DTRAIN_OK) return false;
+        turn = dtrain__wait_poll(world, &wait);
     }
+    if (turn != DTRAIN_ERROR_TIMEOUT) return turn == DTRAIN_OK && hub->code == MPI_SUCCESS;
+    while (late + 1 < world->size &&
+           dtrain__load(&world->control->exits[late].how) != DTRAIN__RUNNING)
+        late++;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "rank %d has not come to its end for %.1f s: rank %d leaves without MPI_Finalize",
+               late, 1e-9 * (double)world->timeout_ns, world->rank);
+    return false;
 }
 
 /* Leave MPI after the last communicator, and end it if it was begun here. What MPI may still touch
  * stays mapped when not all ranks have come this far. */
 DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 {
-    int finalized = 1;
     hub->failed = !dtrain__mpi_all_end(world, hub);
-    if (!hub->failed) {
-        MPI_Comm_free(&hub->mpi);
-        MPI_Finalized(&finalized);
-        if (hub->ours && !finalized) MPI_Finalize();
-    }
+    if (hub->thread) dtrain__mpi_thread_end(world, hub);
+    else if (!hub->failed) MPI_Comm_free(&hub->mpi);
     if (hub->quiet_pipes) signal(SIGPIPE, SIG_DFL);
 }
 

@@ -201,9 +201,10 @@ typedef struct dtrain_sum_args {
     bool squares, accumulate;
     double scale;
     const void *x;
-    double *total;      /* (1) device memory, or NULL (then without accumulate) */
-    float *out;         /* (1) device memory, or NULL */
-    dtrain_dtype dtype; /* of x */
+    double *total;       /* (1) device memory, or NULL (then without accumulate) */
+    float *out;          /* (1) device memory, or NULL */
+    dtrain_dtype dtype;  /* of x */
+    const float *factor; /* (1) device memory: multiplies scale; or NULL */
 } dtrain_sum_args;
 
 /* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
@@ -299,13 +300,13 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 6u
+#define DTRAIN_DEVICE_ABI 7u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
  *
- * query, host_register, host_unregister and the entries from stream_create to graph_destroy may be
- * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
+ * query, host_register, host_unregister and the entries from stream_create to may_free may be NULL,
+ * which means: nothing to do. Such a device has finished its work when a call returns, its
  * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
@@ -352,6 +353,12 @@ struct dtrain_device_ops {
     dtrain_result (*graph_end)(dtrain_device *device, dtrain_graph **out);
     dtrain_result (*graph_launch)(dtrain_device *device, dtrain_graph *graph);
     void (*graph_destroy)(dtrain_device *device, dtrain_graph *graph);
+    /* End a recording under way, and all graphs: launching one is an error from here on, destroying
+     * it is not. A communicator that ends calls it, because graphs keep its collectives. */
+    void (*graphs_drop)(dtrain_device *device);
+    /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
+     * back by other means. False: a kernel does not end, and memory stays for good. */
+    bool (*may_free)(dtrain_device *device);
 
     dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
     dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);

@@ -17,10 +17,10 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)
 /* clang-format on */
 
-/* The entries from stream_create to graph_destroy of a device that has finished its work when a
- * call returns. */
+/* The entries from stream_create to may_free of a device that has finished its work when a call
+ * returns. */
 #define DTRAIN__NO_ORDER \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \

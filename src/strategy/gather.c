@@ -314,18 +314,25 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     return DTRAIN_OK;
 }
 
-/* Return a gathered parameter in the type it travelled in, for the tape; NULL if there is none. */
-DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                 const dtrain_param *storage, dtrain_dtype dtype)
+/* Return the bucket with which a parameter's values come and go; NULL: they stay, or the parameter
+ * is none of the layout's. */
+DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
+                                                              const dtrain_param *storage)
 {
-    if (!strategy || !strategy->layout.shards.params ||
-        strategy->desc.param_dtype != (uint32_t)dtype)
+    const size_t i = storage->state.index;
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
+        dtrain__value_is_whole(layout, &layout->entries[i]))
         return NULL;
-    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
-    if (dtrain__value_is_whole(&strategy->layout, entry)) return NULL;
-    const dtrain__bucket *bucket = &strategy->layout.buckets[entry->bucket];
-    if (bucket->presence != DTRAIN__HERE) return NULL;
-    return bucket->low_values + entry->offset;
+    return &layout->buckets[layout->entries[i].bucket];
+}
+
+/* Return such a parameter's values in the type that they travelled in; NULL in a plan. */
+DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
+                                                 const dtrain_param *storage)
+{
+    const dtrain__entry *entry = &layout->entries[storage->state.index];
+    const uint16_t *low = layout->buckets[entry->bucket].low_values;
+    return low ? low + entry->offset : NULL;
 }
 
 /* ---- Whole values, updated by slices ----------------------------------------------------------*/

@@ -163,6 +163,13 @@ typedef struct dtrain__layout {
     uint64_t value_bytes, grad_bytes; /* on the device, whoever allocated them */
 } dtrain__layout;
 
+/* A strategy that has not been made. */
+typedef struct dtrain__planned {
+    dtrain_strategy_desc desc; /* resolved */
+    dtrain_compression_desc compression;
+    dtrain__layout layout; /* all zero: none */
+} dtrain__planned;
+
 #define DTRAIN__FNV_BASIS 0xcbf29ce484222325u
 
 /* Hash an item, on every rank, for dtrain__compare_items; 0: there is nothing to compare. */

@@ -9,6 +9,27 @@
 
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
 
+/* Count how many ranks share one copy of the model. */
+static int dtrain__plan_sharers(const dtrain_strategy_desc *desc, int ranks)
+{
+    const dtrain__kind_row *kind = dtrain__row_of(desc->kind);
+    if (!kind->shards.state) return 1;
+    return kind->replicas && desc->node_size ? (int)desc->node_size : ranks;
+}
+
+/* Lay out what a rank would hold, in counts alone; free it after an error too. params and *desc are
+ * resolved. */
+static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain_param *params,
+                                         size_t count, const dtrain_strategy_desc *desc, int ranks,
+                                         int rank, dtrain__layout *layout)
+{
+    const int sharers = dtrain__plan_sharers(desc, ranks);
+    DTRAIN__TRY(
+        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    dtrain__lay_memory(layout);
+    return DTRAIN_OK;
+}
+
 /* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
  * but tables. params and *desc are resolved, and so is its kind. */
 static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
@@ -17,24 +38,23 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    const int nodes = kind->replicas && desc.node_size ? ranks / (int)desc.node_size : 1;
-    const int shard_ranks = kind->shards.state ? ranks / nodes : 1;
     const size_t states =
         desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     /* equal slices are the same for all; owned tensors, and what compression keeps of a slice,
      * not */
-    const int differ = kind->owners ? shard_ranks : desc.compression ? ranks : 1;
+    const int differ = kind->owners       ? dtrain__plan_sharers(&desc, ranks)
+                       : desc.compression ? ranks
+                                          : 1;
     for (int rank = 0; rank < differ; rank++) {
         dtrain__layout layout;
         dtrain_memory one;
         int64_t stage;
-        const dtrain_result result = dtrain__layout_make(
-            &layout, a, params, count, &desc, shard_ranks, rank % shard_ranks, ranks, rank);
+        const dtrain_result result =
+            dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
         memset(&one, 0, sizeof one);
         if (result == DTRAIN_OK) {
-            dtrain__lay_memory(&layout);
             one.params = layout.value_bytes;
             one.grads = layout.grad_bytes;
             one.buffers = layout.bytes[DTRAIN__BUFFERS];
@@ -54,30 +74,39 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     return DTRAIN_OK;
 }
 
+/* Resolve params, and desc, of a named kind, into what is planned. */
+static dtrain_result dtrain__plan_resolve(dtrain_param *params, size_t count,
+                                          const dtrain_strategy_desc *desc, int ranks,
+                                          dtrain__planned *planned)
+{
+    const char *const call = "dtrain_strategy_plan";
+    DTRAIN__TRY(dtrain__resolve_desc(desc, &planned->desc, &planned->compression));
+    const dtrain__kind_row *kind = dtrain__row_of(planned->desc.kind);
+    if (!kind)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
+                           call, (unsigned)desc->kind);
+    DTRAIN__TRY(dtrain__resolve_kind(&planned->desc, kind));
+    if (desc->node_size && ranks % (int)desc->node_size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
+                           desc->node_size, ranks);
+    return dtrain__resolve_params(params, count);
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory)
 {
-    const char *const call = "dtrain_strategy_plan";
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
+    dtrain__planned planned;
+    uint64_t step_bytes;
     if (!params || !desc || !memory || rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: params, desc or memory is NULL, or rank_count (%d) is below 1",
-                           call, rank_count);
-    dtrain_strategy_desc resolved;
-    dtrain_compression_desc compression;
-    uint64_t step_bytes;
-    DTRAIN__TRY(dtrain__resolve_desc(desc, &resolved, &compression));
-    const dtrain__kind_row *kind = dtrain__row_of(resolved.kind);
-    if (!kind)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: kind %u is not one that can be planned",
-                           call, (unsigned)desc->kind);
-    DTRAIN__TRY(dtrain__resolve_kind(&resolved, kind));
-    if (desc->node_size && rank_count % (int)desc->node_size)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: node_size %u does not divide %d ranks", call,
-                           desc->node_size, rank_count);
-    DTRAIN__TRY(dtrain__resolve_params(params, param_count));
-    return dtrain__plan_kind(&a, params, param_count, &resolved, rank_count, memory, &step_bytes);
+                           "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
+                           "(%d) is below 1",
+                           rank_count);
+    DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, rank_count, &planned));
+    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory,
+                             &step_bytes);
 }
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
@@ -171,26 +200,31 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
 }
 
 /* Find what a rank of a strategy would hold that is not there yet; with AUTO the least that one of
- * the candidates needs. Local. */
+ * the candidates needs. Of a named kind *planned keeps the layout of rank 0, which the caller frees
+ * after an error too: it says which values come and go. Local. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint32_t node_ranks, uint64_t *bytes)
+                                                     uint32_t node_ranks, uint64_t *bytes,
+                                                     dtrain__planned *planned)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    dtrain_compression_desc compression;
     dtrain__candidates all;
     dtrain_memory memory;
+    uint64_t step_bytes;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
-        DTRAIN__TRY(dtrain_strategy_plan(params, count, &desc, ranks, &memory));
+        DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
+        DTRAIN__TRY(
+            dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory, &step_bytes));
         *bytes = memory.total;
-        return DTRAIN_OK;
+        dtrain__resolve_levels(&planned->desc, ranks);
+        return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
     }
-    DTRAIN__TRY(dtrain__resolve_desc(given, &desc, &compression));
+    DTRAIN__TRY(dtrain__resolve_desc(given, &planned->desc, &planned->compression));
     DTRAIN__TRY(dtrain__resolve_params(params, count));
-    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &desc, ranks, node_ranks, &all));
+    DTRAIN__TRY(dtrain__plan_candidates(a, params, count, &planned->desc, ranks, node_ranks, &all));
     *bytes = UINT64_MAX;
     for (size_t i = 0; i < DTRAIN__CANDIDATES; i++)
         if ((uint64_t)all.totals[i] < *bytes) *bytes = (uint64_t)all.totals[i];

@@ -159,8 +159,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
-DTRAIN__PRIVATE const void *dtrain__strategy_low(const dtrain_strategy *strategy,
-                                                 const dtrain_param *storage, dtrain_dtype dtype);
+DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
+                                                              const dtrain_param *storage);
+DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
+                                                 const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
 
@@ -210,5 +212,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain_param *params, size_t count,
                                                      const dtrain_strategy_desc *given, int ranks,
-                                                     uint32_t node_ranks, uint64_t *bytes);
+                                                     uint32_t node_ranks, uint64_t *bytes,
+                                                     dtrain__planned *planned);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);

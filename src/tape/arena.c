@@ -67,22 +67,28 @@ DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes)
     return memory;
 }
 
-/* Take device memory for count values of this pass, contents undefined: results of the node, or
- * what stays until the next begin when node is NULL. */
-DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
-                                        uint32_t dtype)
+/* Take device memory for count values of an arena, contents undefined. */
+DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
+                                          uint32_t dtype)
 {
-    const bool dropped = node && node->dropped;
     size_t bytes;
     if (dtrain__size_mul((size_t)count, dtrain_dtype_bytes((dtrain_dtype)dtype), &bytes) &&
         bytes <= PTRDIFF_MAX)
-        return dtrain__bump_take(
-            tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], bytes);
+        return dtrain__bump_take(tape, arena, bytes);
     dtrain__tape_stick(
         tape, dtrain_fail(DTRAIN_ERROR_MEMORY,
                           "a tensor of %lld elements is more than this machine can address",
                           (long long)count));
     return NULL;
+}
+
+/* Take memory for results of the node, or for what stays until the next begin when node is NULL. */
+DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
+                                        uint32_t dtype)
+{
+    const bool dropped = node && node->dropped;
+    return dtrain__take_values(
+        tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
 }
 
 /* Make a tensor of this pass, the node's result or (NULL) an input. NULL after an error, which

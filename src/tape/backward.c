@@ -22,6 +22,7 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     dtrain_tensor *y = op->outputs[0];
     bool accumulate;
     DTRAIN__TRY(dtrain__tape_enter(tape, node->unit));
+    DTRAIN__TRY(dtrain__casts_again(tape, node->mark));
     DTRAIN__TRY(dtrain__segment_again(tape, node));
     if (!y->grad) { /* another output has one, or nothing depends on the node's results */
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));

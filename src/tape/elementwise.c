@@ -179,18 +179,19 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
  *
  * y = factor * sum of x, with factor 1 or one over the count. */
 
-/* Set output 0 (1) to factor * sum of x (count), added up in double: a float sum over many rows
- * would lose digits of the loss. */
-static dtrain_result dtrain__sum_to_output(dtrain_op *op, const void *x, uint32_t dtype,
-                                           int64_t count, double factor)
+/* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
+ * double: a float sum over many rows would lose digits of the loss. */
+static dtrain_result dtrain__sum_to(dtrain_op *op, void *out, const void *x, uint32_t dtype,
+                                    int64_t count, float scale, const float *factor)
 {
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
     args.count = count;
-    args.scale = factor;
+    args.scale = (double)scale;
     args.x = x;
-    args.out = (float *)op->output_data[0];
+    args.out = (float *)out;
     args.dtype = (dtrain_dtype)dtype;
+    args.factor = factor;
     return op->device->ops->sum(op->device, &args);
 }
 
@@ -206,8 +207,8 @@ static dtrain_result dtrain__sum_prepare(dtrain_op *op)
 static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
-    return dtrain__sum_to_output(op, op->input_data[0], x->dtype, x->count,
-                                 (double)*(const float *)op->args);
+    return dtrain__sum_to(op, op->output_data[0], op->input_data[0], x->dtype, x->count,
+                          *(const float *)op->args, NULL);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
@@ -267,7 +268,8 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 typedef struct dtrain__cross_entropy {
     dtrain_cross_entropy_args forward;
-    float factor; /* 1 / valid targets */
+    float factor; /* 1 / valid targets; or 1, and the number changes on the device: */
+    const float *device_factor;
 } dtrain__cross_entropy;
 
 static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
@@ -276,7 +278,7 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     dtrain_cross_entropy_args *args = &loss->forward;
     const dtrain_tensor *logits = op->inputs[0], *targets = op->inputs[1];
     const int64_t n = logits->shape[logits->ndim - 1], rows = logits->count / n, shape[1] = {1};
-    const int64_t valid = ((const dtrain__tape_tensor *)targets)->valid_count;
+    const dtrain__tape_tensor *input = (const dtrain__tape_tensor *)targets;
     char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
     if (targets->count != rows)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -290,7 +292,8 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    loss->factor = valid ? 1.0f / (float)valid : 0.0f; /* nothing counts: the loss is 0 */
+    loss->factor = input->factor;
+    loss->device_factor = input->device_factor;
     dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
     return DTRAIN_OK;
 }
@@ -299,8 +302,8 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    return dtrain__sum_to_output(op, loss->forward.loss, DTRAIN_DTYPE_F32, loss->forward.rows,
-                                 (double)loss->factor);
+    return dtrain__sum_to(op, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
+                          loss->forward.rows, loss->factor, loss->device_factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
@@ -324,6 +327,13 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
+    if (loss->device_factor) { /* a sum of one element: their product, rounded once */
+        void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
+        DTRAIN__TRY(op->tape->error);
+        DTRAIN__TRY(dtrain__sum_to(op, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
+                                   loss->device_factor));
+        args.upstream = (const float *)product;
+    }
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 

@@ -134,28 +134,58 @@ static dtrain_result dtrain__check_value(const dtrain_op *op, const dtrain_param
                        call, name, p->unit, (long long)tape->unit);
 }
 
-/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made at
- * the first use in this pass. It is no result of a node, because other units may use it too. */
+/* Round a weight into its copy. */
+static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *cast)
+{
+    return dtrain__tape_convert(tape->device, cast->count, cast->storage->value, DTRAIN_DTYPE_F32,
+                                cast->low, tape->pass.cast);
+}
+
+/* Return a parameter's values in the type of autocast: a strategy's copy, or one that is made. It
+ * is no result of a node, because other nodes may use it too. */
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
-    const void *low = dtrain__strategy_low(tape->strategy, storage, dtype);
+    const dtrain__bucket *gathered = dtrain__gathered_bucket(tape->layout, storage);
+    const uint32_t mark = tape->pass.mark_count;
+    const bool passing = gathered && gathered->slotted;
     dtrain__cast *cast = tape->pass.casts;
-    if (low) return low;
-    while (cast && cast->storage != storage) cast = cast->next;
+    if (gathered && tape->layout->desc->param_dtype == (uint32_t)dtype)
+        return dtrain__gathered_low(tape->layout, storage);
+    while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
     if (cast) return cast->low;
-    int64_t count = storage->shape[0] ? 1 : storage->count;
-    for (int a = 0; a < 4 && storage->shape[a]; a++) count *= storage->shape[a];
     cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
-    void *made = dtrain__take_data(tape, NULL, count, dtype);
-    if (!cast || !made) return NULL; /* the error sticks */
-    dtrain__tape_stick(tape, dtrain__tape_convert(tape->device, count, storage->value,
-                                                  DTRAIN_DTYPE_F32, made, dtype));
+    if (!cast) return NULL; /* the error sticks */
     cast->storage = storage;
-    cast->low = made;
+    cast->mark = mark;
+    cast->passing = passing;
+    cast->count = storage->shape[0] ? 1 : storage->count;
+    for (int a = 0; a < 4 && storage->shape[a]; a++) cast->count *= storage->shape[a];
+    if (passing && tape->pass.cast_mark != mark) {
+        tape->pass.cast_mark = mark;
+        dtrain__bump_rewind(&tape->arenas[DTRAIN__ARENA_CASTS]);
+    }
+    cast->low =
+        dtrain__take_values(tape, &tape->arenas[passing ? DTRAIN__ARENA_CASTS : DTRAIN__ARENA_DATA],
+                            cast->count, dtype);
+    if (!cast->low) return NULL;
     cast->next = tape->pass.casts;
     tape->pass.casts = cast;
-    return made;
+    dtrain__tape_stick(tape, dtrain__cast_make(tape, cast));
+    return cast->low;
+}
+
+/* Make the copies again that went with their units, for the backward of what is behind a mark. */
+DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark)
+{
+    dtrain__cast *cast = tape->pass.casts;
+    if (tape->pass.cast_mark == mark) return DTRAIN_OK;
+    tape->pass.cast_mark = mark;
+    while (cast && cast->mark > mark) cast = cast->next;
+    tape->pass.casts = cast;
+    for (; cast && cast->mark == mark; cast = cast->next)
+        if (cast->passing) DTRAIN__TRY(dtrain__cast_make(tape, cast));
+    return DTRAIN_OK;
 }
 
 /* Take the next parameter: its values, and where its gradient goes if it gets one in this pass. A

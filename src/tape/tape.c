@@ -20,6 +20,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
     tape->strategy = strategy;
+    tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
     for (int i = 0; i < DTRAIN__ARENAS; i++)
@@ -111,19 +112,40 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
+/* Return one over the entries that are not -1, the targets that are not ignored; 0 without any: the
+ * loss is then 0. */
+static float dtrain__valid_factor(const void *host, int64_t count)
+{
+    const int32_t *entries = (const int32_t *)host;
+    int64_t valid = 0;
+    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
+    return valid ? 1.0f / (float)valid : 0.0f;
+}
+
+/* Copy the caller's data to an input's page-locked place. */
+DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
+{
+    const float factor = item->dtype == DTRAIN_DTYPE_I32
+                             ? dtrain__valid_factor(item->host, (int64_t)item->bytes / 4)
+                             : 0;
+    memcpy(item->pinned, item->host, item->bytes);
+    memcpy((char *)item->pinned + item->bytes, &factor, sizeof factor);
+}
+
 /* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
- * the device when the stream comes to it. *host becomes that place. */
-static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x, const void **host)
+ * the device when the stream comes to it. */
+static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, const void *host)
 {
     dtrain__feed *feed = tape->feed;
     dtrain__feed_item *item = &feed->items[feed->next];
-    const size_t bytes = (size_t)x->count * 4;
+    size_t bytes = (size_t)x->count * 4;
     if (feed->next == DTRAIN__FEED_ITEMS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_tape_input: a pass that is replayed has at most %d inputs",
                            DTRAIN__FEED_ITEMS);
     if (feed->next == feed->count) {
-        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes, &item->pinned));
+        DTRAIN__TRY(
+            tape->device->ops->host_alloc(tape->device, bytes + sizeof(float), &item->pinned));
         item->bytes = bytes;
         item->dtype = (dtrain_dtype)x->dtype;
         feed->count++;
@@ -133,12 +155,15 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, const dtrain_tensor *x
                            "step; a step that is replayed must repeat its shapes",
                            feed->next + 1, bytes, item->bytes);
     }
-    if (!feed->filled) memcpy(item->pinned, *host, bytes);
-    item->host = *host;
-    if (item->dtype == DTRAIN_DTYPE_I32)
-        item->valid_count = dtrain__count_valid(item->pinned, x->count);
-    *host = item->pinned;
+    item->host = host;
+    if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* with room for the factor: one copy brings both */
+        x->data = dtrain__take_data(tape, NULL, x->count + 1, x->dtype);
+        if (!x->data) return tape->error;
+        ((dtrain__tape_tensor *)x)->device_factor = (const float *)x->data + x->count;
+        bytes += sizeof(float);
+    }
     return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
                                          DTRAIN_COPY_HOST_TO_DEVICE, NULL);
 }
@@ -167,23 +192,14 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
-    if (tape->feed) result = dtrain__feed_take(tape, x, &host);
+    if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else
         result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
                                          DTRAIN_COPY_HOST_TO_DEVICE);
     /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_DTYPE_I32 && result == DTRAIN_OK)
-        ((dtrain__tape_tensor *)x)->valid_count = dtrain__count_valid(host, x->count);
+    if (dtype == DTRAIN_DTYPE_I32)
+        ((dtrain__tape_tensor *)x)->factor = tape->feed ? 1 : dtrain__valid_factor(host, x->count);
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
-}
-
-/* Count the entries that are not -1, the targets that are not ignored. */
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count)
-{
-    const int32_t *entries = (const int32_t *)host;
-    int64_t valid = 0;
-    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
-    return valid;
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/

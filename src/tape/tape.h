@@ -51,7 +51,8 @@ typedef struct dtrain_tensor {
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
 /* Autocast to bf16: linear layers and attention read and write bf16 and add up in fp32; norms,
  * losses and the sums of residual connections stay fp32, as in torch.autocast. Parameters and their
- * gradients are fp32; a weight is rounded once per pass. */
+ * gradients are fp32; a weight is rounded once per pass, and one that a strategy gathers each time
+ * its unit is there: copies take one unit's memory. */
 #define DTRAIN_TAPE_BF16 2u
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u

@@ -5,6 +5,7 @@
  *     host arena      tensors, nodes                       until the next begin
  *     data arena      every forward value                  until the next begin
  *     two regions     values that checkpointing drops      until the next but one unit that drops
+ *     casts           rounded weights of a gathered unit   as long as the unit is there
  *     gradient pool   gradients of forward values          from the first contribution until their
  *                                                          producer's backward has run
  *     params          values and gradients                 not the tape's
@@ -55,6 +56,7 @@ enum {
     DTRAIN__ARENA_HOST,
     DTRAIN__ARENA_GRADIENTS, /* the pool, from which nothing is taken by moving forward */
     DTRAIN__ARENA_DATA,
+    DTRAIN__ARENA_CASTS,
     DTRAIN__ARENA_REGION, /* and the one behind it: what segments drop, in turn */
     DTRAIN__ARENAS = DTRAIN__ARENA_REGION + 2
 };
@@ -83,7 +85,8 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* contributions to be added to it */
-    int64_t valid_count;                  /* of I32 inputs: entries that are not -1 */
+    float factor;                         /* of I32 inputs: one over the entries that are not -1; */
+    const float *device_factor;           /* or 1, and that is there: a pass that is replayed */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
@@ -97,12 +100,17 @@ typedef struct dtrain__tape_segment {
     const struct dtrain__tape_segment *successor; /* first to overwrite the results; NULL: intact */
 } dtrain__tape_segment;
 
-/* A weight in the type of autocast, made at its first use in a pass. The key is the parameter and
- * not its address: a strategy that gathers units may have several weights there in turn. */
+/* A weight in the type of autocast, made at its first use in a pass. Of a weight that is there
+ * while its unit is, the copy is too: it is made at the first use behind a mark, where the copies
+ * of the unit before were, and when backward comes to that mark it is made there again. The key is
+ * the parameter and not its address, at which there may be several weights in turn. */
 typedef struct dtrain__cast {
     struct dtrain__cast *next;
     const dtrain_param *storage;
-    const void *low;
+    int64_t count;
+    void *low;
+    uint32_t mark;
+    bool passing; /* it goes with its unit */
 } dtrain__cast;
 
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
@@ -110,13 +118,13 @@ typedef struct dtrain__cast {
 #define DTRAIN__FEED_ITEMS 16
 
 /* Each input goes through page-locked memory of its own, which the next step can fill while nobody
- * calls the model. */
+ * calls the model. Behind an I32 input, there and on the device, stands one over its valid count:
+ * the number changes from step to step, and a recorded loss finds it there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
-    void *pinned;
+    void *pinned;     /* (bytes + 4) */
     size_t bytes;
     dtrain_dtype dtype;
-    int64_t valid_count; /* of I32: in the recorded pass */
 } dtrain__feed_item;
 
 typedef struct dtrain__feed {
@@ -131,6 +139,7 @@ enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
     dtrain_strategy *strategy;
+    const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
     bool planning; /* on the plan device: params and strategy are left alone */
@@ -139,7 +148,8 @@ struct dtrain_tape {
         uint32_t state, flags;
         uint64_t seed, dropout_count;
         dtrain_dtype cast;   /* the type of autocast; F32 without */
-        dtrain__cast *casts; /* weights rounded in this pass */
+        dtrain__cast *casts; /* weights rounded in this pass; backward drops those behind it */
+        uint32_t cast_mark;  /* whose casts are there, of those that go with their units */
         dtrain_node *last;
         size_t node_count, tensor_count, recomputed_count;
         uint32_t mark_count, segment_count;
@@ -158,7 +168,7 @@ struct dtrain_tape {
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_stick(dtrain_tape *tape, dtrain_result result);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit);
-DTRAIN__PRIVATE int64_t dtrain__count_valid(const void *host, int64_t count);
+DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item);
 DTRAIN__PRIVATE bool dtrain__is_float(const dtrain_tensor *x);
 DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 
@@ -166,6 +176,7 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
+DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
                                                    const void *x, uint32_t x_dtype, void *y,
                                                    uint32_t y_dtype);
@@ -206,6 +217,8 @@ DTRAIN__PRIVATE dtrain__chunk *dtrain__chunk_create(dtrain_tape *tape, dtrain__b
                                                     size_t bytes);
 DTRAIN__PRIVATE void dtrain__bump_rewind(dtrain__bump *arena);
 DTRAIN__PRIVATE void *dtrain__take_host(dtrain_tape *tape, size_t bytes);
+DTRAIN__PRIVATE void *dtrain__take_values(dtrain_tape *tape, dtrain__bump *arena, int64_t count,
+                                          uint32_t dtype);
 DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *node, int64_t count,
                                         uint32_t dtype);
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,

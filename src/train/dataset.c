@@ -104,7 +104,7 @@ static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t fo
                            DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
     dataset->token_bytes = narrow ? 2 : 4;
     dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = (int32_t)dtrain__le(head + 8, 4);
+    dataset->token_count = dtrain__le(head + 8, 4);
     const int64_t bytes = DTRAIN__BIN_HEADER + dataset->token_count * dataset->token_bytes;
     if (dataset->token_count > 0 && bytes == dataset->file_bytes) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_DATA,

@@ -31,18 +31,18 @@
 #include "train/trainer_internal.h"
 #include "device/device.h"
 
-/* Count a step's memory by class. On the plan device the tape leaves the parameters' bookkeeping
- * alone, so a plan can be made at any time, between two steps as well. */
-DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                             dtrain_memory *memory)
+/* Count the memory of activations, with a strategy's layout or without. On the plan device the tape
+ * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
+ * well. */
+static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                              const dtrain__layout *layout, dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
     dtrain_tape *tape;
     dtrain_tape_info info;
-    if (!world || !desc || !desc->loss || !memory)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan: world, desc, its loss or memory is NULL");
+    if (!desc->loss)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_trainer_plan: desc's loss is NULL");
     if (!desc->next_batch)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_plan: the loss fetches its own batches and cannot be "
@@ -53,8 +53,10 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &device));
     /* No strategy: `ready` would start communication, and a plan is one rank's own affair. */
     dtrain_result result = dtrain_tape_create(world, NULL, device, &tape);
-    if (result == DTRAIN_OK)
+    if (result == DTRAIN_OK) {
+        tape->layout = layout;
         result = dtrain_tape_checkpoint(tape, desc->checkpoint_every, desc->checkpoint_ops);
+    }
     if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, desc->tape_flags, 0);
     if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
     dtrain_tape_query(tape, &info);
@@ -63,6 +65,18 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     DTRAIN__TRY(result);
     memory->activations = info.activation_bytes;
     memory->activation_grads = info.gradient_bytes;
+    return DTRAIN_OK;
+}
+
+/* Count a step's memory by class. */
+DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
+                                             dtrain_memory *memory)
+{
+    if (!world || !desc || !memory)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan: world, desc or memory is NULL");
+    DTRAIN__TRY(dtrain__plan_activations(world, desc,
+                                         desc->strategy ? &desc->strategy->layout : NULL, memory));
     if (desc->strategy) {
         dtrain_strategy_info strategy;
         dtrain_strategy_query(desc->strategy, &strategy);
@@ -84,6 +98,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
     const dtrain_plan_batch_desc *desc;
+    dtrain__planned planned;
     dtrain_comm *comm;
     uint64_t fixed; /* bytes of strategy and optimizer */
     int64_t limit;  /* of those and activations */
@@ -93,13 +108,11 @@ typedef struct dtrain__batch_plan {
 static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_t batch,
                                          uint64_t *bytes)
 {
+    const dtrain_trainer_desc *trainer = plan->desc->trainer;
     dtrain_memory memory;
-    dtrain_trainer_desc trainer = *plan->desc->trainer;
-    trainer.strategy = NULL;
-    trainer.optimizer = NULL;
-    DTRAIN__TRY(plan->desc->set_batch(trainer.user, batch));
-    DTRAIN__TRY(dtrain_trainer_plan(plan->world, &trainer, &memory));
-    *bytes = memory.total;
+    DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
+    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory));
+    *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
 
@@ -156,38 +169,29 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
 
 /* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
  * them before the next collective, so that nobody waits for a rank that has left. */
-DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
-                                                   const dtrain_plan_batch_desc *desc,
-                                                   uint32_t *batch)
+static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batch)
 {
+    const dtrain_plan_batch_desc *desc = plan->desc;
+    dtrain_world *world = plan->world;
     dtrain_strategy_desc strategy;
-    dtrain__batch_plan plan;
     uint32_t found = 0, node_ranks;
     bool good = false;
-    if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
-        desc->max_batch > INT32_MAX)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_plan_batch: expected world, desc and batch, a desc with "
-                           "set_batch, trainer and params, and a max_batch below 2^31");
-    memset(&plan, 0, sizeof plan);
     memset(&strategy, 0, sizeof strategy);
     if (desc->strategy) strategy = *desc->strategy;
-    plan.world = world;
-    plan.desc = desc;
-    plan.comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
-    DTRAIN__TRY(dtrain__even_nodes(world, plan.comm, &node_ranks));
-    dtrain_result mine =
-        dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count, &strategy,
-                               dtrain_comm_size(plan.comm), node_ranks, &plan.fixed);
-    DTRAIN__TRY(dtrain__agree(plan.comm, mine));
-    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan.comm, &plan.limit));
-    mine = dtrain__batch_search(&plan, &found);
-    DTRAIN__TRY(dtrain__agree(plan.comm, mine));
+    plan->comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
+    DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
+    dtrain_result mine = dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count,
+                                                &strategy, dtrain_comm_size(plan->comm), node_ranks,
+                                                &plan->fixed, &plan->planned);
+    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
+    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan->comm, &plan->limit));
+    mine = dtrain__batch_search(plan, &found);
+    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
     int32_t least = (int32_t)found;
-    DTRAIN__TRY(
-        dtrain_all_reduce(plan.comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
+    DTRAIN__TRY(dtrain_all_reduce(plan->comm, &least, &least, 1, DTRAIN_DTYPE_I32,
+                                  DTRAIN_REDUCE_MIN, NULL));
     for (; least > 0; least -= (least + 7) / 8) {
-        DTRAIN__TRY(dtrain__batch_trial(&plan, (uint32_t)least, &good));
+        DTRAIN__TRY(dtrain__batch_trial(plan, (uint32_t)least, &good));
         if (good) break;
     }
     if (!good)
@@ -195,9 +199,27 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                            "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not "
                            "every rank could allocate what one sample needs: set memory_limit to "
                            "less, or end what else uses the device",
-                           dtrain__mib((uint64_t)plan.limit));
+                           dtrain__mib((uint64_t)plan->limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
+                                                   const dtrain_plan_batch_desc *desc,
+                                                   uint32_t *batch)
+{
+    dtrain__batch_plan plan;
+    if (!world || !desc || !batch || !desc->set_batch || !desc->trainer || !desc->params ||
+        desc->max_batch > INT32_MAX)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_plan_batch: expected world, desc and batch, a desc with "
+                           "set_batch, trainer and params, and a max_batch below 2^31");
+    memset(&plan, 0, sizeof plan);
+    plan.world = world;
+    plan.desc = desc;
+    const dtrain_result result = dtrain__batch_find(&plan, batch);
+    dtrain__layout_free(&plan.planned.layout, &world->allocator);
+    return result;
 }
 
 /* Divide twice: the global batch among ranks, and a rank's share into the largest equal parts that

@@ -6,8 +6,10 @@
  *     pinned            device                                                      pinned
  *     inputs, scalars -> passes -> collectives -> norm -> clip, skip -> optimizer -> losses, norm
  *
- * Every number that changes from step to step is in `scalars`; every input comes through a feed.
- * The micro-batches are those of trainer.c; only what reads a result is different. */
+ * Every number that changes from step to step is in `scalars`; every input comes through a feed,
+ * and with targets what their loss is divided by. So a step is recorded once, in the same step on
+ * all ranks: recording a collective is something that all of them must do together. The
+ * micro-batches are those of trainer.c; only what reads a result is different. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -27,8 +29,9 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same);
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
+static dtrain_result dtrain__queue_record(dtrain_trainer *trainer);
 
 /* Take one step. Two steps run as they are queued: memory is allocated, kernels are chosen. The
  * third is recorded, and then it is run like those after it. */
@@ -39,22 +42,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
     const float *norm = queue->results + desc->micro_batches;
-    bool same = true;
     *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
     queue->now->seed = dtrain__step_seed(trainer);
-    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer, &same));
-    if (queue->graph && !same) {
-        device->ops->graph_destroy(device, queue->graph);
-        queue->graph = NULL;
-    }
+    if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
-    else if (!queue->graph) {
-        DTRAIN__TRY(device->ops->graph_begin(device));
-        const dtrain_result result = dtrain__queue_all(trainer);
-        const dtrain_result ended = device->ops->graph_end(device, &queue->graph);
-        DTRAIN__TRY(result);
-        DTRAIN__TRY(ended);
-    }
+    else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
@@ -69,22 +61,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
- * known where they go. When one cannot be read, those before it stay, and the step can be repeated.
- * False in *same: targets are ignored in another number of places, and the recorded loss would
- * divide by the wrong count. */
-static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer, bool *same)
+ * known where they go. When one cannot be read, those before it stay, and the step can be
+ * repeated. */
+static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
-    *same = true;
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
         if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
-        for (size_t i = 0; i < feed->count; i++) {
-            const dtrain__feed_item *item = &feed->items[i];
-            if (!feed->filled) memcpy(item->pinned, item->host, item->bytes);
-            if (item->dtype == DTRAIN_DTYPE_I32 &&
-                item->valid_count != dtrain__count_valid(item->pinned, (int64_t)item->bytes / 4))
-                *same = false;
-        }
+        for (size_t i = 0; i < feed->count && !feed->filled; i++)
+            dtrain__feed_fill(&feed->items[i]);
         feed->filled = true;
     }
     return DTRAIN_OK;
@@ -128,6 +113,23 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars)));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
+}
+
+/* Record a whole step. What was recorded before an error is thrown away, and the error's sentence
+ * stands. */
+static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
+{
+    dtrain_device *device = trainer->queue->device;
+    dtrain_graph *unfinished;
+    char text[DTRAIN__ERROR_BYTES];
+    DTRAIN__TRY(device->ops->graph_begin(device));
+    const dtrain_result result = dtrain__queue_all(trainer);
+    if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
+        device->ops->graph_destroy(device, unfinished);
+    dtrain__set_last_error(text);
+    return result;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -195,7 +197,7 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
         for (size_t i = 0; i < queue->feeds[m].count; i++)
             device->ops->host_free(device, queue->feeds[m].items[i].pinned,
-                                   queue->feeds[m].items[i].bytes);
+                                   queue->feeds[m].items[i].bytes + sizeof(float));
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
     dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);

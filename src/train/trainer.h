@@ -103,10 +103,11 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 /* Predict a step's memory, by running desc->loss forwards and backwards on the plan device, where
  * kernels do nothing. Without desc->strategy that is the memory of activations alone, and only
  * loss, user and the fields of the tape are read: it can be asked before there is a strategy, whose
- * desc wants it as other_bytes. With one, what it and desc->optimizer hold is counted too, and
- * workspace is what the process held before the model came. The loss reads its inputs, so their
- * buffers must be there; what is in them does not matter. Under autocast, parameters need their
- * count or shape. Local; needs a next_batch, which is not called. */
+ * desc wants it as other_bytes; autocast's copies of weights all count then. With a strategy, which
+ * may gather units and have the copies of one at a time, what it and desc->optimizer hold is
+ * counted too, and workspace is what the process held before the model came. The loss reads its
+ * inputs, so their buffers must be there; what is in them does not matter. Under autocast,
+ * parameters need their count or shape. Local; needs a next_batch, which is not called. */
 DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_trainer_desc *desc,
                                              dtrain_memory *memory);
 
@@ -126,12 +127,12 @@ typedef struct dtrain_plan_batch_desc {
  *
  *     dtrain_strategy_plan + dtrain_trainer_plan(batch) <= memory_limit - other_bytes
  *
- * with those two of the strategy's desc, as AUTO reads them. For AUTO itself the kind that needs
- * least counts, and dtrain_strategy_create then takes the first that leaves room for the batch. The
- * prediction is tried: every rank allocates and touches that much at the same time, and where one
- * cannot, all try an eighth less. Leaves set_batch called with the result. Collective, the same
- * answer on every rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is
- * missing. */
+ * with those two of the strategy's desc, as AUTO reads them, and autocast's copies as its kind has
+ * them. For AUTO itself the kind that needs least counts, with all copies, and
+ * dtrain_strategy_create then takes the first that leaves room for the batch. The prediction is
+ * tried: every rank allocates and touches that much at the same time, and where one cannot, all try
+ * an eighth less. Leaves set_batch called with the result. Collective, the same answer on every
+ * rank. When not even one sample fits, DTRAIN_ERROR_MEMORY says how much is missing. */
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);

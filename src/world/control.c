@@ -67,6 +67,15 @@ DTRAIN__PRIVATE const char *dtrain__bare(const char *text)
     return strncmp(text, prefix, strlen(prefix)) == 0 ? text + strlen(prefix) : text;
 }
 
+/* Return the rank that failed first, -1 for none. The first one that has ended may have been told
+ * of another one's failure and been quicker to end. */
+DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control)
+{
+    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    const int cause = first < 0 ? -1 : control->exits[first].after - 1;
+    return cause >= 0 && dtrain__load(&control->exits[cause].how) > DTRAIN__LEFT ? cause : first;
+}
+
 /* Count a rank that has ended; the first one that failed stands. */
 static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
 {
@@ -152,21 +161,60 @@ DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void)
 }
 
 /* Say, as an error, whether a rank has failed or aborted. */
-DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world)
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
 {
     const dtrain__control *control = world->control;
-    const uint32_t failed = dtrain__load(&control->first_failed);
+    const bool aborted = dtrain__load(&control->aborted.state) == 2;
+    const int failed = dtrain__first_failure(control),
+              rank = aborted ? control->aborted.rank : failed;
     char text[160];
-    if (dtrain__load(&control->aborted.state) == 2) {
+    if (!world->told_by) world->told_by = 1 + rank;
+    if (aborted) {
         const char *code = dtrain_result_text((dtrain_result)control->aborted.code);
         return dtrain_fail(DTRAIN_ERROR_PEER, "rank %d reported %.*s: %s", control->aborted.rank,
                            (int)strcspn(code, ":"), code, control->aborted.text);
     }
-    if (!failed) return DTRAIN_OK;
-    const char *cause = control->exits[failed - 1].error;
-    dtrain__describe_end(control, (int)failed - 1, text, sizeof text);
-    return dtrain_fail(DTRAIN_ERROR_PEER, "%s%s%s", text, cause[0] ? "; its last error: " : "",
-                       cause);
+    if (failed < 0) return DTRAIN_OK;
+    dtrain__describe_end(control, failed, text, sizeof text);
+    return dtrain_fail(DTRAIN_ERROR_PEER, "%s%s%s", text,
+                       control->exits[failed].error[0] ? "; its last error: " : "",
+                       control->exits[failed].error);
+}
+
+/* ---- Who waits for whom
+ *
+ * A rank that waits for another one writes down for which and when, at every poll. So a rank whose
+ * deadline ends can follow the waits, from its neighbour on, to the one that waits for nobody: that
+ * one is behind. An entry counts for half a deadline, because a rank that was stopped inside of a
+ * wait does not wait. */
+
+/* Note for which rank of the world this one waits; -1: for none. */
+DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
+{
+    uint64_t *own = &world->control->waits[world->rank], entry = 0;
+    if (rank >= 0) entry = dtrain__now_ns() / 1000000u << 16 | (uint64_t)(rank + 1);
+    if (*own != entry) dtrain__store(own, entry);
+    if (world->link) dtrain__link_wait(world, rank);
+}
+
+/* Return the rank for which another one waits; -1: it waits for none. */
+DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank)
+{
+    const uint64_t entry = dtrain__load(&world->control->waits[rank]);
+    if (!entry || dtrain__now_ns() / 1000000u - (entry >> 16) > world->timeout_ns / 2000000u)
+        return -1;
+    return (int)(entry & 65535u) - 1;
+}
+
+/* Follow the waits from a rank on to the one that is behind; -1: they go in a circle. */
+DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank)
+{
+    for (int i = 0; i < world->size; i++) {
+        const int next = dtrain__waits(world, rank);
+        if (next < 0) return rank;
+        rank = next;
+    }
+    return -1;
 }
 
 /* Poll from inside a wait: the clock, the link, the control page, the launcher. TIMEOUT comes
@@ -273,6 +321,7 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
     while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
+        dtrain__set_waits(world, rank == world->rank ? -1 : rank);
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
         if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
@@ -281,11 +330,13 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 world, DTRAIN_ERROR_PEER,
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
-        if (turn == DTRAIN_ERROR_TIMEOUT)
+        if (turn == DTRAIN_ERROR_TIMEOUT) {
+            const int behind = dtrain__behind(world, rank);
             return dtrain__abort_with(
                 world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
-                world->rank, 1e-9 * (double)world->timeout_ns, rank,
+                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? rank : behind,
                 rank == world->rank ? " to be heard: a rank does not read" : "");
+        }
     }
     return DTRAIN_OK;
 }
@@ -318,5 +369,6 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                 (unsigned long long)slots[i].bytes[half], world->rank, bytes);
         if (bytes) memcpy((char *)all + (size_t)i * bytes, slots[i].data[half], bytes);
     }
+    dtrain__set_waits(world, -1);
     return DTRAIN_OK;
 }

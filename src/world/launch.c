@@ -129,6 +129,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
+    if (world) world->control->exits[rank].after = world->told_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
     dtrain__record_end(world->control, rank, how, code, error);
@@ -376,10 +377,10 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
         desc->log_level > DTRAIN_LOG_DEBUG || desc->threads_per_rank > 4096)
         return dtrain_fail(
             DTRAIN_ERROR_ARGUMENT,
-            "dtrain_launch: rank_count is %u (at most %d), mode is %u (0, processes, "
-            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %u (0 to "
-            "4096)",
-            most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, desc->threads_per_rank);
+            "dtrain_launch: rank_count is %d (at most %d), mode is %u (0, processes, "
+            "or 1, threads), log_level is %u (0 to 4), threads_per_rank is %d (0 to "
+            "4096)", /* %d: a negative number is what a program was given */
+            (int)most, DTRAIN_MAX_RANKS, desc->mode, desc->log_level, (int)desc->threads_per_rank);
     DTRAIN__TRY(dtrain__recognise(getenv, place));
     if (place->family && desc->rank_count && (int)desc->rank_count != place->size)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -408,7 +409,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
 static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info *info)
 {
     dtrain__control *control = launch->region.control;
-    const int first = (int)dtrain__load(&control->first_failed) - 1;
+    const int first = dtrain__first_failure(control);
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
     info->signal = launch->forwarded;
@@ -416,6 +417,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
+    double when = info->seconds;
+    if (end->ended_ns > launch->start_ns) when = 1e-9 * (double)(end->ended_ns - launch->start_ns);
     const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
@@ -430,9 +433,8 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
                  launch->forwarded, dtrain__signal_name(launch->forwarded));
     if (others)
         snprintf(too, sizeof too, "; %d other%s failed after it", others, others > 1 ? "s" : "");
-    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how,
-                       info->seconds, stopped, too, end->error[0] ? "; its last error: " : "",
-                       end->error);
+    return dtrain_fail(DTRAIN_ERROR_RANK_FAILED, "%s, %.1f s after the start%s%s%s%s", how, when,
+                       stopped, too, end->error[0] ? "; its last error: " : "", end->error);
 }
 
 /* torchrun reports what stands in this file as the root cause. */

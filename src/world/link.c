@@ -7,11 +7,11 @@
  *     rank 2 ----+---- rank 0
  *     rank 3 ----+
  *
- * Three things are said: a record of dtrain_world_all_gather, an exit, an abort. The receiver
- * writes each into its own control page, at the place where a forked rank would have written it in
- * the shared one; hence waits, polls and all-gathers read the page and need not know the link. A
- * socket that closes without an exit means that its rank is lost; keepalive closes the socket of a
- * host that has gone.
+ * Four things are said: a record of dtrain_world_all_gather, an exit, an abort, a wait. The
+ * receiver writes each into its own control page, at the place where a forked rank would have
+ * written it in the shared one; hence waits, polls and all-gathers read the page and need not know
+ * the link. A socket that closes without an exit means that its rank is lost; keepalive closes the
+ * socket of a host that has gone.
  *
  * There is no thread: sockets are polled from inside waits and dtrain_world_poll, and nothing here
  * blocks. Frames come from ranks that know the key of the run (rendezvous.c) and are believed, as
@@ -22,7 +22,8 @@
  * rank's record is at most one ahead of this rank's own, because nobody finishes an all-gather
  * without this rank; so at any time the buffer holds at most two records and one exit of each rank,
  * and one abort: less than three frames of full size per rank. A rank that does not read is thus a
- * timeout of the all-gather. */
+ * timeout of the all-gather. A wait is dropped where the buffer holds more than 1 KiB a rank, so
+ * waits never take more than that. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
@@ -130,6 +131,25 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
     return !dtrain__is_remote(world) || world->link->out_bytes == 0;
 }
 
+static bool dtrain__link_takes_waits(const dtrain__link *link)
+{
+    return link->out_bytes < (size_t)link->count << 10;
+}
+
+/* Tell the others for which rank this one waits (-1: for none) when it has been waiting for a
+ * quarter of its deadline, and from then on every eighth. */
+DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
+{
+    const int32_t target = rank;
+    if (!dtrain__is_remote(world)) return;
+    dtrain__link *link = world->link;
+    const uint64_t now = dtrain__now_ns();
+    if (rank < 0 || !link->wait_ns) link->wait_ns = rank < 0 ? 0 : now + world->timeout_ns / 4;
+    if (rank < 0 || now < link->wait_ns || !dtrain__link_takes_waits(link)) return;
+    link->wait_ns = now + world->timeout_ns / 8;
+    dtrain__link_send(world, DTRAIN__FRAME_WAIT, world->rank, &target, sizeof target);
+}
+
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
 /* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
@@ -153,14 +173,24 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
         dtrain__exit_record end;
         memcpy(&end, data, sizeof end);
         end.error[sizeof end.error - 1] = 0;
-        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST) return false;
+        if (end.how == DTRAIN__RUNNING || end.how > DTRAIN__LOST || end.after < 0 ||
+            end.after > world->size)
+            return false;
         news = dtrain__load(&control->exits[rank].how) == DTRAIN__RUNNING;
+        if (news) control->exits[rank].after = end.after;
         if (news) dtrain__record_end(control, rank, (dtrain__end)end.how, end.value, end.error);
     } else if (frame->kind == DTRAIN__FRAME_ABORT && frame->bytes == sizeof(dtrain__abort_record)) {
         dtrain__abort_record abort;
         memcpy(&abort, data, sizeof abort);
         abort.text[sizeof abort.text - 1] = 0;
         news = dtrain__record_abort(control, rank, (dtrain_result)abort.code, abort.text);
+    } else if (frame->kind == DTRAIN__FRAME_WAIT && frame->bytes == sizeof(int32_t)) {
+        int32_t target;
+        memcpy(&target, data, sizeof target);
+        if (target < 0 || target >= world->size) return false;
+        dtrain__store(&control->waits[rank],
+                      dtrain__now_ns() / 1000000u << 16 | (uint64_t)(target + 1));
+        news = dtrain__link_takes_waits(world->link);
     } else return false;
     if (world->rank == 0 && news)
         dtrain__link_append(world, (dtrain__frame_kind)frame->kind, rank, data, frame->bytes);

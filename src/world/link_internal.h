@@ -10,7 +10,8 @@
  *     frame      data
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
- *     ABORT      its dtrain__abort_record */
+ *     ABORT      its dtrain__abort_record
+ *     WAIT       for which rank it has been waiting for long: int32 */
 
 #pragma once
 
@@ -23,7 +24,8 @@
 typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
-    DTRAIN__FRAME_ABORT = 3
+    DTRAIN__FRAME_ABORT = 3,
+    DTRAIN__FRAME_WAIT = 4
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
@@ -49,6 +51,7 @@ typedef struct dtrain__connection {
 typedef struct dtrain__link {
     bool shared;              /* the control page is shared memory: nothing is sent any more */
     uint64_t polled_ns;       /* last poll from inside a wait */
+    uint64_t wait_ns;         /* when to say for whom this rank waits; 0: it does not */
     int count;                /* of ends: on rank 0 the world's size, else 1 */
     dtrain__connection *ends; /* (count) to rank i; that of a rank to itself stays closed */
     char *out;                /* (count, 3 frames) frames that not all ends have been sent */
@@ -63,6 +66,7 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
 DTRAIN__PRIVATE bool dtrain__try_again(int error);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes);
+DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);

@@ -44,6 +44,7 @@ typedef enum dtrain__end {
 typedef struct dtrain__exit_record {
     uint32_t how;                  /* atomic, stored last: dtrain__end */
     int32_t value;                 /* return value or signal */
+    int32_t after;                 /* 1 + the rank whose failure this one was told of; 0: none */
     uint64_t ended_ns;             /* when this was written */
     char error[DTRAIN__EXIT_TEXT]; /* the rank's last error, when it did not end well */
 } dtrain__exit_record;
@@ -82,6 +83,7 @@ typedef struct dtrain__control {
     dtrain__abort_record aborted;
     dtrain__exit_record exits[DTRAIN_MAX_RANKS];
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
+    uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
 } dtrain__control;
 
@@ -121,6 +123,7 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
+    int told_by;                  /* 1 + the rank whose failure this one was told of; 0: none */
     struct dtrain__engine *comms; /* this rank's communicators, newest first */
     int64_t comm_count;           /* every communicator made so far has a smaller number */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
@@ -155,8 +158,12 @@ DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtra
 DTRAIN__PRIVATE bool dtrain__record_lost(dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dtrain_result code,
                                           const char *text);
+DTRAIN__PRIVATE int dtrain__first_failure(const dtrain__control *control);
 DTRAIN__PRIVATE dtrain__wait dtrain__wait_begin(void);
-DTRAIN__PRIVATE dtrain_result dtrain__trouble(const dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank);
+DTRAIN__PRIVATE int dtrain__waits(const dtrain_world *world, int rank);
+DTRAIN__PRIVATE int dtrain__behind(const dtrain_world *world, int rank);
+DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait);
 DTRAIN__PRIVATE dtrain_result dtrain__world_check(const dtrain_world *world, const char *call);

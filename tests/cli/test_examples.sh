@@ -2,6 +2,7 @@
 # Every example as a user runs it, and train_gpt's answers to bad input: one clear sentence, a
 # non-zero exit, nothing left behind.
 . tests/support/shell.sh
+bad_lines=1 # each fact once, by whoever says it
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1}
 
 gpt="$build/train_gpt --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --steps 12 --warmup 2 --eval-batches 2 --sample 0"
@@ -268,6 +269,25 @@ bad "unknown communicator" "\"tcp\" is not here" $gpt --comm tcp
 bad "unknown schedule" "sine" $gpt --schedule sine
 bad "impossible size" "GiB" $gpt --channels 1000000 --heads 1
 bad "log in a missing folder" "none/log" $gpt --log "$tmp/none/log"
+
+# A rank that is killed, and one that differs: what every process has to say is one line, with the cause.
+$gpt --ranks 3 --steps 1000000 --timeout 20 >"$tmp/out" 2>"$tmp/err" & launcher=$!
+wait_line 20 '^ +[1-9][0-9]* +[0-9.]+ ' "$tmp/out"
+victim=$(leftovers | sed -n 's/^\([0-9]*\) .*train_gp[t] .*/\1/p' | grep -v -x $launcher | tail -n 1)
+kill -9 "$victim" || kill $launcher
+wait $launcher
+[ $? -eq 137 ] && [ "$(grep -c train_gpt: "$tmp/err")" -eq 1 ] && grep -q 'rank [0-2] was killed by signal 9' "$tmp/err"
+result "a killed rank is said once" $? "$tmp/err"
+take_ports
+for r in 0 1 2; do
+    RANK=$r WORLD_SIZE=3 LOCAL_RANK=$r MASTER_ADDR=127.0.0.1 MASTER_PORT=$port \
+        $gpt --timeout 20 --layers $((1 + (r == 1))) >"$tmp/out.$r" 2>"$tmp/err.$r" &
+done
+wait
+cat "$tmp"/err.[012] >"$tmp/err"
+[ "$(wc -l <"$tmp/err")" -eq 3 ] && [ "$(grep -c 'parameter 6 differs: rank 0 has .* rank 1 has' "$tmp/err")" -eq 3 ]
+result "ranks that differ say so once each" $? "$tmp/err"
+
 if [ "$(id -u)" = 0 ] && have setpriv && have bash; then
     cp "$build/train_gpt" dtrain.h "$tmp/"; chmod 755 "$tmp"; chmod 644 "$tmp/dtrain.h"
     bad "more ranks than the machine allows" "process" setpriv --reuid 65534 --clear-groups bash -c "cd $tmp && ulimit -u 3 && ./train_gpt --ranks 8 --steps 2 --sample 0"

@@ -190,35 +190,75 @@ static int rank_huge(dtrain_world *world, void *user)
 
 /* ---- ways to fail ---- */
 
+static int mpi_rank(void) /* as the launcher tells it, before there is a world */
+{
+    const char *open = getenv("OMPI_COMM_WORLD_RANK"), *hydra = getenv("PMI_RANK");
+    return open || hydra ? atoi(open ? open : hydra) : 0;
+}
+
 /* Writes the verdict on this rank's error where the script finds it. */
-static int judge(dtrain_world *world, dtrain_result got, dtrain_result wanted, const char *part)
+static int judge_rank(int rank, dtrain_result got, bool good, const char *wanted)
 {
     const char *folder = getenv("DTRAIN_MPI_OUT"), *text = strchr(dtrain_last_error(), ':');
-    const bool good = got == wanted && strstr(dtrain_last_error(), part);
     char path[512];
     FILE *file;
-    snprintf(path, sizeof path, "%s.%d", folder ? folder : "/dev/null", dtrain_world_rank(world));
+    snprintf(path, sizeof path, "%s.%d", folder ? folder : "/dev/null", rank);
     file = fopen(path, "w");
     if (!file) return 1;
     fprintf(file, "%s %s:%s\n", good ? "ok" : "BAD", dtrain_result_text(got), text ? text + 1 : "");
     fclose(file);
     if (!good)
-        fprintf(stderr, "rank %d: %s: %s; expected %s with \"%s\"\n", dtrain_world_rank(world),
-                dtrain_result_text(got), dtrain_last_error(), dtrain_result_text(wanted), part);
+        fprintf(stderr, "rank %d: %s: %s; expected \"%s\"\n", rank, dtrain_result_text(got),
+                dtrain_last_error(), wanted);
     return 1;
 }
+static int judge(dtrain_world *world, dtrain_result got, dtrain_result wanted, const char *part)
+{
+    return judge_rank(dtrain_world_rank(world), got,
+                      got == wanted && strstr(dtrain_last_error(), part), part);
+}
 
-/* Waits until all other ranks have judged. */
-static void await_judges(const dtrain_world *world)
+/* Waits until another rank has judged. */
+static bool await_judge(int rank)
 {
     const double end = test_seconds() + 30;
     char path[512];
+    snprintf(path, sizeof path, "%s.%d", getenv("DTRAIN_MPI_OUT"), rank);
+    while (access(path, F_OK) != 0 && test_seconds() < end) ranks_sleep_us(5000);
+    return access(path, F_OK) == 0;
+}
+static void await_judges(const dtrain_world *world)
+{
     int r;
-    for (r = 0; r < dtrain_world_size(world); r++) {
-        snprintf(path, sizeof path, "%s.%d", getenv("DTRAIN_MPI_OUT"), r);
-        while (r != dtrain_world_rank(world) && access(path, F_OK) != 0 && test_seconds() < end)
-            ranks_sleep_us(5000);
-    }
+    for (r = 0; r < dtrain_world_size(world); r++)
+        if (r != dtrain_world_rank(world)) await_judge(r);
+}
+
+/* DTRAIN_MPI_STOP=init, idup, barrier or finalize: there rank 1 is stopped, in front of MPI's call. */
+static void may_stop(const char *where)
+{
+    const char *stop = getenv("DTRAIN_MPI_STOP");
+    if (stop && strcmp(stop, where) == 0 && mpi_rank() == 1) raise(SIGSTOP);
+}
+int MPI_Init_thread(int *argc, char ***argv, int required, int *provided)
+{
+    may_stop("init");
+    return PMPI_Init_thread(argc, argv, required, provided);
+}
+int MPI_Comm_idup(MPI_Comm comm, MPI_Comm *copy, MPI_Request *request)
+{
+    may_stop("idup");
+    return PMPI_Comm_idup(comm, copy, request);
+}
+int MPI_Ibarrier(MPI_Comm comm, MPI_Request *request)
+{
+    may_stop("barrier");
+    return PMPI_Ibarrier(comm, request);
+}
+int MPI_Finalize(void)
+{
+    may_stop("finalize");
+    return PMPI_Finalize();
 }
 
 /* The last rank calls something else, after three operations that agree. */
@@ -279,7 +319,6 @@ static int rank_death(dtrain_world *world, void *user)
     dtrain_result got = DTRAIN_OK;
     int i;
     (void)user;
-    signal(SIGUSR1, SIG_IGN); /* Hydra's way of saying that a rank has died */
     for (i = 0; i < 20 && got == DTRAIN_OK; i++) {
         got = dtrain_all_reduce(comm, data, data, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
                                 &work[0]);
@@ -318,6 +357,24 @@ static int rank_asleep(dtrain_world *world, void *user)
     if (got == DTRAIN_OK && dtrain_world_rank(world) == 1) await_judges(world);
     if (got == DTRAIN_OK) got = dtrain_work_wait(work);
     return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 1 (stuck in #2);");
+}
+
+/* Messages go around a ring, and one rank does not come to it: every other one is told of that one, its neighbour
+ * or not. */
+static int rank_late_in_ring(dtrain_world *world, void *user)
+{
+    const int rank = dtrain_world_rank(world), n = dtrain_world_size(world);
+    dtrain_comm *comm = dtrain_world_comm(world);
+    float x = 0, y;
+    dtrain_result got = dtrain_barrier(comm);
+    (void)user;
+    if (got == DTRAIN_OK && rank == 2) await_judges(world);
+    for (int i = 0; i < n && got == DTRAIN_OK; i++) {
+        got = dtrain_send(comm, &x, 1, DTRAIN_DTYPE_F32, (rank + 1) % n, NULL);
+        if (got == DTRAIN_OK)
+            got = dtrain_recv(comm, &y, 1, DTRAIN_DTYPE_F32, (rank + n - 1) % n, NULL);
+    }
+    return judge(world, got, DTRAIN_ERROR_TIMEOUT, "for rank 2 (its last was #1);");
 }
 
 /* Rank 1 leaves early; or makes a mistake that no other rank can see. */
@@ -368,6 +425,15 @@ static int rank_nothing(dtrain_world *world, void *user)
     return dtrain_barrier(dtrain_world_comm(world)) != DTRAIN_OK;
 }
 
+/* The last of three ranks is at its end; rank 1 comes there when that one has given up to wait for it. */
+static int rank_late_end(dtrain_world *world, void *user)
+{
+    (void)user;
+    RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+    return dtrain_world_rank(world) == 1 &&
+           !CHECK_MSG(await_judge(2), "rank 2 waits without a deadline");
+}
+
 static const struct {
     const char *name;
     dtrain_rank_fn run;
@@ -375,9 +441,11 @@ static const struct {
 } scenes[] = {
     {"comm", rank_comm, 30000},         {"huge", rank_huge, 120000},
     {"hurry", rank_hurry, 20000},       {"nothing", rank_nothing, 5000},
-    {"mismatch", rank_mismatch, 20000}, {"death", rank_death, 20000},
-    {"stuck", rank_stuck, 2000},        {"asleep", rank_asleep, 2000},
-    {"leave", rank_leave, 20000},       {"argument", rank_argument, 20000},
+    {"ring", rank_late_in_ring, 2000},  {"stopped", rank_nothing, 2000},
+    {"late_end", rank_late_end, 2000},  {"mismatch", rank_mismatch, 20000},
+    {"death", rank_death, 20000},       {"stuck", rank_stuck, 2000},
+    {"asleep", rank_asleep, 2000},      {"leave", rank_leave, 20000},
+    {"argument", rank_argument, 20000},
 };
 
 static long copies; /* of the device below */
@@ -409,6 +477,7 @@ int main(int argc, char **argv)
     char nothing[1] = "";
     char *own[2] = {argv[0], nothing};
     test_begin(1, own);
+    signal(SIGUSR1, SIG_IGN); /* Hydra's way of saying that a rank has died */
     for (i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
     if (ranks) desc.rank_count = (uint32_t)atoi(ranks);
     if (mode) desc.mode = (uint32_t)atoi(mode);
@@ -425,6 +494,13 @@ int main(int argc, char **argv)
     }
     if (result != DTRAIN_OK)
         fprintf(stderr, "%s: %s\n", dtrain_result_text(result), dtrain_last_error());
+    if (argc > 1 && strcmp(argv[1], "late_end") == 0)
+        judge_rank(mpi_rank(), result, result == DTRAIN_OK, "the end");
+    if (argc > 1 && strcmp(argv[1], "stopped") == 0 &&
+        argc > 2) /* all ranks end well, or hear of rank 1 */
+        judge_rank(mpi_rank(), result,
+                   strstr(result == DTRAIN_OK ? "" : dtrain_last_error(), argv[2]) != NULL,
+                   argv[2]);
     CHECK(desc.device_ops != &device || copies > 0);
     return result == DTRAIN_OK && test_shared->failed_checks == 0 ? 0 : 1;
 }

@@ -29,6 +29,11 @@ failure() {
     [ $status -eq 0 ] || cat "$tmp/log" >>"$tmp/all"
     result "$mpi: $name" $status "$tmp/all"
 }
+# then_rank_1 SIGNAL: it gets it when the others have written their verdicts
+then_rank_1() {
+    wait_for 60 test -e "$tmp/out.2" && wait_for 60 test -e "$tmp/out.0"
+    for id in $(leftovers | sed -n 's/^\([0-9]*\) .*test_mpi.*/\1/p'); do kill -$1 "$id" 2>/dev/null; done
+}
 refused() { # refused NAME WORDS: the last command has failed and said so
     status=$?
     [ $status -ne 0 ] && [ $status -lt 124 ] && grep -q "$2" "$tmp/log"
@@ -108,8 +113,20 @@ for mpi in openmpi mpich; do
     failure "a rank that does not come" 3 3 same stuck
     failure "a rank that does not come, large" 3 3 same stuck 100000
     failure "a rank that stops in the middle" 3 3 same asleep
+    failure "a rank that is late in a ring" 5 5 same ring
     failure "a rank that leaves" 3 3 own leave
     failure "a wrong argument" 3 3 own argument
+
+    # Rank 1 is stopped where MPI waits for all ranks; when the others have given up, it goes on and ends too. At
+    # the end there is nothing to lose, and in MPI_Finalize Hydra could not tell it any more that others are gone.
+    failure "a rank that comes to its end late" 3 3 own late_end
+    for scene in init:CONT:3:for_rank_1 idup:CONT:3:for_rank_1 barrier:CONT:3: finalize:KILL:2:; do
+        oldifs=$IFS; IFS=:; set -- $scene; IFS=$oldifs
+        rm -f "$tmp"/out.*
+        then_rank_1 "$2" & helper=$!
+        DTRAIN_MPI_STOP=$1 failure "a rank stopped before $1" 3 "$3" own stopped "$(echo "$4" | tr _ ' ')"
+        wait $helper
+    done
 
     # How ranks meet.
     start 3 sh -c 'DTRAIN_RANK=$((2 - ${OMPI_COMM_WORLD_RANK:-$PMI_RANK})) DTRAIN_WORLD_SIZE=3 \
@@ -137,6 +154,10 @@ for mpi in openmpi mpich; do
     timeout 60 "$out/test_mpi" comm >"$tmp/log" 2>&1
     result "$mpi: one rank without a launcher" $? "$tmp/log"
 
+    for n in 2 3 4; do
+        start $n "$out/test_programs" --count $((full ? 300 : 25))
+        result "$mpi: random programs, $n ranks" $? "$tmp/log"
+    done
     if [ "$full" != 0 ]; then
         limit=300
         start 2 "$out/test_mpi" huge
@@ -157,6 +178,13 @@ for mpi in openmpi mpich; do
         status=$?
         [ $status -eq 0 ] || cat "$tmp/all" >>"$tmp/log"
         result "$mpi: a killed rank, two hosts" $status "$tmp/log"
+        rm -f "$tmp"/out.*
+        DTRAIN_MPI_OUT="$tmp/out" on_two_hosts sh -c 'trap "" USR1; "$@"; sleep 3; exit 0' sh "$out/test_mpi" ring
+        cat "$tmp"/out.* >"$tmp/all" 2>/dev/null
+        [ "$(grep -c '^ok' "$tmp/all")" -eq 4 ]
+        status=$?
+        [ $status -eq 0 ] || cat "$tmp/all" >>"$tmp/log"
+        result "$mpi: a rank that is late in a ring, two hosts" $status "$tmp/log"
     else skip "$mpi: two hosts" "$(head -n 1 "$tmp/err")"; fi
 
     # train_gpt: the bits of forked ranks.

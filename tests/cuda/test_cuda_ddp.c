@@ -347,6 +347,47 @@ static int pairs_main(dtrain_world *world, void *user)
 }
 static void test_pairs_and_groups(void) { cuda_run(4, DTRAIN_LAUNCH_PROCESSES, pairs_main, NULL); }
 
+static bool no_streams; /* on this rank */
+static dtrain_result refused_stream(dtrain_device *device, bool high_priority, dtrain_stream **out)
+{
+    *out = NULL;
+    if (no_streams) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no more streams");
+    return dtrain_cuda_device_ops()->stream_create(device, high_priority, out);
+}
+
+/* A rank that cannot make its copy stream: nobody has a part of the split, and the parent goes on. */
+static int no_stream_main(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world), *half = NULL;
+    const int rank = dtrain_world_rank(world);
+    float sum = 1;
+    (void)user;
+    for (int refuses = 1; refuses < 3; refuses++) {
+        no_streams = rank == refuses;
+        CHECK_MSG(dtrain_comm_split(comm, rank % 2, 0, &half) == DTRAIN_ERROR_MEMORY && !half, "%s",
+                  dtrain_last_error());
+        CHECK_MSG(strstr(dtrain_last_error(), refuses == 1 ? "rank 1 could not make its part"
+                                                           : "rank 2 could not make its part"),
+                  "%s", dtrain_last_error());
+    }
+    no_streams = false;
+    RANKS_TRY(dtrain_comm_split(comm, rank % 2, 0, &half));
+    RANKS_TRY(dtrain_all_reduce(half, &sum, &sum, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
+    RANKS_TRY(dtrain_all_reduce(comm, &sum, &sum, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
+    CHECK(sum == 5);
+    dtrain_comm_destroy(half);
+    return 0;
+}
+static void test_split_without_stream(void)
+{
+    dtrain_launch_desc desc = cuda_desc(3, DTRAIN_LAUNCH_PROCESSES);
+    dtrain_device_ops ops = *dtrain_cuda_device_ops();
+    ops.stream_create = refused_stream;
+    desc.device_ops = &ops;
+    CHECK_MSG(ranks_launch(&desc, no_stream_main, NULL, NULL) == DTRAIN_OK, "%s",
+              dtrain_last_error());
+}
+
 /* ---- a small GPT ---- */
 
 enum { B = 2, T = 8, C = 16, V = 32, HEADS = 2, PARAMS = 16 };
@@ -612,7 +653,7 @@ static void test_graph_is_eager(void)
     }
 }
 
-/* The number of ignored targets is part of the recorded loss: a change records it again. */
+/* The recorded loss divides by the number of targets that each step has. */
 static void test_graph_notices_ignored_targets(void)
 {
     run how = plain();
@@ -894,6 +935,7 @@ int main(int argc, char **argv)
     RUN(test_async);
     RUN(test_exchange);
     RUN(test_pairs_and_groups);
+    RUN(test_split_without_stream);
     RUN(test_as_on_the_cpu);
     RUN(test_same_bits);
     RUN(test_graph_is_eager);

@@ -17,7 +17,7 @@ static dtrain_result add_one(float *y, int64_t count)
 
 static dtrain_result sum_of(const float *x, int64_t count, float *out)
 {
-    dtrain_sum_args args = {count, false, false, 1, x, NULL, out, DTRAIN_DTYPE_F32};
+    dtrain_sum_args args = {count, false, false, 1, x, NULL, out, DTRAIN_DTYPE_F32, NULL};
     return gpu->ops->sum(gpu, &args);
 }
 
@@ -624,6 +624,35 @@ static void test_unjoined_graph(void)
 #endif
 }
 
+/* Dropped: a recording under way and all graphs, also one that runs. The handles are there to be destroyed,
+ * here or with the device. */
+static void test_graphs_drop(void)
+{
+    dtrain_graph *graph, *left;
+    gpu_open();
+    float *a = zeros(1000);
+    for (int i = 0; i < 2; i++) {
+        CHECK(gpu->ops->graph_begin(gpu) == DTRAIN_OK);
+        CHECK(add_one(a, 1000) == DTRAIN_OK);
+        CHECK(gpu->ops->graph_end(gpu, i ? &left : &graph) == DTRAIN_OK);
+    }
+    CHECK(gpu->ops->graph_launch(gpu, graph) == DTRAIN_OK);
+    CHECK(gpu->ops->graph_begin(gpu) == DTRAIN_OK);
+    gpu->ops->graphs_drop(gpu);
+    CHECK(gpu->ops->graph_launch(gpu, graph) == DTRAIN_ERROR_USAGE);
+    CHECK_SAYS("was dropped");
+    CHECK(gpu->ops->graph_launch(gpu, left) == DTRAIN_ERROR_USAGE);
+    gpu->ops->graph_destroy(gpu, graph);
+    CHECK(gpu->ops->graph_end(gpu, &graph) == DTRAIN_ERROR_USAGE && !graph);
+    CHECK(gpu->ops->may_free(gpu) && all_are(a, 1000, 1));
+    CHECK(gpu->ops->graph_begin(gpu) == DTRAIN_OK && add_one(a, 1000) == DTRAIN_OK);
+    CHECK(gpu->ops->graph_end(gpu, &graph) == DTRAIN_OK); /* left, like the other */
+    gpu_close();
+#ifdef DTRAIN_CUDA_EMULATION
+    CHECK(nothing_alive());
+#endif
+}
+
 /* Scratch that a graph was captured with stays where it is when other work needs more. */
 static void test_graph_keeps_scratch(void)
 {
@@ -790,6 +819,7 @@ int main(int argc, char **argv)
     RUN(test_graph_of_two_streams);
     RUN(test_refused_in_graph);
     RUN(test_unjoined_graph);
+    RUN(test_graphs_drop);
     RUN(test_graph_keeps_scratch);
     RUN(test_faults);
 #ifdef DTRAIN_CUDA_EMULATION

@@ -416,11 +416,17 @@ static void check_sum(int64_t count, dtrain_dtype dtype, bool squares, bool accu
 {
     vector x = make(count ? count : 1, dtype, 0), moved = x;
     double want = 0, size = 0, before = 0.25, total[2][GPU_ORDERS];
-    float out = -1;
+    float out = -1, half = 0.5f;
     double *device_total = (double *)gpu_take(sizeof(double), 0);
     float *device_out = (float *)gpu_take(sizeof(float), 0);
-    dtrain_sum_args args = {count,    squares,      accumulate, 0.5,
-                            x.device, device_total, device_out, dtype};
+    dtrain_sum_args args = {count,        squares,    accumulate, 0.5, x.device,
+                            device_total, device_out, dtype,      NULL};
+    if (squares) { /* half of it from the device's memory */
+        float *factor = (float *)gpu_take(sizeof half, 0);
+        gpu_write(factor, &half, sizeof half);
+        args.scale = 1;
+        args.factor = factor;
+    }
     moved.device = gpu_give(x.host, (size_t)x.count * width_of(dtype), width_of(dtype));
     for (int64_t i = 0; i < count; i++) {
         want += squares ? at(&x, i) * at(&x, i) : at(&x, i);
@@ -463,7 +469,7 @@ static void test_sum(void)
         check_sum(sum_counts[c], dtypes[d], false, false);
         check_sum(sum_counts[c], dtypes[d], true, c % 2 == 0);
     }
-    dtrain_sum_args args = {1, false, true, 1, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
+    dtrain_sum_args args = {1, false, true, 1, NULL, NULL, NULL, DTRAIN_DTYPE_F32, NULL};
     CHECK(gpu->ops->sum(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     args.dtype = DTRAIN_DTYPE_I32;
     CHECK(gpu->ops->sum(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
@@ -478,7 +484,7 @@ static void test_large_sum(void)
     gpu_open();
     float *x = (float *)gpu_take((size_t)count * sizeof(float), 0);
     dtrain_axpby_args ones = {count, false, 1, 0, NULL, x, false, DTRAIN_DTYPE_F32};
-    dtrain_sum_args args = {count, false, false, 1, x, NULL, NULL, DTRAIN_DTYPE_F32};
+    dtrain_sum_args args = {count, false, false, 1, x, NULL, NULL, DTRAIN_DTYPE_F32, NULL};
     double *total = (double *)gpu_take(sizeof(double), 0), got;
     args.total = total;
     args.out = (float *)gpu_take(sizeof(float), 0);

@@ -86,6 +86,7 @@ struct run {
     uint32_t tape_flags, accumulation;
     uint32_t compression, exchange, node_size; /* of more than 0 ranks: hierarchical */
     bool staged, graph, no_overlap;
+    bool ignored; /* rank 1 ignores targets, in each step another number of them */
     size_t bucket_bytes;
     float dropout;
     int steps;
@@ -130,6 +131,7 @@ static dtrain_result next_batch(void *user)
         const uint64_t at = ((uint64_t)m->step * 64 + (uint64_t)m->rank) * B * T + (uint64_t)i;
         m->tokens[i] = (int32_t)(dtrain_random_uniform(5, 1, at) * V);
         m->targets[i] = (m->tokens[i] * 3 + 1) % V;
+        if (m->how->ignored && m->rank == 1 && i < m->step % 4) m->targets[i] = -1;
     }
     m->step++;
     return DTRAIN_OK;
@@ -535,6 +537,21 @@ static void test_graph_is_eager(void)
     }
 }
 
+/* A rank whose targets change in number replays as the others do: all record once, together. */
+static void test_graph_of_ignored_targets(void)
+{
+    start_test();
+    run how = plain();
+    how.steps = 8;
+    how.accumulation = 2;
+    how.ignored = true;
+    const run eager = trained(how, 2);
+    how.graph = true;
+    const run graph = trained(how, 2);
+    check_near(&eager, &graph, how.steps, 1e-6, "ignored targets");
+    CHECK_MSG(graph.graph_launches == 6, "%d launches", (int)graph.graph_launches);
+}
+
 /* ---- which backend ---- */
 
 static void test_shared_device(void)
@@ -650,6 +667,7 @@ int main(int argc, char **argv)
     RUN(test_strategies);
     RUN(test_strategies_between_nodes);
     RUN(test_graph_is_eager);
+    RUN(test_graph_of_ignored_targets);
     RUN(test_shared_device);
     RUN(test_death);
     RUN(test_death_while_recording);

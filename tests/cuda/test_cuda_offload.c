@@ -613,6 +613,63 @@ static void test_failures(void)
 }
 #endif
 
+/* ---- a device that hangs ---- */
+
+static bool hangs; /* on this rank: no event happens any more */
+static dtrain_result hung_query(dtrain_device *device, dtrain_event *event, bool *done)
+{
+    *done = false;
+    return hangs ? DTRAIN_OK : dtrain_cuda_device_ops()->event_query(device, event, done);
+}
+
+/* Rank 1 dies, and then rank 0's device hangs in what has nothing to do with rank 1: a deadline ends that too,
+ * although every look at the world says that a rank is dead. */
+static int hung_main(dtrain_world *world, void *user)
+{
+    int32_t *ready = (int32_t *)user;
+    const int rank = dtrain_world_rank(world);
+    dtrain_param p = ranks_param("p", NULL, NULL, 1000, 0);
+    dtrain_strategy_desc desc = {0};
+    dtrain_strategy *strategy;
+    desc.kind = DTRAIN_STRATEGY_SHARD_GRAD_OP;
+    desc.offload = OG;
+    RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), rank, 0, &desc.comm));
+    RANKS_TRY(dtrain_strategy_create(world, &p, 1, &desc, &strategy));
+    RANKS_TRY(dtrain_strategy_gather(strategy, 0, DTRAIN_PASS_BACKWARD));
+    if (rank == 1) {
+        ranks_await(ready, 1);
+        raise(SIGKILL);
+    }
+    ranks_count(ready);
+    const double begin = dtrain_seconds();
+    while (dtrain_world_poll(world) == DTRAIN_OK && dtrain_seconds() - begin < RANKS_SOON)
+        ranks_sleep_us(1000);
+    CHECK(dtrain_world_poll(world) == DTRAIN_ERROR_PEER);
+    RANKS_TRY(dtrain_strategy_ready(strategy, 0));
+    hangs = true;
+    const double finish = dtrain_seconds();
+    CHECK(dtrain_strategy_finish(strategy) == DTRAIN_ERROR_TIMEOUT);
+    CHECK_MSG(strstr(dtrain_last_error(), "the work before a copy to the host in 1.0 s"), "%s",
+              dtrain_last_error());
+    CHECK_MSG(dtrain_seconds() - finish < RANKS_SOON, "it took %.1f s", dtrain_seconds() - finish);
+    hangs = false;
+    dtrain_strategy_destroy(strategy);
+    ranks_count(ready);
+    return 0;
+}
+static void test_hung_device(void)
+{
+    int32_t *ready = (int32_t *)ranks_shared(sizeof *ready);
+    dtrain_launch_desc desc = cuda_desc(2);
+    dtrain_device_ops ops = *dtrain_cuda_device_ops();
+    ops.event_query = hung_query;
+    desc.device_ops = &ops;
+    desc.timeout_ms = 1000;
+    desc.grace_ms = 20000; /* rank 0 must end by itself */
+    CHECK(ranks_launch(&desc, hung_main, ready, NULL) == DTRAIN_ERROR_RANK_FAILED);
+    CHECK_MSG(*ready == 2, "rank 0 did not come to its end");
+}
+
 static int probe_main(dtrain_world *world, void *user)
 {
     (void)world, (void)user;
@@ -633,6 +690,7 @@ int main(int argc, char **argv)
     RUN(test_bits_of_the_cpu);
     RUN(test_auto);
     RUN(test_refused);
+    RUN(test_hung_device);
 #ifdef DTRAIN_CUDA_EMULATION
     RUN(test_same_bits_in_any_order);
     RUN(test_failures);

@@ -20,6 +20,7 @@ static void check_page(const dtrain__control *control)
     for (int i = 0; i < RANKS; i++) {
         const dtrain__exit_record *end = &control->exits[i];
         if (end->how > DTRAIN__LOST || !memchr(end->error, 0, sizeof end->error)) abort();
+        if (end->after < 0 || end->after > RANKS || (control->waits[i] & 65535u) > RANKS) abort();
         for (int half = 0; half < 2; half++)
             if (control->slots[i].bytes[half] > DTRAIN_WORLD_ALL_GATHER_BYTES) abort();
     }
@@ -36,6 +37,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         abort();
     memset(region.control->exits, 0, RANKS * sizeof region.control->exits[0]);
     memset(region.control->slots, 0, RANKS * sizeof region.control->slots[0]);
+    memset(region.control->waits, 0, sizeof region.control->waits);
     region.control->ended_count = region.control->first_failed = 0;
     memset(&region.control->aborted, 0, sizeof region.control->aborted);
     memset(&world, 0, sizeof world);

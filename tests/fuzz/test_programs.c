@@ -6,6 +6,7 @@
  *     build/tests/test_programs --count 10000          so many new ones; they are printed to be repeated
  *     build/tests/test_programs --seconds 120          as many as fit
  *     build/tests/test_programs --seed 77              this one, in words; if it fails it is shrunk
+ *     mpirun -n 4 build/mpi/test_programs --count 100  over MPI, each with four ranks; the first failure ends it
  *
  * A program is a pure function of its seed: every decision of a rank is drawn from (seed, what, rank,
  * step, micro-batch, parameter), so that the oracle can take it too. What ranks may do differently: lack
@@ -13,11 +14,26 @@
  * of some; step over units in backward; gather one twice; come late; look (query) at any moment. All
  * ranks together read, verify and evaluate between forward and backward, and between steps. In one program of
  * twelve a rank gives up in the middle: then the others end with an error that says so, at once. Gradients
- * are small multiples of 1/8: sums of them are exact in every order and dtype. */
+ * are small multiples of 1/8: sums of them are exact in every order and dtype.
+ *
+ * build/emu/test_programs is the same with emulated GPUs: two programs of three share one and exchange through
+ * host memory, in the third each rank has its own and they talk over dtrain_nccl.h and the mock of NCCL. */
 #include "test.h"
 
 #include "dtrain.h"
+#ifdef DTRAIN_CUDA_EMULATION
+#define DTRAIN_NCCL_LINKED
+#define DTRAIN_NCCL_IMPLEMENTATION
+#include "dtrain_nccl.h"
+#endif
 #include "ranks.h"
+#ifdef DTRAIN_CUDA_EMULATION
+#include "nccl/mock/nccl_mock.c"
+#include "nccl/mock/emulated_device.h"
+#endif
+#ifdef DTRAIN_USE_MPI
+#include <mpi.h>
+#endif
 
 enum { MOST_RANKS = 8, MOST_PARAMS = 14, MOST_STEPS = 4, MOST_MICRO = 4, MOST_UNITS = 6 };
 static const float RATE = 0.125f; /* of the update: value -= RATE * mean gradient */
@@ -43,6 +59,7 @@ typedef struct program {
     uint64_t lacks, lacks_unit, lacks_all, stragglers, looks, own_order, repeats;
     int quitter, quit_step; /* a rank that gives up in the middle of this step; -1: none */
     int64_t elements;       /* of all storages */
+    bool nccl;              /* on emulated GPUs; else staged */
     char note[16];          /* what shrinking took away */
 } program;
 
@@ -51,6 +68,7 @@ typedef struct report {
     int outcome[MOST_RANKS]; /* 0: not reported; 1: as expected; 2: not */
     char text[MOST_RANKS][400];
     bool fails[MOST_STEPS]; /* finish must refuse this step, for a missing gradient */
+    int misuses;            /* of NCCL, and what it still holds at the end */
     double tolerance, gathered_tolerance;
     double data[]; /* mean (steps, elements), base (elements) */
 } report;
@@ -62,7 +80,21 @@ typedef struct play {
 
 /* ---- Decisions ------------------------------------------------------------------------------------*/
 
-enum { GRAD = 1, LACKS, LACKS_UNIT, LACKS_ALL, LATE, LOOK, ORDER, REPEAT, SKIP_GATHER, TOGETHER };
+enum {
+    GRAD = 1,
+    LACKS,
+    LACKS_UNIT,
+    LACKS_ALL,
+    LATE,
+    LOOK,
+    ORDER,
+    REPEAT,
+    SKIP_GATHER,
+    TOGETHER,
+    NCCL,
+    DELAY,
+    POLLS
+};
 
 static uint64_t draw(const program *g, uint64_t what, int rank, int step, int micro, int64_t item)
 {
@@ -144,14 +176,14 @@ typedef struct rank_state {
     dtrain_param params[MOST_PARAMS];
     dtrain_device *device;
     float *memory, *host; /* the model's own arrays, of the device; scratch of this program */
+    dtrain_result copied; /* the last look */
 } rank_state;
 
 /* What is in an array of the device, as many floats as scratch has room for; and the way back. */
 static const float *look_at(rank_state *s, const float *array, int64_t count)
 {
-    if (dtrain_device_copy(s->device, s->host, array, (size_t)count * sizeof(float)) != DTRAIN_OK)
-        return NULL;
-    return s->host;
+    s->copied = dtrain_device_copy(s->device, s->host, array, (size_t)count * sizeof(float));
+    return s->copied == DTRAIN_OK ? s->host : NULL;
 }
 static dtrain_result put_back(rank_state *s, float *array, int64_t count)
 {
@@ -167,6 +199,12 @@ static int wrong(rank_state *s, const char *format, ...)
     va_end(args);
     s->y.r->outcome[s->rank] = 2;
     return 1;
+}
+/* With NCCL a copy, which waits for the device, is where a rank hears of another one's end. */
+static int no_copy(rank_state *s, int step)
+{
+    return wrong(s, "step %d: a copy: %s: %.250s", step, dtrain_result_text(s->copied),
+                 dtrain_last_error());
 }
 #define GOOD(call)                                                                    \
     do {                                                                              \
@@ -198,8 +236,9 @@ static int check_value(rank_state *s, int p, const float *value, int step, bool 
     const program *g = s->y.g;
     const int storage = g->p[p].storage;
     const double tolerance = gathered ? s->y.r->gathered_tolerance : s->y.r->tolerance;
-    if (value && value != s->host) value = look_at(s, value, g->p[p].count);
     if (!value) return wrong(s, "step %d, %s: parameter %d has no value", step, when, p);
+    if (value != s->host) value = look_at(s, value, g->p[p].count);
+    if (!value) return no_copy(s, step);
     for (int64_t i = 0; i < g->p[p].count && exact(g); i++) {
         const double expected = value_of(&s->y, step, storage, i);
         if (!is_close((double)value[i], expected, tolerance))
@@ -266,7 +305,7 @@ static int contribute(rank_state *s, int step, int micro, int p)
     const program *g = s->y.g;
     dtrain_param *q = &s->params[p];
     if (!q->grad) return wrong(s, "step %d: parameter %d has no gradient's memory", step, p);
-    if (!look_at(s, q->grad, g->p[p].count)) return wrong(s, "step %d: a copy failed", step);
+    if (!look_at(s, q->grad, g->p[p].count)) return no_copy(s, step);
     for (int64_t i = 0; i < g->p[p].count; i++) {
         const float part = gradient(g, s->rank, step, micro, p, i);
         s->host[i] = q->state.grad_written ? s->host[i] + part : part;
@@ -346,7 +385,7 @@ static int check_gradients(rank_state *s, int step)
         const int p = (int)(shards[k].param - s->params);
         const int64_t size = shards[k].count;
         float *const updates = s->host + g->elements;
-        if (!look_at(s, shards[k].grad, size)) return wrong(s, "step %d: a copy failed", step);
+        if (!look_at(s, shards[k].grad, size)) return no_copy(s, step);
         for (int64_t i = 0; i < size && exact(g); i++) {
             const double expected = mean_of(&s->y, step, p)[shards[k].offset + i];
             if (!is_close((double)s->host[i], expected, s->y.r->tolerance))
@@ -355,7 +394,7 @@ static int check_gradients(rank_state *s, int step)
                              expected);
         }
         for (int64_t i = 0; i < size; i++) updates[i] = RATE * s->host[i];
-        if (!look_at(s, shards[k].value, size)) return wrong(s, "step %d: a copy failed", step);
+        if (!look_at(s, shards[k].value, size)) return no_copy(s, step);
         for (int64_t i = 0; i < size; i++) s->host[i] -= updates[i];
         GOOD(put_back(s, shards[k].value, size));
     }
@@ -426,6 +465,14 @@ static void register_model(rank_state *s)
     }
 }
 
+#ifdef DTRAIN_USE_MPI
+enum { OVER_MPI = 1 };
+#else
+enum { OVER_MPI = 0 };
+#endif
+static int
+    mpi_ranks; /* over MPI a world has all ranks of mpirun, and each rank has a report of its own */
+
 static int rank_main(dtrain_world *world, void *user)
 {
     const play *y = (const play *)user;
@@ -452,7 +499,7 @@ static int rank_main(dtrain_world *world, void *user)
         for (int p = 0; p < g->params; p++)
             if (g->p[p].storage == p) {
                 if (dtrain_strategy_read(s->strategy, (size_t)p, s->host) != DTRAIN_OK) break;
-                for (int64_t i = 0; i < g->p[p].count && s->rank == 0; i++)
+                for (int64_t i = 0; i < g->p[p].count && (s->rank == 0 || OVER_MPI); i++)
                     base_of(y, p)[i] = (double)s->host[i];
             }
         result = dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK ? train(s) : 1;
@@ -549,6 +596,7 @@ static program generate(uint64_t seed)
     memset(&g, 0, sizeof g);
     g.seed = seed;
     g.ranks = 1 + (int)pick(&state, pick(&state, 4) ? 4 : MOST_RANKS);
+    if (OVER_MPI) g.ranks = mpi_ranks;
     g.mode = pick(&state, 2) ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS;
     g.steps = 1 + (int)pick(&state, MOST_STEPS);
     g.micro = 1 + (int)pick(&state, MOST_MICRO);
@@ -561,6 +609,9 @@ static program generate(uint64_t seed)
     g.repeats = rate(&state);
     g.quitter = pick(&state, 12) ? -1 : (int)pick(&state, (uint64_t)g.ranks);
     g.quit_step = (int)pick(&state, (uint64_t)g.steps);
+    g.nccl = draw(&g, NCCL, 0, 0, 0, 0) % 3 == 0;
+    if (OVER_MPI)
+        g.mode = DTRAIN_LAUNCH_PROCESSES, g.quitter = -1; /* MPI is not called after a failure */
     return g;
 }
 
@@ -569,15 +620,15 @@ static void print_program(const program *g)
     static const char *const kinds[] = {"",           "ddp",   "zero1",       "shard_grad_op",
                                         "full_shard", "zero3", "hybrid_shard"};
     const dtrain_strategy_desc *d = &g->desc;
-    printf("  seed %llu%s: %d ranks (%s), %s, %d steps of %d micro-batches, accumulation %u, "
+    printf("  seed %llu%s: %d ranks (%s%s), %s, %d steps of %d micro-batches, accumulation %u, "
            "node_size %u%s, "
            "missing %u, reduce %s, param %s, whole_below %lld, buckets %zu %zu%s, no_overlap %02x, "
            "compression %u (dense %llu), quits %d in %d\n"
            "  one in: lacks %llu, unit %llu, all %llu; late %llu, looks %llu, order %llu, repeats "
            "%llu\n",
-           (unsigned long long)g->seed, g->note, g->ranks, ranks_mode_name(g->mode), kinds[d->kind],
-           g->steps, g->micro, d->accumulation, d->node_size,
-           d->hierarchical ? ", hierarchical" : "", d->missing_gradient,
+           (unsigned long long)g->seed, g->note, g->ranks, ranks_mode_name(g->mode),
+           g->nccl ? ", NCCL on GPUs" : "", kinds[d->kind], g->steps, g->micro, d->accumulation,
+           d->node_size, d->hierarchical ? ", hierarchical" : "", d->missing_gradient,
            dtrain_dtype_name((dtrain_dtype)d->reduce_dtype),
            dtrain_dtype_name((dtrain_dtype)d->param_dtype), (long long)d->whole_below,
            d->first_bucket_bytes, d->bucket_bytes, d->keep_after_forward ? ", kept" : "",
@@ -614,6 +665,65 @@ static void say_nothing(void *user, dtrain_log_level level, int rank, const char
     (void)user, (void)level, (void)rank, (void)line;
 }
 
+#ifdef DTRAIN_CUDA_EMULATION
+static play *playing; /* in the process that launches, and in its ranks */
+
+/* NCCL of this process takes its time. */
+static void slow_down(const program *g, int rank)
+{
+    nccl_mock.delay_steps = (int)(draw(g, DELAY, rank, 0, 0, 0) % 5);
+    nccl_mock.progress_polls = (int)(draw(g, POLLS, rank, 0, 0, 0) % 3);
+}
+
+static dtrain_result checked_create(const dtrain_device_desc *desc, dtrain_device *device)
+{
+    if (playing->g->mode == DTRAIN_LAUNCH_PROCESSES) slow_down(playing->g, (int)desc->device_index);
+    return dtrain_cuda_device_ops()->create(desc, device);
+}
+
+static void checked_destroy(dtrain_device *device)
+{
+    const bool alone = playing->g->mode == DTRAIN_LAUNCH_PROCESSES;
+    const nccl_mock_counts *now = &nccl_mock_count;
+    const int held = now->comms + now->allocations + now->registrations;
+    dtrain_cuda_device_ops()->destroy(device);
+    __atomic_add_fetch(&playing->r->misuses, now->misuses + (alone ? held : 0), __ATOMIC_RELAXED);
+}
+
+/* A device for each rank, and NCCL between them. */
+static void use_nccl(play *y, dtrain_launch_desc *desc, dtrain_device_ops *ops)
+{
+    playing = y;
+    dtrain_emulation_set_device_count(MOST_RANKS);
+    slow_down(y->g, 0);
+    *ops = *dtrain_cuda_device_ops();
+    ops->create = checked_create;
+    ops->destroy = checked_destroy;
+    desc->device_ops = ops;
+    desc->comm_ops = dtrain_nccl_comm_ops();
+}
+#endif
+
+static dtrain_result launch_program(play *y)
+{
+    dtrain_launch_desc desc = ranks_desc(y->g->ranks, y->g->mode);
+    desc.timeout_ms = 8000;
+    desc.log = say_nothing;
+#ifdef DTRAIN_USE_CUDA
+    desc.device_ops =
+        dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */
+#endif
+#ifdef DTRAIN_CUDA_EMULATION
+    dtrain_device_ops ops;
+    if (y->g->nccl) use_nccl(y, &desc, &ops);
+#endif
+#ifdef DTRAIN_USE_MPI
+    desc.comm_ops = dtrain_mpi_comm_ops();
+#endif
+    alarm(40);
+    return dtrain_launch(&desc, rank_main, y, NULL);
+}
+
 /* True if the program ends as it must; otherwise *text says what one of its ranks found. */
 static bool passes(program *g, char *text, size_t room)
 {
@@ -627,25 +737,27 @@ static bool passes(program *g, char *text, size_t room)
     y.r->gathered_tolerance = low_values ? 0.04 : y.r->tolerance;
     oracle(&y);
     fflush(stdout);
+    if (OVER_MPI) {
+        const bool good = launch_program(&y) == DTRAIN_OK;
+        snprintf(text, room, "%s", good ? "" : dtrain_last_error());
+        for (int r = 0; r < g->ranks && !good; r++)
+            if (y.r->outcome[r] == 2) snprintf(text, room, "rank %d: %s", r, y.r->text[r]);
+        munmap(y.r, bytes);
+        return good;
+    }
     const pid_t child = fork();
     if (child == 0) {
-        dtrain_launch_desc desc = ranks_desc(g->ranks, g->mode);
         setpgid(0, 0);
-        desc.timeout_ms = 8000;
-        desc.log = say_nothing;
-#ifdef DTRAIN_USE_CUDA
-        desc.device_ops =
-            dtrain_cuda_device_ops(); /* staged: its memory reaches other ranks through the host's */
-#endif
-        alarm(40);
-        _exit(dtrain_launch(&desc, rank_main, &y, NULL) == DTRAIN_OK ? 0 : 1);
+        _exit(launch_program(&y) == DTRAIN_OK ? 0 : 1);
     }
     int status = 0;
     waitpid(child, &status, 0);
     kill(-child, SIGKILL);
     const bool quits = g->quitter >= 0 && g->quitter < g->ranks && g->quit_step < g->steps;
     bool good = !quits ? status == 0 : WIFEXITED(status) && WEXITSTATUS(status) == 1;
-    snprintf(text, room, "the launcher ended with status %x", (unsigned)status);
+    snprintf(text, room, "the launcher ended with status %x, NCCL was misused %d times",
+             (unsigned)status, y.r->misuses);
+    good = good && !y.r->misuses;
     for (int r = g->ranks - 1; r >= 0; r--) {
         const bool peer = y.r->outcome[r] == 2 && strstr(y.r->text[r], "DTRAIN_ERROR_PEER");
         good = good && (y.r->outcome[r] == 1 || (peer && quits));
@@ -658,12 +770,14 @@ static bool passes(program *g, char *text, size_t room)
 /* Takes away what the failure does not need: a change that still fails is kept. */
 static void shrink(program *g)
 {
+    enum { FIRST_PARAM = 25 }; /* changes of parameters come behind all others */
     char text[500];
     bool smaller = true;
     while (smaller) {
         smaller = false;
-        for (int change = 0; change < 24 + MOST_PARAMS; change++) {
+        for (int change = 0; change < FIRST_PARAM + MOST_PARAMS; change++) {
             program next = *g;
+            const int own = change - FIRST_PARAM;
             switch (change) {
             case 0: next.steps = 1; break;
             case 1: next.micro = next.micro > 1 ? next.micro - 1 : 1; break;
@@ -689,12 +803,13 @@ static void shrink(program *g)
             case 21: next.desc.accumulation = 0; break;
             case 22: next.ranks = next.ranks > 2 ? next.ranks - 1 : next.ranks; break;
             case 23: next.steps = next.steps > 1 ? next.steps - 1 : 1; break;
+            case 24: next.nccl = false; break;
             default:
-                next.p[change - 24].host_grads = 0, next.p[change - 24].host_value = false;
-                if (next.p[change - 24].count > 1 && next.p[change - 24].storage == change - 24) {
-                    next.p[change - 24].count = 1;
+                next.p[own].host_grads = 0, next.p[own].host_value = false;
+                if (next.p[own].count > 1 && next.p[own].storage == own) {
+                    next.p[own].count = 1;
                     for (int p = 0; p < next.params; p++)
-                        if (next.p[p].storage == change - 24) next.p[p].count = 1;
+                        if (next.p[p].storage == own) next.p[p].count = 1;
                 }
             }
             if (change == 17 && g->desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD) continue;
@@ -730,7 +845,8 @@ static bool run_seed(uint64_t seed, bool words)
     char text[500];
     if (words) print_program(&g);
     if (passes(&g, text, sizeof text)) return true;
-    printf("  FAIL seed %llu: %s\n", (unsigned long long)seed, text);
+    fprintf(OVER_MPI ? stderr : stdout, "  FAIL seed %llu: %s\n", (unsigned long long)seed, text);
+    if (OVER_MPI) exit(1);
     shrink(&g);
     passes(&g, text, sizeof text);
     print_program(&g);
@@ -753,12 +869,23 @@ int main(int argc, char **argv)
             end = test_seconds() + atof(argv[i + 1]), count = UINT64_MAX;
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
+#ifdef DTRAIN_USE_MPI
+    int rank;
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_SINGLE, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &mpi_ranks);
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Bcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
+    if (rank && !freopen("/dev/null", "w", stdout)) return 1;
+#endif
     if (count > 1)
         for (size_t i = 0; i < sizeof failed_once / sizeof *failed_once; i++)
             *(run_seed(failed_once[i].seed, false) ? &passed : &failed) += 1;
     printf("  seeds from %llu on\n", (unsigned long long)first);
     for (uint64_t i = 0; i < count && failed < 20 && (end == 0 || test_seconds() < end); i++)
         *(run_seed(first + i, count == 1) ? &passed : &failed) += 1;
+#ifdef DTRAIN_USE_MPI
+    MPI_Finalize();
+#endif
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed != 0;
 }

@@ -630,6 +630,7 @@ static void test_split(void)
 static int rank_memory(dtrain_world *world, void *user)
 {
     dtrain_comm *comm = dtrain_world_comm(world);
+    dtrain_work *work;
     void *a, *b, *left;
     char bytes[1000];
     (void)user;
@@ -641,6 +642,8 @@ static int rank_memory(dtrain_world *world, void *user)
     RANKS_TRY(
         device_of(comm)->ops->copy(device_of(comm), bytes, a, 1000, DTRAIN_COPY_DEVICE_TO_HOST));
     for (int i = 0; i < 1000; i++) CHECK(bytes[i] == 0);
+    RANKS_TRY(dtrain_all_reduce(comm, a, a, 250, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
+    RANKS_TRY(dtrain_work_wait(work)); /* in the order of the stream: it has not run */
     dtrain_comm_free(comm, a, 1000);
     dtrain_comm_free(comm, b, 0);
     CHECK(nccl_mock_count.registrations == (DTRAIN_NCCL_HAS_MEMORY ? 1 : 0));
@@ -750,16 +753,66 @@ static int rank_graph(dtrain_world *world, void *user)
     CHECK(dtrain_all_reduce(comm, host, host, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL) !=
           DTRAIN_OK); /* or a peer's was */
     CHECK_MSG(strstr(dtrain_last_error(), "captured graph") != NULL, "%s", dtrain_last_error());
-    expect_leftovers = late_silent =
-        true; /* the capture is not joined: the communicator has failed */
-    device->ops->graph_end(device, &graph);
-    device->ops->graph_destroy(device, graph);
+    CHECK(device->ops->graph_end(device, &graph) != DTRAIN_OK &&
+          !graph); /* it ended with the failure */
     return 0;
 }
 static void test_graph(void)
 {
     rank_controls[1].delay_steps = 2;
     nccl_run(4, rank_graph, NULL);
+}
+
+/* A graph is there when its communicator fails, when the world ends, when its communicator is destroyed. */
+typedef enum { AT_FAILURE, AT_END, AT_DESTROY } left_graph;
+
+static int rank_graph_left(dtrain_world *world, void *user)
+{
+    const left_graph kind = *(const left_graph *)user;
+    dtrain_comm *comm = dtrain_world_comm(world), *used = comm;
+    dtrain_device *device = dtrain_world_device(world);
+    buffer b = buffer_make(comm, IN_COMM, 400);
+    char *bytes = (char *)b.memory;
+    dtrain_graph *graph;
+    dtrain_work *work;
+    if (kind == AT_DESTROY) RANKS_TRY(dtrain_comm_split(comm, 0, 0, &used));
+    RANKS_TRY(device->ops->graph_begin(device));
+    RANKS_TRY(
+        dtrain_all_reduce(used, bytes, bytes, 100, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
+    RANKS_TRY(dtrain_work_wait(work));
+    RANKS_TRY(device->ops->graph_end(device, &graph));
+    RANKS_TRY(device->ops->graph_launch(device, graph));
+    RANKS_TRY(device->ops->synchronize(device));
+    const double begin = dtrain_seconds();
+    if (kind == AT_FAILURE) { /* a buffer that is not aligned */
+        CHECK(dtrain_all_reduce(comm, bytes + 2, bytes + 2, 9, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                                NULL) == DTRAIN_ERROR_ARGUMENT);
+        CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "it took %.1f s",
+                  dtrain_seconds() - begin);
+        CHECK(nccl_mock_count.aborts == 1 && nccl_mock_count.comms == 0);
+        CHECK(device->ops->graph_launch(device, graph) != DTRAIN_OK);
+    }
+    if (kind == AT_DESTROY) {
+        dtrain_comm_destroy(used); /* waits for the graph, and no longer than a second */
+        const dtrain_result result = dtrain_barrier(comm);
+        CHECK_MSG(result == DTRAIN_ERROR_PEER || result == DTRAIN_ERROR_TIMEOUT, "%s",
+                  dtrain_result_text(result));
+        CHECK_MSG(strstr(dtrain_last_error(), "until graphs with its operations are destroyed"),
+                  "%s", dtrain_last_error());
+    }
+    if (kind != AT_END) device->ops->graph_destroy(device, graph);
+    return 0;
+}
+static void test_graph_left(void)
+{
+    for (left_graph kind = AT_FAILURE; kind <= AT_DESTROY; kind = (left_graph)(kind + 1)) {
+        const double begin = dtrain_seconds();
+        dtrain_launch_desc desc = nccl_desc(2, kind == AT_DESTROY ? 1000 : 20000);
+        const dtrain_result result = ranks_launch(&desc, rank_graph_left, &kind, NULL);
+        CHECK_MSG(result == DTRAIN_OK, "%s", result == DTRAIN_OK ? "" : dtrain_last_error());
+        CHECK_MSG(dtrain_seconds() - begin < RANKS_SOON, "it took %.1f s",
+                  dtrain_seconds() - begin);
+    }
 }
 
 /* ---- creation that cannot work ---- */
@@ -1158,6 +1211,7 @@ int main(int argc, char **argv)
     RUN(test_memory);
     RUN(test_steady_state);
     RUN(test_graph);
+    RUN(test_graph_left);
     RUN(test_refusals);
     RUN(test_newer_library);
     RUN(test_hang);

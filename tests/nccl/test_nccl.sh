@@ -59,6 +59,8 @@ END
 missing='-DDTRAIN_NCCL_LIBRARY="libnccl-that-is-not-there.so.2"'
 cat >"$out/stubs.c" <<'END'
 #include <cuda_runtime_api.h>
+cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
 {
     (void)stream;
@@ -81,7 +83,11 @@ float dtrain_bf16_to_f32(uint16_t bits) { return bits; }
 float dtrain_f16_to_f32(uint16_t bits) { return bits; }
 uint16_t dtrain_f32_to_bf16(float value) { return (uint16_t)value; }
 uint16_t dtrain_f32_to_f16(float value) { return (uint16_t)value; }
+cudaError_t cudaGetDevice(int *device) { *device = 0; return cudaSuccess; }
 bool nccl_mock_enqueue(cudaStream_t stream, bool (*step)(void *), const void *state, size_t bytes) { return stream && step && state && bytes; }
+bool nccl_mock_retain(cudaStream_t stream, void (*release)(void *), void *user) { return stream && release && !user; }
+void nccl_mock_advance(void) {}
+bool nccl_mock_is_idle(void) { return true; }
 bool nccl_mock_is_device_memory(const void *memory, size_t bytes) { return memory && bytes; }
 void *nccl_mock_device_alloc(size_t bytes) { return malloc(bytes); }
 void nccl_mock_device_free(void *memory) { free(memory); }
@@ -119,11 +125,16 @@ cat >"$out/alone.c" <<'END'
 #include "dtrain_nccl.h"
 int main(void)
 {
+    static const dtrain_device_ops ops; /* that has nothing to do */
+    dtrain_device device;
     dtrain_nccl__hub hub;
     dtrain_nccl__comm comm;
     dtrain_nccl_info info;
     ncclUniqueId id;
+    memset(&device, 0, sizeof device);
     memset(&hub, 0, sizeof hub);
+    device.ops = &ops;
+    hub.device = &device;
     memset(&comm, 0, sizeof comm);
     if (dtrain_nccl_query(&info) != DTRAIN_OK || dtrain_nccl__load(&hub.nccl, &hub.version) != DTRAIN_OK) {
         printf("%s\n", dtrain_last_error());

@@ -58,7 +58,7 @@ for c in gcc clang; do
     done
     [ $c = $ours ] || [ "$full" != 0 ] || continue
     try "$c -O3 -ffast-math -march=native finds overflows" sh -c "$c -std=c99 -O3 -ffast-math -march=native $warn \
-        -Itests -Itests/support tests/unit/test_scaler.c -o '$build/scaler_$c' $libs && '$build/scaler_$c'"
+        -iquote src -Itests -Itests/support tests/unit/test_scaler.c '$build/impl.c' -o '$build/scaler_$c' $libs && '$build/scaler_$c'"
 done
 for c in g++ clang++; do
     here $c || continue

@@ -380,7 +380,8 @@ static dtrain_result naive_sum(dtrain_device *device, const dtrain_sum_args *a)
         double x = naive_get(a->x, a->dtype, i);
         sum += a->squares ? x * x : x;
     }
-    sum = a->scale * sum + (a->accumulate ? a->total[0] : 0);
+    sum *= a->scale * (a->factor ? (double)a->factor[0] : 1);
+    sum += a->accumulate ? a->total[0] : 0;
     if (a->total) a->total[0] = sum;
     if (a->out) a->out[0] = (float)sum;
     return DTRAIN_OK;

@@ -22,7 +22,7 @@
  *                                     that keeps what was applied
  *     test_powersgd_wakes_up          directions that do not come back
  *     test_bytes, test_plan           one round of two counted; state without residuals */
-#define DTRAIN_IMPLEMENTATION
+#include "strategy/strategy_internal.h"
 #include "dtrain.h"
 
 #include "test.h"

@@ -254,7 +254,7 @@ static void test_dataset_bad_files(void)
     write_bin("cut", 20240520, 1, 6, tokens, sizeof tokens);
     write_bin("longer", 20240520, 1, 4, tokens, sizeof tokens);
     write_bin("huge", 20240520, 1, 0x7fffffff, tokens, sizeof tokens);
-    write_bin("negative", 20240520, 1, 0xfffffffb, tokens, sizeof tokens);
+    write_bin("too_many", 20240520, 1, 0xfffffffb, tokens, sizeof tokens);
     write_bin("none", 20240520, 1, 0, tokens, 0);
     write_bin("header", 20240520, 1, 5, tokens, sizeof tokens);
     CHECK(truncate(path_of("header"), 1023) == 0);
@@ -276,7 +276,7 @@ static void test_dataset_bad_files(void)
                   "announces 6 tokens, which makes 1036 bytes, but has 1034");
     check_refused("longer", 0, DTRAIN_ERROR_DATA, "announces 4 tokens");
     check_refused("huge", 0, DTRAIN_ERROR_DATA, "announces 2147483647 tokens");
-    check_refused("negative", 0, DTRAIN_ERROR_DATA, "announces -5 tokens");
+    check_refused("too_many", 0, DTRAIN_ERROR_DATA, "announces 4294967291 tokens");
     check_refused("none", 0, DTRAIN_ERROR_DATA, "announces 0 tokens");
 }
 

@@ -312,8 +312,16 @@ static void test_sum(void)
         }
         for (int squares = 0; squares < 2; squares++)
             for (int t = 1; t <= THREADS; t++) {
-                const dtrain_sum_args a = {n, squares != 0,     false, 0.5,
-                                           x, &got[squares][t], NULL,  DTRAIN_DTYPE_F32};
+                const float half = 0.5f; /* of the scale, in one of the two */
+                const dtrain_sum_args a = {n,
+                                           squares != 0,
+                                           false,
+                                           squares ? 1 : 0.5,
+                                           x,
+                                           &got[squares][t],
+                                           NULL,
+                                           DTRAIN_DTYPE_F32,
+                                           squares ? &half : NULL};
                 CHECK(!devices[t]->ops->sum(devices[t], &a));
                 CHECK(fabs(got[squares][t] - 0.5 * want[squares]) <= 1e-11 * (1 + (double)n));
                 CHECK(got[squares][t] == got[squares][1]);
@@ -321,7 +329,7 @@ static void test_sum(void)
         if (n > 4095) {
             x[n - 1] = dtrain__f32_from_bits(0x7f800000u);
             double out;
-            const dtrain_sum_args a = {n, true, false, 1, x, &out, NULL, DTRAIN_DTYPE_F32};
+            const dtrain_sum_args a = {n, true, false, 1, x, &out, NULL, DTRAIN_DTYPE_F32, NULL};
             CHECK(!devices[2]->ops->sum(devices[2], &a) && !dtrain_is_finite((float)out));
         }
         free(x);
@@ -992,7 +1000,7 @@ static void test_plan_device(void)
     CHECK(a && b && c && a != b && b != c && ((uintptr_t)b & 63) == 0 && ((uintptr_t)c & 63) == 0);
     CHECK((uintptr_t)c - (uintptr_t)b >= (size_t)1 << 40);
     CHECK(d->peak_bytes == ((size_t)1 << 40) + 1);
-    const dtrain_sum_args s = {4, false, false, 1, b, &sum, NULL, DTRAIN_DTYPE_F32};
+    const dtrain_sum_args s = {4, false, false, 1, b, &sum, NULL, DTRAIN_DTYPE_F32, NULL};
     const dtrain_add_args add = {4, b, b, c, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
     CHECK(!d->ops->sum(d, &s) && sum == 1 && !d->ops->add(d, &add) && !d->ops->zero(d, b, 100));
     d->ops->free(d, b, (size_t)1 << 40);

@@ -446,6 +446,166 @@ static void test_deadline(void)
     }
 }
 
+/* ---- who is behind ---- */
+
+typedef struct lateness {
+    story *told;
+    uint64_t seed;
+    int ranks, who, round; /* who is late in which round */
+    uint32_t mode;
+    bool stops; /* by a signal, inside of its wait; else it comes when all others have given up */
+    bool ring;  /* from that round on there are only messages, from each rank to the next one */
+} lateness;
+
+/* Messages around the ring, in one direction or another, and collectives, drawn alike on every rank. */
+static dtrain_result play_round(dtrain_comm *comm, dtrain_comm *twin, uint64_t draw, bool ring,
+                                long pause_us, float *x)
+{
+    const int n = dtrain_comm_size(comm), rank = dtrain_comm_rank(comm);
+    const int step = ring ? 1 : 1 + (int)(draw >> 8 & 255) % (n - 1);
+    const size_t count = draw >> 16 & 1 ? 60000 : 7;
+    dtrain_work *work = NULL;
+    dtrain_result result = DTRAIN_OK;
+    switch (ring ? 2 : draw % 6) {
+    case 0: return dtrain_barrier(draw >> 17 & 1 ? comm : twin);
+    case 1: return dtrain_all_reduce(comm, x, x, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL);
+    default:
+        if (draw >> 17 & 1) comm = twin;
+        TRY(dtrain_send(comm, x, count, DTRAIN_DTYPE_F32, (rank + step) % n, &work));
+        ranks_sleep_us(pause_us);
+        result = dtrain_recv(comm, x + 60000, count, DTRAIN_DTYPE_F32, (rank + n - step) % n, NULL);
+        if (result == DTRAIN_OK) return dtrain_work_wait(work);
+        dtrain_work_wait(work);
+        return result;
+    }
+}
+static void stop_now(int number)
+{
+    (void)number;
+    raise(SIGSTOP);
+}
+/* What happens in front of the call of that round; returns for how long this rank pauses between its send and its
+ * receive. The rank behind the late one in the ring pauses: so deadlines end first where nobody waits for the late
+ * one itself. A rank that is to be stopped inside of its wait has a neighbour that lets it wait. */
+static long come_late(lateness *l, int rank)
+{
+    struct itimerval timer;
+    memset(&timer, 0, sizeof timer);
+    timer.it_value.tv_usec = 50000;
+    if (rank == (l->who + l->ranks - 1) % l->ranks && l->stops) ranks_sleep_us(150000);
+    if (rank == l->who && !l->stops) ranks_await(&l->told->ready, l->ranks - 1);
+    if (rank == l->who && l->stops && signal(SIGALRM, stop_now) != SIG_ERR)
+        setitimer(ITIMER_REAL, &timer, NULL);
+    return rank == (l->who + 1) % l->ranks ? 300000 : 0;
+}
+static int rank_is_late(dtrain_world *world, void *user)
+{
+    lateness *l = (lateness *)user;
+    const int rank = dtrain_world_rank(world);
+    dtrain_comm *twin;
+    dtrain_result result = DTRAIN_OK;
+    float *x = (float *)calloc(120000, sizeof *x);
+    l->told->pid[rank] = (int32_t)getpid();
+    RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &twin));
+    for (int round = 0; round < l->round + 40 && result == DTRAIN_OK; round++) {
+        const long pause_us = round == l->round ? come_late(l, rank) : 0;
+        result =
+            play_round(dtrain_world_comm(world), twin, ranks_mix(l->seed * 1000 + (uint64_t)round),
+                       l->ring && round >= l->round, pause_us, x);
+    }
+    tell(l->told, rank, result);
+    ranks_count(&l->told->ready);
+    if (l->stops && __atomic_load_n(&l->told->ready, __ATOMIC_ACQUIRE) == l->ranks - 1)
+        kill(l->told->pid[l->who], SIGKILL);
+    free(x);
+    return 40;
+}
+/* A text blames the ranks that have something behind their number: "(its last was #3)". */
+static bool blames_only(const char *text, int rank)
+{
+    char wanted[32];
+    int blamed = 0, others = 0;
+    snprintf(wanted, sizeof wanted, "rank %d (", rank);
+    for (const char *at = strchr(text, '('); at; at = strchr(at + 1, '(')) {
+        if (strncmp(at, "(its last was", 13) != 0 && strncmp(at, "(stuck in", 9) != 0) continue;
+        const size_t length = strlen(wanted);
+        const bool good =
+            at + 1 - text >= (long)length && strncmp(at + 1 - length, wanted, length) == 0;
+        blamed += good, others += !good;
+    }
+    return blamed == 1 && others == 0;
+}
+static void check_lateness(lateness *l)
+{
+    dtrain_launch_desc desc = ranks_desc(l->ranks, l->mode);
+    desc.timeout_ms = 2500; /* more than twice the second for which a machine may stand still */
+    l->told = new_story();
+    CHECK(dtrain_launch(&desc, rank_is_late, l, NULL) == DTRAIN_ERROR_RANK_FAILED);
+    CHECK_MSG(blames_only(dtrain_last_error(), l->who), "seed %llu: rank %d of %d is late: %s",
+              (unsigned long long)l->seed, l->who, l->ranks, dtrain_last_error());
+    for (int r = 0; r < l->ranks; r++)
+        if (r != l->who)
+            CHECK_MSG((l->told->result[r] == DTRAIN_ERROR_TIMEOUT ||
+                       l->told->result[r] == DTRAIN_ERROR_PEER) && /* in the other communicator */
+                          blames_only(l->told->text[r], l->who),
+                      "seed %llu, %s: rank %d of %d is late in round %d, rank %d heard: %s",
+                      (unsigned long long)l->seed, ranks_mode_name(l->mode), l->who, l->ranks,
+                      l->round, r, l->told->text[r]);
+    munmap(l->told, sizeof *l->told);
+}
+/* Several runs beside each other: they do nothing but wait. */
+static void test_who_is_behind(void)
+{
+    enum { BESIDE = 3 };
+    const uint64_t first = (uint64_t)time(NULL), count = test_full() ? 60 : BESIDE;
+    for (uint64_t i = 0; i < count; i += BESIDE) {
+        pid_t children[BESIDE];
+        fflush(NULL);
+        for (uint64_t k = 0; k < BESIDE; k++) {
+            children[k] = fork();
+            if (children[k] != 0) continue;
+            lateness l;
+            memset(&l, 0, sizeof l);
+            l.seed = first + i + k;
+            l.ranks = k == 0 ? 3 : k == 1 ? 4 : 5 + (int)(ranks_mix(l.seed) % 4);
+            l.who = (int)(ranks_mix(l.seed + 1) % (uint64_t)l.ranks);
+            l.round = (int)(ranks_mix(l.seed + 2) % 30);
+            l.mode = k == 1 ? THREADS : PROCESSES;
+            l.stops = k == 0;
+            l.ring = k != 2 || l.seed % 2;
+            check_lateness(&l);
+            _exit(0);
+        }
+        for (int k = 0; k < BESIDE; k++) {
+            int status = 0;
+            CHECK_MSG(test_wait(children[k], 60, &status) && status == 0,
+                      "a run ended with status %x", (unsigned)status);
+        }
+    }
+}
+/* Ranks that all receive before they send: nobody is behind. */
+static int rank_goes_in_a_circle(dtrain_world *world, void *user)
+{
+    story *s = (story *)user;
+    const int n = dtrain_world_size(world), rank = dtrain_world_rank(world);
+    float x;
+    tell(s, rank,
+         dtrain_recv(dtrain_world_comm(world), &x, 1, DTRAIN_DTYPE_F32, (rank + 1) % n, NULL));
+    return 40;
+}
+static void test_circle(void)
+{
+    story *s = new_story();
+    dtrain_launch_desc desc = ranks_desc(3, THREADS);
+    desc.timeout_ms = 500;
+    CHECK(ranks_launch(&desc, rank_goes_in_a_circle, s, NULL) == DTRAIN_ERROR_RANK_FAILED);
+    for (int r = 0; r < 3; r++)
+        CHECK_MSG(s->result[r] == DTRAIN_ERROR_TIMEOUT &&
+                      contains(s->text[r], "wait for each other"),
+                  "%s", s->text[r]);
+    munmap(s, sizeof *s);
+}
+
 /* ---- disagreement (7, 8, 9) ---- */
 
 typedef struct demand {
@@ -1165,6 +1325,8 @@ int main(int argc, char **argv)
     RUN(test_stopped_rank);
     RUN(test_stopped_and_continued);
     RUN(test_deadline);
+    RUN(test_who_is_behind);
+    RUN(test_circle);
     RUN(test_mismatch);
     RUN(test_mismatched_messages);
     RUN(test_works_after_failure);

@@ -1,7 +1,7 @@
 /* test_internals.c: what cannot be seen from outside: the layout of buckets, two reports at one moment, the
  * unit that a kernel runs in, the trainer's seeds and its books about stragglers. One program, because the
  * implementation has to be compiled into it once more. */
-#define DTRAIN_IMPLEMENTATION
+#include "train/trainer.c"
 #include "dtrain.h"
 #include "test.h"
 #include "naive_device.h"

@@ -526,24 +526,27 @@ static void test_forwarding(void)
     check_forwarded(SIGTERM, 1);
 }
 
-/* Stopped ranks hear of a request to stop too. */
+/* Stopped ranks hear of a request to stop too, with a handler for it and without. */
 static void test_forwarding_to_stopped(void)
 {
-    wards *all = (wards *)ranks_shared(sizeof *all);
-    int status = 0, r;
-    pid_t child;
-    fflush(NULL);
-    child = fork();
-    if (child == 0) {
-        dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
-        _exit(dtrain_launch(&desc, rank_until_told, all, NULL) == DTRAIN_ERROR_RANK_FAILED ? 51
-                                                                                           : 52);
+    for (int graceful = 0; graceful < 2; graceful++) {
+        wards *all = (wards *)ranks_shared(sizeof *all);
+        int status = 0, r;
+        pid_t child;
+        all->graceful = graceful;
+        fflush(NULL);
+        child = fork();
+        if (child == 0) {
+            dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
+            _exit(dtrain_launch(&desc, rank_until_told, all, NULL) == DTRAIN_OK ? 50 : 51);
+        }
+        ranks_await(&all->ready, 3);
+        for (r = 0; r < 3; r++) kill(all->pid[r], SIGSTOP);
+        kill(child, SIGTERM);
+        CHECK_MSG(test_wait(child, RANKS_SOON, &status), "the launcher did not end");
+        CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == (graceful ? 50 : 51), "status %x",
+                  (unsigned)status);
     }
-    ranks_await(&all->ready, 3);
-    for (r = 0; r < 3; r++) kill(all->pid[r], SIGSTOP);
-    kill(child, SIGTERM);
-    CHECK_MSG(test_wait(child, RANKS_SOON, &status), "the launcher did not end");
-    CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 51, "status %x", (unsigned)status);
 }
 
 /* ---- a launcher that dies ---- */

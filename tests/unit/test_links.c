@@ -2,7 +2,8 @@
  * from a formula, which is written here once more, pair of ranks by pair of ranks. Due times are compared
  * with the formula to the nanosecond, for they are made of time stamps; of clocks only lower bounds are
  * asked: a transfer is never faster than its link, and may be as late as a busy machine makes it. */
-#define DTRAIN_IMPLEMENTATION
+#include "comm/engine_internal.h"
+#include "comm/reduce.c"
 #include "dtrain.h"
 #include "test.h"
 #include "ranks.h"

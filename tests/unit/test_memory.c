@@ -255,6 +255,48 @@ static void test_prediction_of_modes(void)
         }
 }
 
+/* Autocast rounds the weights of a gathered unit as often as it is there: in fp32 parameters' memory
+ * there is room for one unit's copies and those of the tied weight, not for the model's. With the
+ * bits of DDP, whose copies stay. */
+static run *casting_run(uint32_t kind, uint32_t tape_flags, int mode)
+{
+    run *r = run_create(kind, 96, 2);
+    r->tape_flags = tape_flags;
+    r->accumulation = mode == 1 ? 2 : 1;
+    r->checkpoint = mode == 2;
+    if (kind == DTRAIN_STRATEGY_HYBRID_SHARD) r->desc.node_size = 2;
+    ranks_run(4, DTRAIN_LAUNCH_THREADS, train_rank, r);
+    return r;
+}
+
+static void test_casts_go_with_their_units(void)
+{
+    const uint64_t unit = 2 * 8 * 96 * 96, tied = 2 * VOCAB * 96;
+    for (int mode = 0; mode < 3; mode++) {
+        run *whole = casting_run(DTRAIN_STRATEGY_DDP, DTRAIN_TAPE_BF16, mode);
+        for (int k = 2; k < KINDS; k++) {
+            run *plain = casting_run(kinds[k], 0, mode);
+            run *cast = casting_run(kinds[k], DTRAIN_TAPE_BF16, mode);
+            const bool gathers = kinds[k] != DTRAIN_STRATEGY_SHARD_GRAD_OP;
+            for (int i = 0; i < 4; i++) {
+                const uint64_t more = cast->peak[i] - plain->peak[i];
+                const double planned = (double)cast->total[i] / (double)cast->peak[i];
+                CHECK_MSG(cast->results[i] == DTRAIN_OK, "%s: %s", names[k], cast->errors[i]);
+                CHECK_MSG(memcmp(&cast->losses[i], &whole->losses[i], sizeof(float)) == 0,
+                          "%s: loss %.9g, not %.9g", names[k], (double)cast->losses[i],
+                          (double)whole->losses[i]);
+                CHECK_MSG(planned > 0.85 && planned < 1.1, "%s: %.3f of what it took was planned",
+                          names[k], planned);
+                CHECK_MSG((more < tied + unit + unit / 2) == gathers,
+                          "%s: %llu bytes more than fp32", names[k], (unsigned long long)more);
+            }
+            run_delete(plain);
+            run_delete(cast);
+        }
+        run_delete(whole);
+    }
+}
+
 /* What the operating system says of processes, workspace included. */
 static void test_prediction_of_processes(void)
 {
@@ -460,6 +502,18 @@ static void test_batch_is_the_largest(void)
     }
 }
 
+/* Where units are gathered there is room for more than the copies of all weights would leave. */
+static void test_batch_beside_casts(void)
+{
+    run *r = run_create(DTRAIN_STRATEGY_FULL_SHARD, 160, 1);
+    r->tape_flags = DTRAIN_TAPE_BF16;
+    launch_limited(2, 20 * MIB, DTRAIN_LAUNCH_THREADS, batch_rank, r);
+    check_batches(r, 2, "FULL_SHARD in bf16");
+    CHECK_MSG(r->predicted[0] > 20 * MIB, "batch %u takes %llu", r->batches[0],
+              (unsigned long long)r->predicted[0]);
+    run_delete(r);
+}
+
 /* The limit of the rank that has least is everybody's, to the byte. */
 static void test_batch_of_the_least_rank(void)
 {
@@ -551,11 +605,13 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_prediction);
     RUN(test_prediction_of_modes);
+    RUN(test_casts_go_with_their_units);
     RUN(test_prediction_of_processes);
     RUN(test_model_larger_than_the_limit);
     RUN(test_communicator_memory_counts);
     RUN(test_auto_keeps_to_the_limit);
     RUN(test_batch_is_the_largest);
+    RUN(test_batch_beside_casts);
     RUN(test_batch_of_the_least_rank);
     RUN(test_batch_at_most);
     RUN(test_batch_of_a_failing_trial);

@@ -281,6 +281,77 @@ static void test_moments(void)
     run_scenes("own collectives", own_collectives, DTRAIN_STRATEGY_DDP);
 }
 
+/* ---- The first cause ------------------------------------------------------------------------------ */
+
+/* Rank 1 of three fails in the middle of a backward, destroys its strategy and ends last: the others hear what was
+ * wrong at first, and the launcher names that rank. */
+typedef struct downfall {
+    int which;
+    uint32_t kind;
+    int32_t ended;
+    char heard[3][1024];
+} downfall;
+static const char *const causes[] = {"is marked twice in one backward", "rank 99 does not exist",
+                                     "sample 17 cannot be read"};
+
+static dtrain_result fail_somehow(dtrain_world *world, dtrain_strategy *s, int which)
+{
+    float x = 0;
+    if (which == 0) return dtrain_strategy_ready(s, 2);
+    if (which == 1)
+        return dtrain_broadcast(dtrain_world_comm(world), &x, 1, DTRAIN_DTYPE_F32, 99, NULL);
+    return dtrain_fail(DTRAIN_ERROR_DATA, "sample 17 cannot be read");
+}
+static int downfall_rank(dtrain_world *world, void *user)
+{
+    downfall *d = (downfall *)user;
+    const int rank = dtrain_world_rank(world);
+    const float ones[4] = {1, 1, 1, 1};
+    dtrain_param p[4] = {one_param("a", 0), one_param("b", 0), one_param("c", 1),
+                         one_param("d", 1)};
+    dtrain_strategy_desc desc;
+    dtrain_strategy *s;
+    dtrain_result result = DTRAIN_OK;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = d->kind;
+    desc.node_size = d->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 3 : 0;
+    RANKS_TRY(dtrain_strategy_create(world, p, 4, &desc, &s));
+    RANKS_TRY(forward(s));
+    if (rank != 1) result = backward(s, p, ones, 15);
+    else {
+        RANKS_TRY(dtrain_strategy_gather(s, 1, DTRAIN_PASS_BACKWARD));
+        fill(&p[2], 1);
+        RANKS_TRY(dtrain_strategy_ready(s, 2));
+        result = fail_somehow(world, s, d->which);
+    }
+    CHECK(result != DTRAIN_OK);
+    dtrain_strategy_destroy(s);
+    snprintf(d->heard[rank], sizeof d->heard[rank], "%s", dtrain_last_error());
+    if (rank == 1) ranks_await(&d->ended, 2);
+    if (rank == 1) ranks_sleep_us(20000); /* the others are at their very end */
+    ranks_count(&d->ended);
+    return rank == 1 ? 5 : 40;
+}
+static void test_first_cause(void)
+{
+    downfall *d = (downfall *)ranks_shared(sizeof *d);
+    for (int run = 0; run < 12; run++) {
+        dtrain_launch_desc desc = ranks_desc(3, (uint32_t)run % 2);
+        dtrain_launch_info info;
+        const char *cause = causes[run % 3];
+        memset(d, 0, sizeof *d);
+        d->which = run % 3;
+        d->kind = DTRAIN_STRATEGY_DDP + (uint32_t)run % ALL_KINDS;
+        CHECK(ranks_launch(&desc, downfall_rank, d, &info) == DTRAIN_ERROR_RANK_FAILED);
+        CHECK_MSG(info.first_failed_rank == 1 && info.exit_code == 5 &&
+                      strstr(dtrain_last_error(), cause),
+                  "run %d: rank %d, exit code %d: %s", run, info.first_failed_rank, info.exit_code,
+                  dtrain_last_error());
+        for (int r = 0; r < 3; r++)
+            CHECK_MSG(strstr(d->heard[r], cause), "run %d, rank %d: %s", run, r, d->heard[r]);
+    }
+}
+
 /* ---- Decisions ------------------------------------------------------------------------------------ */
 
 /* Two nodes of three ranks: what a rank sees of its own node is not what the others see of theirs, when some of them
@@ -410,6 +481,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_lacking);
     RUN(test_moments);
+    RUN(test_first_cause);
     RUN(test_uneven_nodes);
     RUN(test_auto_agrees);
     RUN(test_plan_of_most);

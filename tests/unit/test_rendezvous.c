@@ -1,7 +1,12 @@
 /* test_rendezvous.c: worlds whose ranks another launcher has started: what the environment is
  * taken to mean, the rendezvous and its enemies, the control plane, deaths. The ranks here are
  * processes started by the tests with the variables that a launcher would set. */
-#define DTRAIN_IMPLEMENTATION
+#include "core/result.c"
+#include "world/arena.c"
+#include "world/environment.c"
+#include "world/launch.c"
+#include "world/page.c"
+#include "world/rendezvous.c"
 #include "dtrain.h"
 #include "test.h"
 #include "ranks.h"
@@ -800,6 +805,24 @@ static void test_strangers(void)
     for (i = 0; i < 3; i++)
         CHECK_MSG(c.ends[i].done && c.ends[i].result == DTRAIN_OK, "rank %d: %s", i,
                   c.ends[i].error);
+}
+
+/* More connections that stay and say nothing than rank 0 listens to: ranks that come later get in. */
+static void test_silent_strangers(void)
+{
+    enum { CALLERS = 300 };
+    crew c = make_crew(3, rank_is_glad, NULL);
+    int fds[CALLERS];
+    crew_start(&c, 0, 0);
+    fds[0] = call_patiently(c.port);
+    for (int i = 1; i < CALLERS; i++) fds[i] = call(c.port);
+    crew_start(&c, 1, 1);
+    crew_start(&c, 2, 2);
+    crew_wait(&c);
+    for (int i = 0; i < CALLERS; i++)
+        if (fds[i] >= 0) close(fds[i]);
+    for (int i = 0; i < 3; i++)
+        CHECK_MSG(c.ends[i].result == DTRAIN_OK, "rank %d: %s", i, c.ends[i].error);
 }
 
 /* What calls itself rank 1, knows the protocol and not the key: turned away, and the real one is let
@@ -1717,6 +1740,7 @@ int main(int argc, char **argv)
     RUN(test_no_such_host);
     RUN(test_port_in_use);
     RUN(test_strangers);
+    RUN(test_silent_strangers);
     RUN(test_false_rank_1);
     RUN(test_false_rank_0);
     RUN(test_false_welcome);

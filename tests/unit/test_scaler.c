@@ -1,7 +1,8 @@
 /* test_scaler.c: loss scaling: scales of torch.amp.GradScaler and of DeepSpeed's hysteresis,
  * overflows that one rank alone has, the trainer's skipped steps, fp16 training.
  * test_compile.sh runs it in a build with -ffast-math as well. */
-#define DTRAIN_IMPLEMENTATION
+#include "train/trainer_internal.h"
+#include "optim/optim_internal.h"
 #include "dtrain.h"
 #include "test.h"
 #include "ranks.h"

@@ -12,7 +12,7 @@
  * zeroed; initial values by place in the shard; owners whose runs cut tensors; a rounded wire not
  * converted back; shards of frozen parameters. The other tests: bytes that forget what stays
  * gathered; values of the host not copied back. */
-#define DTRAIN_IMPLEMENTATION
+#include "strategy/strategy_internal.h"
 #include "dtrain.h"
 
 #include "test.h"

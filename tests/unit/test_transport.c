@@ -1,7 +1,7 @@
 /* test_transport.c: the engine of the communicators over a transport of 150 lines (toy_transport.h): every
  * call that test_comm.c makes gives the same bits, and disagreement, departure and silence end in the
  * same sentences as on the local communicator. */
-#define DTRAIN_IMPLEMENTATION
+#include "comm/engine_internal.h"
 #define main test_comm_main
 #include "test_comm.c"
 #undef main

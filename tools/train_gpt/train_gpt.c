@@ -73,8 +73,8 @@ static dtrain_result finish_job(dtrain_world *world, job *j)
     return show_sample(j, first);
 }
 
-/* Every rank runs this function. Rank 0 alone prints an error that all ranks return. A rank that
- * fails because another one did prints nothing: dtrain_launch quotes the first error. */
+/* Every rank runs this function. A rank that fails prints nothing: dtrain_launch quotes the first
+ * error. */
 static int train(dtrain_world *world, void *user)
 {
     job j;
@@ -85,8 +85,6 @@ static int train(dtrain_world *world, void *user)
     TRY(train_steps(&j));
     TRY(finish_job(world, &j));
 cleanup:
-    if (result != DTRAIN_OK && result != DTRAIN_ERROR_PEER && dtrain_world_rank(world) == 0)
-        fprintf(stderr, "\ntrain_gpt: %s\n", dtrain_last_error());
     close_job(&j);
     if (result != DTRAIN_OK) return 1;
     if (fflush(stdout) == 0 && !ferror(stdout)) return 0;

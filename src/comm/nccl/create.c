@@ -59,16 +59,19 @@ DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__comm_init(dtrain_nccl__comm *com
     return dtrain_nccl__complete(hub, comm->nccl, result, "ncclCommInitRankConfig");
 }
 
-/* Close a communicator. Finalize waits for operations in flight, so it is polled; destroy then has
- * nothing to wait for. */
+/* Close a communicator. Finalize waits for operations in flight, and until no graph holds any of
+ * its collectives, so it is polled; destroy then has nothing to wait for. */
 static void dtrain_nccl__comm_close(dtrain_nccl__comm *comm)
 {
     dtrain_nccl__hub *hub = comm->hub;
     for (dtrain_nccl__memory *m = hub->memory; m; m = m->next)
         if (m->comm == comm) dtrain_nccl__deregister(m);
     if (!comm->dead && comm->nccl) {
-        dtrain_nccl__complete(hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
-                              "ncclCommFinalize");
+        dtrain_nccl__complete(
+            hub, comm->nccl, hub->nccl.CommFinalize(comm->nccl),
+            comm->captured ? "ncclCommFinalize, which waits until graphs with its operations are "
+                             "destroyed"
+                           : "ncclCommFinalize");
         if (!comm->dead) hub->nccl.CommDestroy(comm->nccl);
     }
     dtrain_nccl__comm_free(comm);
@@ -353,6 +356,10 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
                            "dtrain_cuda_device_ops(), or leave comm_ops NULL",
                            ops->name);
     DTRAIN_NCCL_TRY(dtrain_nccl__load(&hub->nccl, &hub->version));
+    const cudaError_t error = cudaGetDevice(&hub->device_index); /* NCCL takes it too */
+    if (error != cudaSuccess)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "cudaGetDevice failed: %s",
+                           cudaGetErrorString(error));
     DTRAIN_NCCL_TRY(ops->stream_create(hub->device, true, &hub->stream));
     DTRAIN_NCCL_TRY(ops->event_create(hub->device, &hub->ready));
     for (int i = 0; i < 2; i++)
@@ -363,16 +370,15 @@ static dtrain_result dtrain_nccl__hub_prepare(dtrain_nccl__hub *hub)
     return DTRAIN_OK;
 }
 
+/* Close everything. Graphs that the program has not destroyed are of no use to anybody now, and
+ * while_waiting stays until all memory is free: it keeps the deadline of that too. */
 static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
 {
     const dtrain_device_ops *ops = hub->device->ops;
     hub->closing = true;
     if (hub->code == DTRAIN_OK) dtrain_nccl__flush(hub);
+    dtrain_nccl__drop_graphs(hub);
     while (hub->comms) dtrain_nccl__comm_close(hub->comms);
-    if (hub->device->waiting_user == hub) {
-        hub->device->while_waiting = NULL;
-        hub->device->waiting_user = NULL;
-    }
     while (hub->memory) {
         dtrain_nccl__memory *memory = hub->memory;
         hub->memory = memory->next;
@@ -389,6 +395,10 @@ static void dtrain_nccl__hub_close(dtrain_nccl__hub *hub)
         dtrain_nccl__work *work = hub->pool;
         hub->pool = work->next;
         dtrain_nccl__free(hub, work, sizeof *work);
+    }
+    if (hub->device->waiting_user == hub) {
+        hub->device->while_waiting = NULL;
+        hub->device->waiting_user = NULL;
     }
     for (int i = 0; i < 2; i++)
         if (hub->marks[i].event) ops->event_destroy(hub->device, hub->marks[i].event);

@@ -4,14 +4,19 @@
  *
  *     1. its text, with what this rank was doing, is stored in the hub
  *     2. it goes to the other ranks over the control plane, which they poll while they wait
- *     3. all NCCL communicators of the hub are aborted
+ *     3. all NCCL communicators of the hub are aborted, and the device's graphs dropped
  *     4. every later call returns the text again
  *
  * Why each communicator is aborted by a thread of its own: aborted one after another they can
  * deadlock, as the first abort frees device memory, which waits for kernels, which wait for the
  * second communicator. An NCCL group would do from 2.22 on; threads do in every version, and they
  * give a deadline to a call that has been known to hang. A thread that does not return is left
- * behind, with the memory it uses. */
+ * behind, with the memory it uses.
+ *
+ * Why graphs are dropped: every recorded collective holds a reference on its communicator until the
+ * graph is destroyed, or the recording that it is part of, and ncclCommAbort waits for all of them.
+ * It sets the flag that ends running kernels first, so a graph in the middle of a replay ends too.
+ */
 
 #include "comm/nccl/nccl_internal.h"
 
@@ -20,6 +25,7 @@
 static void *dtrain_nccl__abort_thread(void *user)
 {
     dtrain_nccl__comm *comm = (dtrain_nccl__comm *)user;
+    cudaSetDevice(comm->hub->device_index); /* a thread begins with device 0 */
     comm->hub->nccl.CommAbort(comm->nccl);
     __atomic_store_n(&comm->abort_state, 2u, __ATOMIC_RELEASE);
     return NULL;
@@ -71,6 +77,11 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub)
     }
 }
 
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__drop_graphs(dtrain_nccl__hub *hub)
+{
+    if (hub->device->ops->graphs_drop) hub->device->ops->graphs_drop(hub->device);
+}
+
 static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
 {
     for (dtrain_nccl__comm *comm = hub->comms; comm; comm = comm->next) {
@@ -80,6 +91,7 @@ static void dtrain_nccl__abort_all(dtrain_nccl__hub *hub)
         memcpy(comm->text, hub->text, sizeof comm->text);
         dtrain_nccl__abort_one(comm);
     }
+    dtrain_nccl__drop_graphs(hub);
     dtrain_nccl__await_aborts(hub);
     for (dtrain_nccl__memory *m = hub->memory; m; m = m->next) { /* handles died with them */
         m->comm = NULL;

@@ -19,10 +19,12 @@ static dtrain_result dtrain_nccl__memory_get(dtrain_nccl__hub *hub, size_t bytes
     return dtrain_fail(DTRAIN_ERROR_MEMORY, "ncclMemAlloc of %zu bytes failed: %s", bytes,
                        hub->nccl.GetErrorString(result));
 }
+/* Give memory back. ncclMemFree unmaps it at once, unlike cudaFree, which waits for kernels. */
 static void dtrain_nccl__memory_put(dtrain_nccl__hub *hub, dtrain_nccl__memory *memory)
 {
+    const dtrain_device_ops *ops = hub->device->ops;
     hub->device->comm_bytes -= memory->bytes;
-    hub->nccl.MemFree(memory->pointer);
+    if (!ops->may_free || ops->may_free(hub->device)) hub->nccl.MemFree(memory->pointer);
 }
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__register(dtrain_nccl__comm *comm,
                                                          dtrain_nccl__memory *memory)

@@ -95,7 +95,8 @@ typedef struct dtrain_nccl__comm {
     dtrain_nccl__hub *hub;
     struct dtrain_nccl__comm *next; /* newest first */
     ncclComm_t nccl;
-    bool dead; /* failed, aborted or being aborted; code and text say why */
+    bool captured; /* a graph has recorded operations of it */
+    bool dead;     /* failed, aborted or being aborted; code and text say why */
     dtrain_result code;
     char text[DTRAIN_NCCL_TEXT];
     uint32_t abort_state; /* atomic: 1 = a thread is in ncclCommAbort, 2 = it has returned */
@@ -146,6 +147,7 @@ typedef struct dtrain_nccl__stream_mark {
 struct dtrain_nccl__hub {
     dtrain_world *world;
     dtrain_device *device;
+    int device_index; /* as CUDA counts: of every thread that calls NCCL */
     dtrain_allocator allocator;
     dtrain_nccl__library nccl;
     uint32_t version;
@@ -187,6 +189,7 @@ DTRAIN_NCCL__PRIVATE void dtrain_nccl__describe(const dtrain_nccl__comm *comm,
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__sleep(long microseconds);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__abort_one(dtrain_nccl__comm *comm);
 DTRAIN_NCCL__PRIVATE void dtrain_nccl__await_aborts(dtrain_nccl__hub *hub);
+DTRAIN_NCCL__PRIVATE void dtrain_nccl__drop_graphs(dtrain_nccl__hub *hub);
 DTRAIN_NCCL__PRIVATE dtrain_nccl__record *dtrain_nccl__record_at(dtrain_nccl__comm *comm,
                                                                  uint64_t operation);
 DTRAIN_NCCL__PRIVATE dtrain_result dtrain_nccl__hub_error(dtrain_nccl__hub *hub);

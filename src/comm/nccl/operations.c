@@ -176,6 +176,7 @@ static void dtrain_nccl__write_record(dtrain_nccl__comm *comm, dtrain_nccl__work
     record->launched = false;
     record->captured = captured;
     work->captured = captured;
+    comm->captured = comm->captured || captured;
     work->record = record;
 }
 

@@ -229,6 +229,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
     DTRAIN__TRY(dtrain__job_run(cpu, &job, cpu->kernels->sum, args->count));
     for (int64_t i = 0; i < job.total; i++) sum += cpu->sums[i];
     sum *= args->scale;
+    if (args->factor) sum *= (double)args->factor[0];
     if (args->accumulate) sum += args->total[0];
     if (args->total) args->total[0] = sum;
     if (args->out) args->out[0] = (float)sum;

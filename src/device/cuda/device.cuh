@@ -1,7 +1,7 @@
 /* Device: state, errors, waiting, creation
  *
- * Handles are CUDA's own: a dtrain_event is a cudaEvent_t, a dtrain_graph a cudaGraphExec_t.
- * Streams are kept in a list besides, because synchronize waits for all of them.
+ * A dtrain_event is a cudaEvent_t. Streams are kept in a list, because synchronize waits for all of
+ * them; and graphs, because all are dropped when a communicator whose collectives they hold ends.
  *
  * Invariant: no call here blocks without a limit. A call that would wait inside the driver (a copy
  * of pageable memory, and cudaFree, which waits for running kernels) is made only after the streams
@@ -22,6 +22,11 @@
 struct dtrain_stream {
     cudaStream_t native;
     dtrain_stream *next;
+};
+
+struct dtrain_graph {
+    cudaGraphExec_t native; /* NULL: dropped */
+    dtrain_graph *next;
 };
 
 enum {
@@ -73,7 +78,7 @@ struct dtrain_cuda_state {
     size_t scratch_bytes;
     void *retired[DTRAIN_CUDA_RETIRED_BLOCKS]; /* scratch that graphs may still address */
     int retired_count;
-    int64_t graph_count;  /* alive */
+    dtrain_graph *graphs; /* not destroyed yet */
     cudaEvent_t marks[2]; /* in the compute stream: see dtrain_cuda_await_mark */
     int64_t launches;
     dtrain_result queue_error;
@@ -313,6 +318,17 @@ static void dtrain_cuda_abandon_capture(dtrain_cuda_state *state)
     cudaGetLastError();
 }
 
+/* Give back what CUDA holds for the graphs. One that is running runs to its end. */
+static void dtrain_cuda_graphs_drop(dtrain_device *device)
+{
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
+    dtrain_cuda_abandon_capture(state);
+    for (dtrain_graph *graph = state->graphs; graph; graph = graph->next) {
+        if (graph->native && cudaGraphExecDestroy(graph->native) != cudaSuccess) cudaGetLastError();
+        graph->native = NULL;
+    }
+}
+
 static bool dtrain_cuda_is_running(const dtrain_cuda_state *state)
 {
     bool running = cudaStreamQuery(state->stream) == cudaErrorNotReady;
@@ -469,6 +485,12 @@ static void dtrain_cuda_destroy(dtrain_device *device)
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     if (!state) return;
     const bool may_free = dtrain_cuda_may_free(device);
+    dtrain_cuda_graphs_drop(device);
+    while (state->graphs) {
+        dtrain_graph *graph = state->graphs;
+        state->graphs = graph->next;
+        dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
+    }
     if (state->gemm_cache) dtrain_cuda_gemm_cache_free(state);
     if (state->lt) cublasLtDestroy(state->lt);
     if (may_free) {

@@ -50,7 +50,7 @@ static void dtrain_cuda_free(dtrain_device *device, void *memory, size_t bytes)
 static dtrain_result dtrain_cuda_grow_scratch(dtrain_device *device, size_t bytes)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    const bool keep = state->graph_count > 0 && state->scratch;
+    const bool keep = state->graphs && state->scratch;
     void *grown = NULL;
     if (keep && bytes < 2 * state->scratch_bytes) bytes = 2 * state->scratch_bytes;
     if (!keep) {
@@ -295,35 +295,53 @@ static dtrain_result dtrain_cuda_graph_begin(dtrain_device *device)
 static dtrain_result dtrain_cuda_graph_end(dtrain_device *device, dtrain_graph **out)
 {
     dtrain_cuda_state *state = dtrain_cuda_state_of(device);
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t executable = NULL;
+    cudaGraph_t recorded = NULL;
     *out = NULL;
     if (!state->capturing)
         return dtrain_fail(
             DTRAIN_ERROR_USAGE,
-            "graph_end: no graph_begin came before it, or memory was freed since: that "
-            "cannot be recorded and ended the capture");
+            "graph_end: no graph_begin came before it, or the recording has ended since: memory "
+            "was freed, which cannot be recorded, or a communicator failed");
     state->capturing = false;
-    cudaError_t error = cudaStreamEndCapture(state->stream, &graph);
-    if (error == cudaSuccess) error = cudaGraphInstantiate(&executable, graph, 0);
-    if (graph) cudaGraphDestroy(graph);
-    DTRAIN_CUDA_TRY(dtrain_cuda_check(error, "graph_end"));
-    state->graph_count++;
-    *out = (dtrain_graph *)executable;
+    dtrain_graph *graph =
+        (dtrain_graph *)dtrain_cuda_host_take(&state->allocator, sizeof(dtrain_graph));
+    cudaError_t error = cudaStreamEndCapture(state->stream, &recorded);
+    if (error == cudaSuccess && graph) error = cudaGraphInstantiate(&graph->native, recorded, 0);
+    if (recorded) cudaGraphDestroy(recorded);
+    if (!graph) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a graph");
+    const dtrain_result result = dtrain_cuda_check(error, "graph_end");
+    if (result != DTRAIN_OK) {
+        dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
+        return result;
+    }
+    graph->next = state->graphs;
+    state->graphs = graph;
+    *out = graph;
     return DTRAIN_OK;
 }
 
+/* Launch a graph. One that was dropped is refused with the failure that dropped it, if that still
+ * stands. */
 static dtrain_result dtrain_cuda_graph_launch(dtrain_device *device, dtrain_graph *graph)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_not_captured(device, "graph_launch"));
-    return dtrain_cuda_check(
-        cudaGraphLaunch((cudaGraphExec_t)graph, dtrain_cuda_state_of(device)->stream),
-        "graph_launch");
+    if (!graph->native) {
+        if (device->while_waiting) DTRAIN_CUDA_TRY(device->while_waiting(device->waiting_user));
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "graph_launch: the graph was dropped when a communicator failed: "
+                           "destroy it and record another");
+    }
+    return dtrain_cuda_check(cudaGraphLaunch(graph->native, dtrain_cuda_state_of(device)->stream),
+                             "graph_launch");
 }
 
 static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph)
 {
+    dtrain_cuda_state *state = dtrain_cuda_state_of(device);
     if (!graph) return;
-    if (cudaGraphExecDestroy((cudaGraphExec_t)graph) != cudaSuccess) cudaGetLastError();
-    dtrain_cuda_state_of(device)->graph_count--;
+    if (graph->native && cudaGraphExecDestroy(graph->native) != cudaSuccess) cudaGetLastError();
+    dtrain_graph **link = &state->graphs;
+    while (*link != graph) link = &(*link)->next;
+    *link = graph->next;
+    dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
 }

@@ -68,17 +68,17 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
 
 /* Add the partial sums in order, by one block, and scale the total. */
 static __global__ void __launch_bounds__(DTRAIN_CUDA_SUM_THREADS)
-    dtrain_cuda_finish_sum_kernel(const double *partial, int count, double scale, bool accumulate,
-                                  double *total, float *out)
+    dtrain_cuda_finish_sum_kernel(const double *partial, int count, const dtrain_sum_args args)
 {
     __shared__ double slots[DTRAIN_CUDA_WARP];
     double sum = 0;
     for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];
-    sum = scale * dtrain_cuda_block_sum(sum, slots);
+    sum = args.scale * dtrain_cuda_block_sum(sum, slots);
     if (threadIdx.x != 0) return;
-    if (accumulate) sum += total[0];
-    if (total) total[0] = sum;
-    if (out) out[0] = (float)sum;
+    if (args.factor) sum *= (double)args.factor[0];
+    if (args.accumulate) sum += args.total[0];
+    if (args.total) args.total[0] = sum;
+    if (args.out) args.out[0] = (float)sum;
 }
 
 template <typename T>
@@ -95,8 +95,7 @@ static dtrain_result dtrain_cuda_sum_as(dtrain_device *device, const dtrain_sum_
                                         args->squares, dtrain_cuda_aligned(args->x),
                                         (double *)partial));
     return DTRAIN_CUDA_RUN(device, "sum", dtrain_cuda_finish_sum_kernel, 1, DTRAIN_CUDA_SUM_THREADS,
-                           0, (const double *)partial, (int)blocks, args->scale, args->accumulate,
-                           args->total, args->out);
+                           0, (const double *)partial, (int)blocks, *args);
 }
 
 static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_args *args)

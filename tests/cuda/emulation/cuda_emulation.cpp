@@ -968,6 +968,7 @@ struct operation {
     std::function<bool()> run; /* called until it returns true */
     point after;               /* something in another stream that must have run */
     std::vector<point> also_after;
+    bool of_event = false; /* touches no memory */
 };
 struct capture;
 } // namespace
@@ -995,6 +996,7 @@ struct CUgraph_st {
         std::vector<size_t> after;
     };
     std::vector<node> nodes;
+    std::vector<std::shared_ptr<void>> held; /* released with the last copy */
 };
 struct CUgraphExec_st {
     std::shared_ptr<const CUgraph_st> graph;
@@ -1685,7 +1687,13 @@ cudaError_t record_event(cudaEvent_t event, cudaStream_t handle)
     std::shared_ptr<double> time = std::make_shared<double>(0);
     event->milliseconds = time;
     event->recorded = point{stream, stream->queued + 1};
-    enqueue(stream, [time] { *time = now_milliseconds(); });
+    operation next;
+    next.of_event = true;
+    next.run = [time] {
+        *time = now_milliseconds();
+        return true;
+    };
+    push(stream, std::move(next));
     return cudaSuccess;
 }
 
@@ -1716,6 +1724,7 @@ cudaError_t wait_event(cudaStream_t handle, cudaEvent_t event, unsigned int flag
     if (stream->capturing || event->captured) return wait_captured(stream, event);
     if (!event->recorded.stream) return cudaSuccess; /* never recorded: nothing to wait for */
     operation next;
+    next.of_event = true;
     next.after = event->recorded;
     push(stream, std::move(next));
     return cudaSuccess;
@@ -1810,6 +1819,31 @@ bool dtrain_emulation_enqueue_step(cudaStream_t stream, bool (*step)(void *), co
                enqueue_step(s, [step, copy]() mutable { return step(copy.data()); });
                return cudaSuccess;
            }) == cudaSuccess;
+}
+
+bool dtrain_emulation_retain(cudaStream_t stream, void (*release)(void *), void *user)
+{
+    bool captured = false;
+    runtime_call([&] {
+        CUstream_st *s = find_stream(stream);
+        captured = s && s->capturing;
+        if (captured) s->capturing->graph.held.emplace_back(user, release);
+        return cudaSuccess;
+    });
+    return captured;
+}
+
+int64_t dtrain_emulation_advance(void)
+{
+    int64_t queued = 0;
+    runtime_call([&] {
+        for (CUstream_st *s : device_streams(current_device)) {
+            for (const operation &o : s->queue) queued += !o.of_event;
+            advance(s, s->queued);
+        }
+        return cudaSuccess;
+    });
+    return queued;
 }
 
 cudaError_t cudaDeviceSynchronize(void)
@@ -1990,11 +2024,14 @@ cudaError_t end_capture(cudaStream_t handle, cudaGraph_t *graph)
         s->frontier.clear();
     }
     m.captures.erase(std::find(m.captures.begin(), m.captures.end(), c));
+    std::vector<std::shared_ptr<void>> held; /* events of the capture live on, and it with them */
+    held.swap(c->graph.held);
     if (c->invalid) return cudaErrorStreamCaptureInvalidated;
     if (!joined)
         return refuse(cudaErrorStreamCaptureUnjoined,
                       "a stream that joined the capture was not waited for");
     *graph = new CUgraph_st(c->graph);
+    (*graph)->held = std::move(held);
     m.graphs.insert(*graph);
     m.counters.graphs_alive++;
     return cudaSuccess;

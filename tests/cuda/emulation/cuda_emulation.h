@@ -62,6 +62,14 @@ void dtrain_emulation_set_memory_left(int64_t bytes);
 bool dtrain_emulation_enqueue_step(cudaStream_t stream, bool (*step)(void *state),
                                    const void *state, size_t bytes);
 
+/* True if the stream is being captured. Then release(user) is called when the graph, everything made of it
+ * and its launches are gone, as with cudaGraphRetainUserObject; it must not call the runtime. */
+bool dtrain_emulation_retain(cudaStream_t stream, void (*release)(void *user), void *user);
+
+/* Lets the streams of this thread's device go on as far as they go, as a device does by itself. Returns how
+ * many operations that touch memory had not been waited for. */
+int64_t dtrain_emulation_advance(void);
+
 /* Back to the defaults: settings, faults, a lost device. Allocations, streams and events stay. */
 void dtrain_emulation_reset(void);
 

@@ -11,6 +11,14 @@ bool nccl_mock_enqueue(cudaStream_t stream, bool (*step)(void *), const void *st
     return dtrain_emulation_enqueue_step(stream, step, state, bytes);
 }
 
+bool nccl_mock_retain(cudaStream_t stream, void (*release)(void *), void *user)
+{
+    return dtrain_emulation_retain(stream, release, user);
+}
+
+void nccl_mock_advance(void) { dtrain_emulation_advance(); }
+bool nccl_mock_is_idle(void) { return dtrain_emulation_advance() == 0; }
+
 /* Both ends; AddressSanitizer sees what lies in between. */
 bool nccl_mock_is_device_memory(const void *memory, size_t bytes)
 {

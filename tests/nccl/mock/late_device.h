@@ -48,8 +48,17 @@ typedef struct late_event {
     bool alive, captured;
 } late_event;
 
+typedef struct late_reference {
+    void (*release)(void *user);
+    void *user;
+} late_reference;
+
 typedef struct late_graph {
+    struct late_graph *next;
     late_queue items;
+    late_reference references[64];
+    int reference_count;
+    bool dropped;
 } late_graph;
 
 typedef struct late_block {
@@ -65,10 +74,11 @@ typedef struct late_counts {
 } late_counts;
 
 static late_counts late_count;
-static bool late_one_id;        /* all ranks say that they sit on one device */
-static bool late_silent;        /* misuse is expected */
-static dtrain_device *late_now; /* this process's; the mock's hooks have no other way */
-enum { LATE_LOOKS = 2 };        /* looks at an event before its stream moves */
+static bool late_one_id;               /* all ranks say that they sit on one device */
+static bool late_silent;               /* misuse is expected */
+static dtrain_device *late_now;        /* this process's; the mock's hooks have no other way */
+static __thread int late_current = -1; /* the device that this thread has chosen, as CUDA counts */
+enum { LATE_LOOKS = 2 };               /* looks at an event before its stream moves */
 
 typedef struct late_state {
     late_stream compute; /* and all others behind it */
@@ -77,7 +87,8 @@ typedef struct late_state {
     uint32_t index;
     int looks;
     bool capturing, compute_last;
-    late_graph *graph;
+    late_graph *graph;  /* that is being captured */
+    late_graph *graphs; /* that are there */
 } late_state;
 
 static inline late_state *late_get(dtrain_device *device) { return (late_state *)device->state; }
@@ -451,6 +462,16 @@ static dtrain_result late_axpby(dtrain_device *device, const dtrain_axpby_args *
 
 /* ---- graphs ---- */
 
+static void late_graph_drop(late_graph *graph)
+{
+    graph->dropped = true;
+    late_drop(&graph->items);
+    while (graph->reference_count > 0) {
+        const late_reference *reference = &graph->references[--graph->reference_count];
+        reference->release(reference->user);
+    }
+}
+
 static dtrain_result late_graph_begin(dtrain_device *device)
 {
     late_state *late = late_get(device);
@@ -463,9 +484,9 @@ static dtrain_result late_graph_begin(dtrain_device *device)
     return DTRAIN_OK;
 }
 
-static dtrain_result late_graph_end(dtrain_device *device, dtrain_graph **out)
+/* True if every stream of the capture has been joined to the compute stream. */
+static inline bool late_end_capture(late_state *late)
 {
-    late_state *late = late_get(device);
     bool joined = true;
     for (late_stream *stream = &late->compute; stream; stream = stream->next) {
         joined = joined && (stream == &late->compute || stream->joined == stream->put);
@@ -473,24 +494,64 @@ static dtrain_result late_graph_end(dtrain_device *device, dtrain_graph **out)
         stream->put = stream->joined = 0;
     }
     late->capturing = false;
+    return joined;
+}
+
+static dtrain_result late_graph_end(dtrain_device *device, dtrain_graph **out)
+{
+    late_state *late = late_get(device);
+    *out = NULL;
+    if (!late->capturing)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "late device: nothing is captured");
+    const bool joined = late_end_capture(late);
+    late->graph->next = late->graphs;
+    late->graphs = late->graph;
     *out = (dtrain_graph *)late->graph;
     return joined ? DTRAIN_OK
                   : late_misuse("a captured stream was not joined to the compute stream");
 }
 
-static dtrain_result late_graph_launch(dtrain_device *device, dtrain_graph *graph)
+static dtrain_result late_graph_launch(dtrain_device *device, dtrain_graph *handle)
 {
     late_state *late = late_get(device);
-    for (late_item *item = ((late_graph *)graph)->items.head; item; item = item->next)
+    late_graph *graph = (late_graph *)handle;
+    if (graph->dropped)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "late device: the graph was dropped");
+    for (late_item *item = graph->items.head; item; item = item->next)
         late_put(&late->compute.queue, item->step, item->state, item->bytes);
     return DTRAIN_OK;
 }
 
 static void late_graph_destroy(dtrain_device *device, dtrain_graph *graph)
 {
-    (void)device;
-    late_drop(&((late_graph *)graph)->items);
+    late_graph **link = &late_get(device)->graphs;
+    if (!graph) return;
+    while (*link != (late_graph *)graph) link = &(*link)->next;
+    *link = (*link)->next;
+    late_graph_drop((late_graph *)graph);
     free(graph);
+}
+
+static void late_graphs_drop(dtrain_device *device)
+{
+    late_state *late = late_get(device);
+    if (late->capturing) {
+        late_end_capture(late);
+        late_graph_drop(late->graph);
+        free(late->graph);
+    }
+    for (late_graph *graph = late->graphs; graph; graph = graph->next) late_graph_drop(graph);
+}
+
+/* A device that has failed is given a moment. */
+static bool late_may_free(dtrain_device *device)
+{
+    const double begin = dtrain_seconds();
+    if (late_get(device)->capturing) late_misuse("memory is freed while capturing");
+    if (late_synchronize(device) == DTRAIN_OK) return true;
+    while (!late_run(late_get(device)))
+        if (dtrain_seconds() - begin > 0.5) return false;
+    return true;
 }
 
 /* ---- the device ---- */
@@ -501,6 +562,7 @@ static dtrain_result late_create(const dtrain_device_desc *desc, dtrain_device *
     if (!late) return DTRAIN_ERROR_MEMORY;
     late->compute.queue.tail = &late->compute.queue.head;
     late->index = desc->device_index;
+    late_current = (int)late->index;
     device->state = late;
     late_now = device;
     return DTRAIN_OK;
@@ -518,6 +580,7 @@ static void late_destroy(dtrain_device *device)
             break;
         }
     late_drop(&late->compute.queue);
+    while (late->graphs) late_graph_destroy(device, (dtrain_graph *)late->graphs);
     while (late->events) {
         late_event *event = late->events;
         late->events = event->next;
@@ -565,6 +628,8 @@ static inline const dtrain_device_ops *late_device_ops(void)
     ops.graph_end = late_graph_end;
     ops.graph_launch = late_graph_launch;
     ops.graph_destroy = late_graph_destroy;
+    ops.graphs_drop = late_graphs_drop;
+    ops.may_free = late_may_free;
     ops.axpby = late_axpby;
     return &ops;
 }
@@ -583,6 +648,26 @@ bool nccl_mock_enqueue(cudaStream_t native, bool (*step)(void *), const void *st
     return false;
 }
 
+bool nccl_mock_retain(cudaStream_t native, void (*release)(void *), void *user)
+{
+    late_graph *graph = late_get(late_now)->graph;
+    if (!((const late_stream *)(const void *)native)->captured) return false;
+    if (graph->reference_count == sizeof graph->references / sizeof *graph->references) abort();
+    graph->references[graph->reference_count].release = release;
+    graph->references[graph->reference_count++].user = user;
+    return true;
+}
+
+void nccl_mock_advance(void) {} /* its streams are of one thread */
+
+bool nccl_mock_is_idle(void)
+{
+    for (late_stream *stream = &late_get(late_now)->compute; stream; stream = stream->next)
+        for (late_item *item = stream->queue.head; item; item = item->next)
+            if (item->step != late_step_record && item->step != late_step_wait) return false;
+    return true;
+}
+
 bool nccl_mock_is_device_memory(const void *memory, size_t bytes)
 {
     return late_find(late_get(late_now), memory, bytes, false) != NULL;
@@ -596,6 +681,18 @@ void *nccl_mock_device_alloc(size_t bytes)
 }
 
 void nccl_mock_device_free(void *memory) { late_put_block(late_get(late_now), memory); }
+
+cudaError_t cudaGetDevice(int *device)
+{
+    *device = late_current;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device)
+{
+    late_current = device;
+    return cudaSuccess;
+}
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t native, enum cudaStreamCaptureStatus *status)
 {

@@ -9,7 +9,10 @@
  *     - nothing compares what the ranks ask for: ranks that disagree wait for ever;
  *     - calls on a non-blocking communicator may answer ncclInProgress, and nothing is in the stream until
  *       ncclCommGetAsyncError has stopped saying so;
- *     - only ncclCommAbort ends an operation that does not complete.
+ *     - only ncclCommAbort ends an operation that does not complete;
+ *     - a recorded operation holds a reference on its communicator until its graph is destroyed and no launch of
+ *       it runs any more: ncclCommAbort, and the progress of ncclCommFinalize, wait for all of them;
+ *     - ncclMemFree does not wait for the device.
  * Unlike NCCL it notices most misuse: see misuse(). */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1
@@ -27,7 +30,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_RANKS = 16, MEMBER_BYTES = 1 << 20, CHANNEL_BYTES = 1 << 16, MOST_IN_GROUP = 64 };
+enum { REGION_RANKS = 16, MEMBER_BYTES = 1 << 21, CHANNEL_BYTES = 1 << 16, MOST_IN_GROUP = 64 };
 
 nccl_mock_controls nccl_mock;
 nccl_mock_counts nccl_mock_count;
@@ -38,8 +41,9 @@ typedef enum { ALL_REDUCE = 1, REDUCE_SCATTER, ALL_GATHER, BROADCAST, REDUCE, SE
 
 typedef struct member {
     uint64_t posted,
-        taken;      /* atomic: collectives whose input is in data; that have read all inputs */
-    uint64_t print; /* of the posted one: kind, count, type, operation, root */
+        taken;         /* atomic: collectives whose input is in data; that have read all inputs */
+    uint64_t print;    /* of the posted one: kind, count, type, operation, root */
+    uint64_t recorded; /* of it: see operation */
     uint64_t split_posted[2], split_made[2];
     int split_color[2], split_key[2];
     ncclUniqueId split_id[2];
@@ -55,8 +59,8 @@ typedef struct channel {
 typedef struct region {
     int ranks;
     int joined; /* atomic */
-    member members[MOST_RANKS];
-    channel channels[MOST_RANKS][MOST_RANKS]; /* [from][to] */
+    member members[REGION_RANKS];
+    channel channels[REGION_RANKS][REGION_RANKS]; /* [from][to] */
 } region;
 
 typedef struct id_text {
@@ -79,6 +83,8 @@ typedef struct operation {
     bool begun, posted, done;
     int waited;
     uint64_t number;
+    uint64_t
+        recorded; /* 0: in no graph; else which of the communicator's recorded launches, from 1 */
     bool hangs;
 } operation;
 
@@ -91,16 +97,18 @@ typedef enum { IDLE, JOINING, LAUNCHING, SPLITTING, FINALIZING } busy_id;
 
 struct ncclComm {
     uint64_t magic;
-    int rank, ranks, fd;
+    int rank, ranks, fd, device;
     region *shared;
     ncclComm_t next; /* of the splits made of this one, for abort: none share resources here */
     busy_id busy;
     int polls;
-    uint32_t aborted;   /* atomic: another thread sets it */
+    uint32_t aborted; /* atomic: another thread sets it */
+    int references;   /* atomic: recorded launches that graphs hold */
+    uint64_t recorded;
     ncclResult_t async; /* ncclSuccess, or the error */
     bool finalized;
     int registered;
-    uint64_t collectives, sent[MOST_RANKS], received[MOST_RANKS], splits;
+    uint64_t collectives, sent[REGION_RANKS], received[REGION_RANKS], splits;
     group pending; /* LAUNCHING */
     int split_color, split_key;
     ncclComm_t *split_out;
@@ -281,6 +289,7 @@ static bool step_collective(operation *o)
             if (load(&shared->members[r].taken) + 1 < o->number) return false;
         memcpy(mine->data, o->send, sent_bytes(o));
         mine->print = print_of(o);
+        mine->recorded = o->recorded;
         store(&mine->posted, o->number);
         o->posted = true;
     }
@@ -288,6 +297,9 @@ static bool step_collective(operation *o)
         if (load(&shared->members[r].posted) < o->number) return false;
         if (shared->members[r].print != mine->print) return false;
     }
+    for (int r = 0; r < shared->ranks; r++)
+        if (shared->members[r].recorded != mine->recorded)
+            misuse("a collective was recorded anew, or run, by some ranks and replayed by others");
     finish_collective(o);
     store(&mine->taken, o->number);
     return true;
@@ -354,15 +366,47 @@ static size_t group_bytes(const group *all)
     return offsetof(group, operations) + (size_t)all->count * sizeof all->operations[0];
 }
 
+static void drop_reference(void *comm)
+{
+    __atomic_sub_fetch(&((ncclComm_t)comm)->references, 1, __ATOMIC_ACQ_REL);
+}
+
+/* The device goes on by itself meanwhile. */
+static bool is_referenced(ncclComm_t comm)
+{
+    if (__atomic_load_n(&comm->references, __ATOMIC_ACQUIRE) == 0) return false;
+    nccl_mock_advance();
+    return true;
+}
+
 static void launch(const group *all)
 {
+    const cudaStream_t stream = all->operations[0].stream;
+    ncclComm_t comm = all->operations[0].comm;
+    group own = *all;
     count(&nccl_mock_count.launches, all->count);
     count(&nccl_mock_count.groups, 1);
-    if (!nccl_mock_enqueue(all->operations[0].stream, step_group, all, group_bytes(all)))
+    __atomic_add_fetch(&comm->references, 1, __ATOMIC_ACQ_REL);
+    if (nccl_mock_retain(stream, drop_reference, comm)) {
+        comm->recorded++;
+        for (int i = 0; i < own.count; i++) own.operations[i].recorded = comm->recorded;
+    } else drop_reference(comm);
+    if (!nccl_mock_enqueue(stream, step_group, &own, group_bytes(&own)))
         misuse("the stream does not exist");
 }
 
 /* ---- calls on communicators ---- */
+
+/* A call is made on the device that the communicator was made on: it would set up another one otherwise. */
+static void check_device(ncclComm_t comm, const char *call)
+{
+    int device = -1;
+    char text[160];
+    if (cudaGetDevice(&device) == cudaSuccess && device == comm->device) return;
+    snprintf(text, sizeof text, "%s: the thread is on device %d, the communicator on %d", call,
+             device, comm->device);
+    misuse(text);
+}
 
 static ncclResult_t check(ncclComm_t comm, const char *call)
 {
@@ -371,6 +415,7 @@ static ncclResult_t check(ncclComm_t comm, const char *call)
         snprintf(text, sizeof text, "%s: the communicator is NULL or has been destroyed", call);
         return misuse(text);
     }
+    check_device(comm, call);
     if (comm->busy != IDLE) {
         snprintf(text, sizeof text, "%s: the communicator is still in progress", call);
         return misuse(text);
@@ -521,7 +566,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int nranks, ncclUniqueId id
     if (!config || config->magic != 0xcafebeef || config->blocking != 0 ||
         config->version != NCCL_VERSION_CODE)
         return misuse("ncclCommInitRankConfig: config is not initialised, or blocking is not 0");
-    if (text.magic != ALIVE || rank < 0 || rank >= nranks || nranks > MOST_RANKS)
+    if (text.magic != ALIVE || rank < 0 || rank >= nranks || nranks > REGION_RANKS)
         return complain(ncclInvalidArgument, "ncclCommInitRankConfig: bad id or rank");
     comm = (ncclComm_t)calloc(1, sizeof *comm);
     if (!comm) return ncclSystemError;
@@ -539,6 +584,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int nranks, ncclUniqueId id
     comm->rank = rank;
     comm->ranks = nranks;
     comm->shared->ranks = nranks;
+    cudaGetDevice(&comm->device);
     comm->busy = JOINING;
     comm->polls = nccl_mock.progress_polls;
     if (!nccl_mock.no_join) __atomic_add_fetch(&comm->shared->joined, 1, __ATOMIC_ACQ_REL);
@@ -614,6 +660,7 @@ static void poll_split(ncclComm_t comm) { comm->busy = IDLE; }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error)
 {
     if (!comm || comm->magic != ALIVE) return misuse("ncclCommGetAsyncError: no such communicator");
+    check_device(comm, "ncclCommGetAsyncError");
     const bool waits = comm->polls > 0 && comm->polls--;
     if (!waits && comm->busy == JOINING &&
         __atomic_load_n(&comm->shared->joined, __ATOMIC_ACQUIRE) >= comm->ranks) {
@@ -626,7 +673,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error)
         launch(&comm->pending);
     }
     if (!waits && comm->busy == SPLITTING) poll_split(comm);
-    if (!waits && comm->busy == FINALIZING && !nccl_mock.stuck_finalize) {
+    if (!waits && comm->busy == FINALIZING && !nccl_mock.stuck_finalize && !is_referenced(comm)) {
         comm->busy = IDLE;
         comm->finalized = true;
     }
@@ -673,6 +720,7 @@ static void bury(ncclComm_t comm)
 ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
     if (!comm || comm->magic != ALIVE) return misuse("ncclCommDestroy: no such communicator");
+    check_device(comm, "ncclCommDestroy");
     if (!comm->finalized) return misuse("ncclCommDestroy before ncclCommFinalize has settled");
     if (comm->registered) misuse("ncclCommDestroy with registered memory");
     munmap(comm->shared, sizeof(region));
@@ -682,9 +730,12 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
 
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
-    struct timespec minute = {60, 0};
+    const struct timespec minute = {60, 0}, moment = {0, 100000};
     if (!comm || comm->magic != ALIVE) return misuse("ncclCommAbort: no such communicator");
+    check_device(comm, "ncclCommAbort");
     if (nccl_mock.stuck_abort) nanosleep(&minute, NULL);
+    __atomic_store_n(&comm->aborted, 1u, __ATOMIC_RELEASE);
+    while (is_referenced(comm)) nanosleep(&moment, NULL);
     count(&nccl_mock_count.aborts, 1);
     bury(comm);
     return ncclSuccess;
@@ -703,6 +754,7 @@ ncclResult_t ncclMemAlloc(void **memory, size_t bytes)
 
 ncclResult_t ncclMemFree(void *memory)
 {
+    if (!nccl_mock_is_idle()) misuse("ncclMemFree, which does not wait, while work is queued");
     nccl_mock_device_free(memory);
     count(&nccl_mock_count.allocations, -1);
     return ncclSuccess;

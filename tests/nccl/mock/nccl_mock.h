@@ -35,6 +35,10 @@ extern nccl_mock_counts nccl_mock_count;
  * in the stream waits. Replaying a graph starts with the state as it was handed over. */
 bool nccl_mock_enqueue(cudaStream_t stream, bool (*step)(void *state), const void *state,
                        size_t bytes);
+/* True if the stream is being captured: then the graph calls release(user) when it is gone. */
+bool nccl_mock_retain(cudaStream_t stream, void (*release)(void *user), void *user);
+void nccl_mock_advance(void); /* let the streams of this thread's device go on; from any thread */
+bool nccl_mock_is_idle(void); /* nothing that touches memory is queued on this thread's device */
 bool nccl_mock_is_device_memory(const void *memory, size_t bytes);
 void *nccl_mock_device_alloc(size_t bytes);
 void nccl_mock_device_free(void *memory);
