@@ -406,7 +406,8 @@ static void launch(run *r, int index)
     dtrain_launch_desc desc = ranks_desc(g->how < JOINED ? g->ranks : 0, g->how == THREADS);
     pthread_t reaper;
     desc.timeout_ms = r->timeout_ms;
-    desc.grace_ms = r->timeout_ms / 4; /* 5 s where nothing needs a deadline: a machine may stand still */
+    desc.grace_ms =
+        r->timeout_ms / 4; /* 5 s where nothing needs a deadline: a machine may stand still */
     desc.reserve_bytes = (size_t)4 << 20;
     desc.log = say_nothing;
     desc.allocator = counted_allocator(&r->memory[index]);
