@@ -22,7 +22,7 @@ endif
 
 PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate/simulate.c
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
-UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c tests/fuzz/test_programs.c
+UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard tests/fuzz/test_*.c)
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 SOURCES   := $(shell find src -name '*.c' 2>/dev/null)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
@@ -51,6 +51,7 @@ help:
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
 	@echo "make coverage   which lines of src/ the tests execute, folder by folder (gcov)"
 	@echo "make fuzz-programs   N=1000 random programs in which ranks differ, against plain loops"
+	@echo "make fuzz-launches   N=1000 random launches to which something happens"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
 	@echo "make golden     makes the PyTorch reference values again and compares (python3, torch)"
 	@echo "make checks     valgrind, fuzz, golden and lint, beside one another"
@@ -129,6 +130,9 @@ fuzz:
 fuzz-programs: N = 1000
 fuzz-programs: $(BUILD)/tests/test_programs
 	$(BUILD)/tests/test_programs --count $(N)
+fuzz-launches: N = 1000
+fuzz-launches: $(BUILD)/tests/test_launches
+	$(BUILD)/tests/test_launches --count $(N)
 coverage:
 	@BUILD=$(BUILD) CC="$(CC)" MAKE="$(MAKE)" sh tests/scripts/coverage.sh
 golden:
@@ -218,7 +222,11 @@ $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
 $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
-	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(WRAPPED) $(LIBS)
+# The functions that this test defines as __wrap_NAME stand between the library and the C library.
+$(BUILD)/tests/test_system_calls: private WRAPPED = \
+    ${shell sed -n 's/^WRAP([^,]*, \([a-z_]*\),.*/\1/p; \
+        s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(BUILD)/sources.a -o $@ $(LIBS)
@@ -301,7 +309,7 @@ clean:
 	rm -rf $(BUILD)
 
 .PHONY: docs examples help run test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
-        asan tsan valgrind fuzz fuzz-programs coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
+        asan tsan valgrind fuzz fuzz-programs fuzz-launches coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

@@ -3386,6 +3386,7 @@ typedef struct dtrain__link {
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
+DTRAIN__PRIVATE bool dtrain__try_again(int error);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes);
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
@@ -3478,11 +3479,13 @@ static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* Record how a rank ended. Called once for each rank. */
+/* Record how a rank ended. Called once for each rank. One that the others have heard is lost cannot
+ * have ended well any more. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
     dtrain__exit_record *record = &control->exits[rank];
+    if (how == DTRAIN__LEFT && dtrain__load(&record->how) == DTRAIN__LOST) return;
     record->value = value;
     record->ended_ns = dtrain__now_ns();
     snprintf(record->error, sizeof record->error, "%s", dtrain__bare(error));
@@ -4394,6 +4397,13 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
     *socket = -1;
 }
 
+/* Say whether a call on a socket has failed for the moment only, and the connection is as good as
+ * before. */
+DTRAIN__PRIVATE bool dtrain__try_again(int error)
+{
+    return error == EAGAIN || error == EINTR || error == ENOBUFS || error == ENOMEM;
+}
+
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
 {
     dtrain__link *link = world->link;
@@ -4434,7 +4444,7 @@ static void dtrain__link_flush(dtrain__link *link)
             const ssize_t sent =
                 send(end->socket, link->out + end->sent, link->out_bytes - end->sent, MSG_NOSIGNAL);
             if (sent > 0) end->sent += (size_t)sent;
-            else if (errno == EAGAIN || errno == EWOULDBLOCK) break;
+            else if (dtrain__try_again(errno)) break;
             else end->sent = link->out_bytes;
         }
         if (end->sent < done) done = end->sent;
@@ -4555,7 +4565,7 @@ static void dtrain__link_receive(dtrain_world *world, int from)
     bool sane = true;
     const ssize_t got =
         recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
-    const bool open = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+    const bool open = got > 0 || (got < 0 && dtrain__try_again(errno));
     if (got > 0) end->in_bytes += (size_t)got;
     while (sane && end->in_bytes >= sizeof frame) {
         memcpy(&frame, end->in, sizeof frame);
@@ -4587,9 +4597,10 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
         polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
         polls[i].revents = 0;
     }
-    const int ready = poll(polls, (nfds_t)link->count, nap_ms);
-    for (int i = 0; ready > 0 && i < link->count; i++)
-        if (polls[i].revents & ~POLLOUT) dtrain__link_receive(world, i);
+    const bool blind = poll(polls, (nfds_t)link->count, nap_ms) < 0; /* then all are asked */
+    for (int i = 0; i < link->count; i++)
+        if (polls[i].revents & ~POLLOUT || (blind && polls[i].fd >= 0))
+            dtrain__link_receive(world, i);
     dtrain__link_flush(link);
 }
 
@@ -4693,7 +4704,7 @@ typedef struct dtrain__rendezvous {
     int listener, came; /* rank 0: ranks that joined or were refused */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
     uint32_t accepted;
-    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the hello of each rank that has joined */
+    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the first hello of each rank that came; 0: none did */
 } dtrain__rendezvous;
 
 /* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
@@ -4758,6 +4769,19 @@ static void dtrain__socket_tune(int socket)
         setsockopt(socket, IPPROTO_TCP, options[i][0], &options[i][1], sizeof options[i][1]);
 }
 
+/* Send a message that fits in the kernel's buffer; false when the connection is broken. */
+static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
+{
+    size_t sent = 0;
+    for (int tries = 0; sent < bytes && tries < 100; tries++) {
+        const ssize_t more = send(socket, (const char *)message + sent, bytes - sent, MSG_NOSIGNAL);
+        if (more > 0) sent += (size_t)more;
+        else if (!dtrain__try_again(errno)) return false;
+        else (void)poll(NULL, 0, 1);
+    }
+    return sent == bytes;
+}
+
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
 /* Move a descriptor away from 0, 1 and 2: where the host has closed those, the next open of a file
@@ -4809,9 +4833,8 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
         host, r->place->port, strerror(error));
 }
 
-/* Answer the hello that had this proof. A reply fits in the kernel's buffer; if the connection is
- * broken, its next receive says so. */
-static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
+/* Answer the hello that had this proof; false when the connection is broken. */
+static bool dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
                              int result, const char *why)
 {
     dtrain__reply reply;
@@ -4819,7 +4842,7 @@ static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t c
     reply.result = result;
     snprintf(reply.why, sizeof reply.why, "%s", why);
     reply.proof = dtrain__proof(r, challenge, &reply, sizeof reply);
-    (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
+    return dtrain__send_whole(socket, &reply, sizeof reply);
 }
 
 /* Close the connection of a stranger and remember it for the sentence about missing ranks. */
@@ -4872,27 +4895,30 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
         dtrain__turn_away(r, pending, "does not begin as a rank does");
         return;
     }
-    if (got <= 0) dtrain__socket_close(&pending->socket);
+    if (got == 0 || (got < 0 && !dtrain__try_again(errno))) dtrain__socket_close(&pending->socket);
     if (pending->got < sizeof *hello) return;
     if (hello->proof != dtrain__proof(r, 0, hello, sizeof *hello)) {
-        dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN_ERROR_MISMATCH, "");
+        (void)dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN_ERROR_MISMATCH, "");
         dtrain__turn_away(r, pending,
                           "has another DTRAIN_JOB_KEY than rank 0 or belongs to another run");
         return;
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
-    r->came++;
-    if (r->result != DTRAIN_OK || dtrain__check_hello(r, hello) != DTRAIN_OK) {
-        dtrain__reply_to(r, pending->socket, hello->proof, r->result, r->why);
+    if (r->result == DTRAIN_OK) (void)dtrain__check_hello(r, hello);
+    const int rank = hello->rank, result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
+    const bool told = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
+    if (told && rank > 0 && rank < r->world->size && !r->proofs[rank]) {
+        r->came++; /* who was not told calls again */
+        r->proofs[rank] = hello->proof;
+    }
+    if (!told || r->result != DTRAIN_OK) {
         dtrain__socket_close(&pending->socket);
         return;
     }
-    dtrain__connection *end = &r->world->link->ends[hello->rank];
-    dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_WAIT, "");
+    dtrain__connection *end = &r->world->link->ends[rank];
     snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
     end->socket = pending->socket;
     pending->socket = -1;
-    r->proofs[hello->rank] = hello->proof;
 }
 
 /* Say now and then who is missing, and fail when the deadline has passed. */
@@ -4945,9 +4971,11 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         dtrain__socket_close(&ends[i - first].socket);
     }
     const int socket = polls[0].revents ? dtrain__above_stdio(accept(r->listener, NULL, NULL)) : -1;
-    if (polls[0].revents && socket < 0 && (errno == EMFILE || errno == ENFILE)) {
-        snprintf(r->problem, sizeof r->problem, "nobody can be let in: %s; raise ulimit -n",
-                 strerror(errno));
+    const int error = errno;
+    if (polls[0].revents && socket < 0 && error != EAGAIN && error != EINTR &&
+        error != ECONNABORTED) {
+        snprintf(r->problem, sizeof r->problem, "nobody can be let in: %s%s", strerror(error),
+                 error == EMFILE || error == ENFILE ? "; raise ulimit -n" : "");
         dtrain__socket_close(&r->pending[r->accepted++ % DTRAIN__PENDING_MOST].socket);
         (void)poll(NULL, 0, 50);
     }
@@ -4979,7 +5007,8 @@ static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
     while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
     for (int i = 1; i <= others; i++) {
         dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket >= 0) dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
+        if (end->socket >= 0)
+            (void)dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
         if (r->result != DTRAIN_OK) dtrain__socket_close(&end->socket);
     }
     while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
@@ -5016,8 +5045,8 @@ static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *rep
         if (now >= until_ns) return 0;
         if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
         const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
-        if (more <= 0) return -1;
-        got += (size_t)more;
+        if (more == 0 || (more < 0 && !dtrain__try_again(errno))) return -1;
+        if (more > 0) got += (size_t)more;
     }
     reply->why[sizeof reply->why - 1] = 0;
     return 1;
@@ -5045,7 +5074,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
         return dtrain__try_failed(r, "%s: %s", end->name,
                                   strerror(errno == EINPROGRESS ? ETIMEDOUT : errno));
     dtrain__socket_tune(end->socket);
-    (void)!send(end->socket, &hello, sizeof hello, MSG_NOSIGNAL);
+    if (!dtrain__send_whole(end->socket, &hello, sizeof hello))
+        return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
     int there = dtrain__await_reply(end->socket, until_ns, &reply);
     if (there != 1)
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
@@ -5088,7 +5118,8 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
         bool settled = false;
         const int error = getaddrinfo(r->place->address, port, &wanted, &found);
         if (error)
-            dtrain__try_failed(r, "the name cannot be resolved: %s%s", gai_strerror(error),
+            dtrain__try_failed(r, "the name cannot be resolved: %s%s",
+                               error == EAI_SYSTEM ? strerror(errno) : gai_strerror(error),
                                strchr(r->place->address, ':') ? "; the port goes into DTRAIN_PORT "
                                                                 "or MASTER_PORT, not behind it"
                                                               : "");
@@ -5140,26 +5171,30 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
  * the last of them has ended, however that was. */
 
 /* Hash what ranks have in common when they can see each other's processes and memory: host name,
- * boot, and the namespaces of a container. */
-static uint64_t dtrain__host_id(void)
+ * boot, and the namespaces of a container. What /proc does not show it shows no rank of the host;
+ * want of descriptors or memory is this rank's alone: *error. */
+static uint64_t dtrain__host_id(int32_t *error)
 {
+    static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
     uint64_t spaces[2] = {0, 0};
     struct stat status;
     char text[320];
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
     const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
+    if (file < 0 || read(file, text + 256, 64) < 0) *error = errno;
     if (file >= 0) close(file);
-    else if (errno == EMFILE || errno == ENFILE) return 0; /* not what another rank here finds */
-    if (stat("/proc/self/ns/net", &status) == 0) spaces[0] = (uint64_t)status.st_ino;
-    if (stat("/proc/self/ns/pid", &status) == 0) spaces[1] = (uint64_t)status.st_ino;
+    for (int i = 0; i < 2; i++)
+        if (stat(names[i], &status) == 0) spaces[i] = (uint64_t)status.st_ino;
+        else if (!*error) *error = errno;
+    if (*error != EMFILE && *error != ENFILE && *error != ENOMEM && *error != EIO) *error = 0;
     return dtrain__siphash(spaces, text, sizeof text);
 }
 
 /* The host on which a rank is, and the emulated nodes that its desc asks for. */
 typedef struct dtrain__host_record {
     uint64_t host;
+    int32_t error, unused; /* why the host could not be found out; 0: it was */
     dtrain_emulation emulation;
 } dtrain__host_record;
 
@@ -5191,7 +5226,7 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     dtrain__host_record own, all[DTRAIN_MAX_RANKS];
     int local_rank = 0, local_size = 0, hosts = 0;
     memset(&own, 0, sizeof own);
-    const uint64_t mine = own.host = dtrain__host_id();
+    const uint64_t mine = own.host = dtrain__host_id(&own.error);
     own.emulation = world->emulation;
     DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     for (int i = 0; i < world->size; i++) {
@@ -5201,11 +5236,14 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
         local_rank += i < world->rank && all[i].host == mine;
         local_size += all[i].host == mine;
         hosts += first == i;
-        if (all[i].host == 0)
+        if (all[i].error)
             return dtrain__abort_with(world, DTRAIN_ERROR_SYSTEM,
-                                      "dtrain_launch: rank %d has no file descriptor left to find "
-                                      "out on which host it is; raise the limit (ulimit -n)",
-                                      i);
+                                      "dtrain_launch: rank %d cannot find out on which host it is: "
+                                      "%s%s",
+                                      i, strerror(all[i].error),
+                                      all[i].error == EMFILE || all[i].error == ENFILE
+                                          ? "; raise the limit (ulimit -n)"
+                                          : "");
     }
     world->node_count = hosts;
     DTRAIN__TRY(dtrain__agree_on_nodes(world, all));
@@ -5256,9 +5294,12 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = open(path, O_RDWR | O_CLOEXEC);
-    if (file < 0) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
-    if (fstat(file, &status) != 0 || (uint64_t)status.st_ino != offer->inode ||
-        (uint64_t)status.st_size != offer->bytes) {
+    if (file < 0 || fstat(file, &status) != 0) {
+        (void)dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
+        if (file >= 0) close(file);
+        return DTRAIN_ERROR_SYSTEM;
+    }
+    if ((uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
         close(file);
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     }
@@ -5502,7 +5543,8 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
 }
 
 /* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
- * record. A status that another thread of the host has reaped nobody knows: that rank is lost. */
+ * record; unless that says 0, and its process did not end well after it. A status that another
+ * thread of the host has reaped nobody knows: that rank is lost. */
 static void dtrain__reap(dtrain__launch *launch)
 {
     for (int i = 0; i < (int)launch->desc.rank_count; i++) {
@@ -5523,7 +5565,7 @@ static void dtrain__reap(dtrain__launch *launch)
         dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
         if (killed) how = DTRAIN__SIGNALED;
         if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
-        if (known == DTRAIN__RUNNING || (killed && known == DTRAIN__LEFT))
+        if (known == DTRAIN__RUNNING || (value && known == DTRAIN__LEFT))
             dtrain__record_end(launch->region.control, rank, how, value, "");
     }
 }
@@ -18356,16 +18398,16 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
     }
     pool->spins = oversubscribed ? 0 : 1000;
     pool->thread_count = 1;
-    pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->work, NULL);
-    pthread_cond_init(&pool->done, NULL);
-    for (int i = 1; i < thread_count; i++) {
-        int error = dtrain__pool_start(pool, i);
-        if (error) {
-            dtrain__pool_destroy(pool);
-            return error;
-        }
-        pool->thread_count = i + 1;
+    int error = pthread_mutex_init(&pool->lock, NULL);
+    if (!error) error = pthread_cond_init(&pool->work, NULL);
+    if (!error) error = pthread_cond_init(&pool->done, NULL);
+    for (int i = 1; i < thread_count && !error; i++) {
+        error = dtrain__pool_start(pool, i);
+        if (!error) pool->thread_count = i + 1;
+    }
+    if (error) {
+        dtrain__pool_destroy(pool);
+        return error;
     }
     *out = pool;
     return 0;

@@ -86,11 +86,13 @@ static void dtrain__count_end(dtrain__control *control, int rank, bool failed)
                                     __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-/* Record how a rank ended. Called once for each rank. */
+/* Record how a rank ended. Called once for each rank. One that the others have heard is lost cannot
+ * have ended well any more. */
 DTRAIN__PRIVATE void dtrain__record_end(dtrain__control *control, int rank, dtrain__end how,
                                         int value, const char *error)
 {
     dtrain__exit_record *record = &control->exits[rank];
+    if (how == DTRAIN__LEFT && dtrain__load(&record->how) == DTRAIN__LOST) return;
     record->value = value;
     record->ended_ns = dtrain__now_ns();
     snprintf(record->error, sizeof record->error, "%s", dtrain__bare(error));

@@ -175,7 +175,8 @@ static void dtrain__signal_ranks(dtrain__launch *launch, int number)
 }
 
 /* Record how ranks have ended that waitpid knows of. A rank that returned has left its own, better
- * record. A status that another thread of the host has reaped nobody knows: that rank is lost. */
+ * record; unless that says 0, and its process did not end well after it. A status that another
+ * thread of the host has reaped nobody knows: that rank is lost. */
 static void dtrain__reap(dtrain__launch *launch)
 {
     for (int i = 0; i < (int)launch->desc.rank_count; i++) {
@@ -196,7 +197,7 @@ static void dtrain__reap(dtrain__launch *launch)
         dtrain__end how = value ? DTRAIN__RETURNED : DTRAIN__LEFT; /* exit() inside of rank_main */
         if (killed) how = DTRAIN__SIGNALED;
         if (killed && value == SIGKILL && launch->kill_ns == 1) how = DTRAIN__STOPPED;
-        if (known == DTRAIN__RUNNING || (killed && known == DTRAIN__LEFT))
+        if (known == DTRAIN__RUNNING || (value && known == DTRAIN__LEFT))
             dtrain__record_end(launch->region.control, rank, how, value, "");
     }
 }

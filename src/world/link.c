@@ -39,6 +39,13 @@ DTRAIN__PRIVATE void dtrain__socket_close(int *socket)
     *socket = -1;
 }
 
+/* Say whether a call on a socket has failed for the moment only, and the connection is as good as
+ * before. */
+DTRAIN__PRIVATE bool dtrain__try_again(int error)
+{
+    return error == EAGAIN || error == EINTR || error == ENOBUFS || error == ENOMEM;
+}
+
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world)
 {
     dtrain__link *link = world->link;
@@ -79,7 +86,7 @@ static void dtrain__link_flush(dtrain__link *link)
             const ssize_t sent =
                 send(end->socket, link->out + end->sent, link->out_bytes - end->sent, MSG_NOSIGNAL);
             if (sent > 0) end->sent += (size_t)sent;
-            else if (errno == EAGAIN || errno == EWOULDBLOCK) break;
+            else if (dtrain__try_again(errno)) break;
             else end->sent = link->out_bytes;
         }
         if (end->sent < done) done = end->sent;
@@ -200,7 +207,7 @@ static void dtrain__link_receive(dtrain_world *world, int from)
     bool sane = true;
     const ssize_t got =
         recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
-    const bool open = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+    const bool open = got > 0 || (got < 0 && dtrain__try_again(errno));
     if (got > 0) end->in_bytes += (size_t)got;
     while (sane && end->in_bytes >= sizeof frame) {
         memcpy(&frame, end->in, sizeof frame);
@@ -232,9 +239,10 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
         polls[i].events = link->ends[i].sent < link->out_bytes ? POLLIN | POLLOUT : POLLIN;
         polls[i].revents = 0;
     }
-    const int ready = poll(polls, (nfds_t)link->count, nap_ms);
-    for (int i = 0; ready > 0 && i < link->count; i++)
-        if (polls[i].revents & ~POLLOUT) dtrain__link_receive(world, i);
+    const bool blind = poll(polls, (nfds_t)link->count, nap_ms) < 0; /* then all are asked */
+    for (int i = 0; i < link->count; i++)
+        if (polls[i].revents & ~POLLOUT || (blind && polls[i].fd >= 0))
+            dtrain__link_receive(world, i);
     dtrain__link_flush(link);
 }
 

@@ -63,6 +63,7 @@ typedef struct dtrain__link {
 DTRAIN__PRIVATE dtrain_result dtrain__link_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__link_destroy(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__socket_close(int *socket);
+DTRAIN__PRIVATE bool dtrain__try_again(int error);
 DTRAIN__PRIVATE void dtrain__link_send(dtrain_world *world, dtrain__frame_kind kind, int rank,
                                        const void *data, size_t bytes);
 DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);

@@ -14,26 +14,30 @@
 #include "world/world_internal.h"
 
 /* Hash what ranks have in common when they can see each other's processes and memory: host name,
- * boot, and the namespaces of a container. */
-static uint64_t dtrain__host_id(void)
+ * boot, and the namespaces of a container. What /proc does not show it shows no rank of the host;
+ * want of descriptors or memory is this rank's alone: *error. */
+static uint64_t dtrain__host_id(int32_t *error)
 {
+    static const char *const names[2] = {"/proc/self/ns/net", "/proc/self/ns/pid"};
     uint64_t spaces[2] = {0, 0};
     struct stat status;
     char text[320];
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
     const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
-    if (file >= 0 && read(file, text + 256, 64) < 0) text[256] = 0;
+    if (file < 0 || read(file, text + 256, 64) < 0) *error = errno;
     if (file >= 0) close(file);
-    else if (errno == EMFILE || errno == ENFILE) return 0; /* not what another rank here finds */
-    if (stat("/proc/self/ns/net", &status) == 0) spaces[0] = (uint64_t)status.st_ino;
-    if (stat("/proc/self/ns/pid", &status) == 0) spaces[1] = (uint64_t)status.st_ino;
+    for (int i = 0; i < 2; i++)
+        if (stat(names[i], &status) == 0) spaces[i] = (uint64_t)status.st_ino;
+        else if (!*error) *error = errno;
+    if (*error != EMFILE && *error != ENFILE && *error != ENOMEM && *error != EIO) *error = 0;
     return dtrain__siphash(spaces, text, sizeof text);
 }
 
 /* The host on which a rank is, and the emulated nodes that its desc asks for. */
 typedef struct dtrain__host_record {
     uint64_t host;
+    int32_t error, unused; /* why the host could not be found out; 0: it was */
     dtrain_emulation emulation;
 } dtrain__host_record;
 
@@ -65,7 +69,7 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
     dtrain__host_record own, all[DTRAIN_MAX_RANKS];
     int local_rank = 0, local_size = 0, hosts = 0;
     memset(&own, 0, sizeof own);
-    const uint64_t mine = own.host = dtrain__host_id();
+    const uint64_t mine = own.host = dtrain__host_id(&own.error);
     own.emulation = world->emulation;
     DTRAIN__TRY(dtrain_world_all_gather(world, &own, sizeof own, all));
     for (int i = 0; i < world->size; i++) {
@@ -75,11 +79,14 @@ static dtrain_result dtrain__find_hosts(dtrain_world *world, const dtrain__place
         local_rank += i < world->rank && all[i].host == mine;
         local_size += all[i].host == mine;
         hosts += first == i;
-        if (all[i].host == 0)
+        if (all[i].error)
             return dtrain__abort_with(world, DTRAIN_ERROR_SYSTEM,
-                                      "dtrain_launch: rank %d has no file descriptor left to find "
-                                      "out on which host it is; raise the limit (ulimit -n)",
-                                      i);
+                                      "dtrain_launch: rank %d cannot find out on which host it is: "
+                                      "%s%s",
+                                      i, strerror(all[i].error),
+                                      all[i].error == EMFILE || all[i].error == ENFILE
+                                          ? "; raise the limit (ulimit -n)"
+                                          : "");
     }
     world->node_count = hosts;
     DTRAIN__TRY(dtrain__agree_on_nodes(world, all));
@@ -130,9 +137,12 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
     const int file = open(path, O_RDWR | O_CLOEXEC);
-    if (file < 0) return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
-    if (fstat(file, &status) != 0 || (uint64_t)status.st_ino != offer->inode ||
-        (uint64_t)status.st_size != offer->bytes) {
+    if (file < 0 || fstat(file, &status) != 0) {
+        (void)dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
+        if (file >= 0) close(file);
+        return DTRAIN_ERROR_SYSTEM;
+    }
+    if ((uint64_t)status.st_ino != offer->inode || (uint64_t)status.st_size != offer->bytes) {
         close(file);
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s is not the file that rank 0 has made", path);
     }

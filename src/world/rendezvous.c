@@ -73,7 +73,7 @@ typedef struct dtrain__rendezvous {
     int listener, came; /* rank 0: ranks that joined or were refused */
     dtrain__pending pending[DTRAIN__PENDING_MOST]; /* number n is at n % PENDING_MOST */
     uint32_t accepted;
-    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the hello of each rank that has joined */
+    uint64_t proofs[DTRAIN_MAX_RANKS]; /* of the first hello of each rank that came; 0: none did */
 } dtrain__rendezvous;
 
 /* Hash a message that ends in a proof, up to that proof, under the key of the run. `challenge` is
@@ -138,6 +138,19 @@ static void dtrain__socket_tune(int socket)
         setsockopt(socket, IPPROTO_TCP, options[i][0], &options[i][1], sizeof options[i][1]);
 }
 
+/* Send a message that fits in the kernel's buffer; false when the connection is broken. */
+static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
+{
+    size_t sent = 0;
+    for (int tries = 0; sent < bytes && tries < 100; tries++) {
+        const ssize_t more = send(socket, (const char *)message + sent, bytes - sent, MSG_NOSIGNAL);
+        if (more > 0) sent += (size_t)more;
+        else if (!dtrain__try_again(errno)) return false;
+        else (void)poll(NULL, 0, 1);
+    }
+    return sent == bytes;
+}
+
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
 /* Move a descriptor away from 0, 1 and 2: where the host has closed those, the next open of a file
@@ -189,9 +202,8 @@ static dtrain_result dtrain__listen(dtrain__rendezvous *r)
         host, r->place->port, strerror(error));
 }
 
-/* Answer the hello that had this proof. A reply fits in the kernel's buffer; if the connection is
- * broken, its next receive says so. */
-static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
+/* Answer the hello that had this proof; false when the connection is broken. */
+static bool dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t challenge,
                              int result, const char *why)
 {
     dtrain__reply reply;
@@ -199,7 +211,7 @@ static void dtrain__reply_to(const dtrain__rendezvous *r, int socket, uint64_t c
     reply.result = result;
     snprintf(reply.why, sizeof reply.why, "%s", why);
     reply.proof = dtrain__proof(r, challenge, &reply, sizeof reply);
-    (void)!send(socket, &reply, sizeof reply, MSG_NOSIGNAL);
+    return dtrain__send_whole(socket, &reply, sizeof reply);
 }
 
 /* Close the connection of a stranger and remember it for the sentence about missing ranks. */
@@ -252,27 +264,30 @@ static void dtrain__hear_pending(dtrain__rendezvous *r, dtrain__pending *pending
         dtrain__turn_away(r, pending, "does not begin as a rank does");
         return;
     }
-    if (got <= 0) dtrain__socket_close(&pending->socket);
+    if (got == 0 || (got < 0 && !dtrain__try_again(errno))) dtrain__socket_close(&pending->socket);
     if (pending->got < sizeof *hello) return;
     if (hello->proof != dtrain__proof(r, 0, hello, sizeof *hello)) {
-        dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN_ERROR_MISMATCH, "");
+        (void)dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN_ERROR_MISMATCH, "");
         dtrain__turn_away(r, pending,
                           "has another DTRAIN_JOB_KEY than rank 0 or belongs to another run");
         return;
     }
     hello->version[sizeof hello->version - 1] = hello->host[sizeof hello->host - 1] = 0;
-    r->came++;
-    if (r->result != DTRAIN_OK || dtrain__check_hello(r, hello) != DTRAIN_OK) {
-        dtrain__reply_to(r, pending->socket, hello->proof, r->result, r->why);
+    if (r->result == DTRAIN_OK) (void)dtrain__check_hello(r, hello);
+    const int rank = hello->rank, result = r->result ? (int)r->result : DTRAIN__REPLY_WAIT;
+    const bool told = dtrain__reply_to(r, pending->socket, hello->proof, result, r->why);
+    if (told && rank > 0 && rank < r->world->size && !r->proofs[rank]) {
+        r->came++; /* who was not told calls again */
+        r->proofs[rank] = hello->proof;
+    }
+    if (!told || r->result != DTRAIN_OK) {
         dtrain__socket_close(&pending->socket);
         return;
     }
-    dtrain__connection *end = &r->world->link->ends[hello->rank];
-    dtrain__reply_to(r, pending->socket, hello->proof, DTRAIN__REPLY_WAIT, "");
+    dtrain__connection *end = &r->world->link->ends[rank];
     snprintf(end->name, sizeof end->name, "%s, pid %d", hello->host, hello->pid);
     end->socket = pending->socket;
     pending->socket = -1;
-    r->proofs[hello->rank] = hello->proof;
 }
 
 /* Say now and then who is missing, and fail when the deadline has passed. */
@@ -325,9 +340,11 @@ static void dtrain__meet_round(dtrain__rendezvous *r)
         dtrain__socket_close(&ends[i - first].socket);
     }
     const int socket = polls[0].revents ? dtrain__above_stdio(accept(r->listener, NULL, NULL)) : -1;
-    if (polls[0].revents && socket < 0 && (errno == EMFILE || errno == ENFILE)) {
-        snprintf(r->problem, sizeof r->problem, "nobody can be let in: %s; raise ulimit -n",
-                 strerror(errno));
+    const int error = errno;
+    if (polls[0].revents && socket < 0 && error != EAGAIN && error != EINTR &&
+        error != ECONNABORTED) {
+        snprintf(r->problem, sizeof r->problem, "nobody can be let in: %s%s", strerror(error),
+                 error == EMFILE || error == ENFILE ? "; raise ulimit -n" : "");
         dtrain__socket_close(&r->pending[r->accepted++ % DTRAIN__PENDING_MOST].socket);
         (void)poll(NULL, 0, 50);
     }
@@ -359,7 +376,8 @@ static dtrain_result dtrain__host_world(dtrain__rendezvous *r)
     while (r->came < others && r->result == DTRAIN_OK) dtrain__meet_round(r);
     for (int i = 1; i <= others; i++) {
         dtrain__connection *end = &r->world->link->ends[i];
-        if (end->socket >= 0) dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
+        if (end->socket >= 0)
+            (void)dtrain__reply_to(r, end->socket, r->proofs[i], r->result, r->why);
         if (r->result != DTRAIN_OK) dtrain__socket_close(&end->socket);
     }
     while (r->came < others && dtrain__now_ns() < r->deadline_ns) dtrain__meet_round(r);
@@ -396,8 +414,8 @@ static int dtrain__await_reply(int socket, uint64_t until_ns, dtrain__reply *rep
         if (now >= until_ns) return 0;
         if (poll(&one, 1, (int)((until_ns - now) / 1000000u) + 1) <= 0) continue;
         const ssize_t more = recv(socket, (char *)reply + got, sizeof *reply - got, 0);
-        if (more <= 0) return -1;
-        got += (size_t)more;
+        if (more == 0 || (more < 0 && !dtrain__try_again(errno))) return -1;
+        if (more > 0) got += (size_t)more;
     }
     reply->why[sizeof reply->why - 1] = 0;
     return 1;
@@ -425,7 +443,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
         return dtrain__try_failed(r, "%s: %s", end->name,
                                   strerror(errno == EINPROGRESS ? ETIMEDOUT : errno));
     dtrain__socket_tune(end->socket);
-    (void)!send(end->socket, &hello, sizeof hello, MSG_NOSIGNAL);
+    if (!dtrain__send_whole(end->socket, &hello, sizeof hello))
+        return dtrain__try_failed(r, "%s: %s", end->name, strerror(errno));
     int there = dtrain__await_reply(end->socket, until_ns, &reply);
     if (there != 1)
         return dtrain__try_failed(r, "what listens at %s port %u does not answer as rank 0 does",
@@ -468,7 +487,8 @@ static dtrain_result dtrain__join_world(dtrain__rendezvous *r)
         bool settled = false;
         const int error = getaddrinfo(r->place->address, port, &wanted, &found);
         if (error)
-            dtrain__try_failed(r, "the name cannot be resolved: %s%s", gai_strerror(error),
+            dtrain__try_failed(r, "the name cannot be resolved: %s%s",
+                               error == EAI_SYSTEM ? strerror(errno) : gai_strerror(error),
                                strchr(r->place->address, ':') ? "; the port goes into DTRAIN_PORT "
                                                                 "or MASTER_PORT, not behind it"
                                                               : "");

@@ -85,8 +85,20 @@ static inline int ranks_entries(const char *folder, const char *part)
     return count;
 }
 
+/* The shared mappings of this process: those of a world, and what tests share. */
+static inline int ranks_maps(void)
+{
+    FILE *file = fopen("/proc/self/maps", "r");
+    char line[500];
+    int count = 0;
+    while (file && fgets(line, sizeof line, file))
+        count += strstr(line, "/memfd:dtrain") || strstr(line, "/dev/zero");
+    if (file) fclose(file);
+    return count;
+}
+
 typedef struct ranks_holdings {
-    int fds, threads, shm, children;
+    int fds, threads, shm, children, maps;
 } ranks_holdings;
 
 static inline ranks_holdings ranks_look(void)
@@ -96,6 +108,7 @@ static inline ranks_holdings ranks_look(void)
     now.fds = ranks_entries("/proc/self/fd", "");
     now.threads = ranks_entries("/proc/self/task", "");
     now.shm = ranks_entries("/dev/shm", "dtrain");
+    now.maps = ranks_maps();
     now.children = waitid(P_ALL, 0, &child, WEXITED | WNOHANG | WNOWAIT) == 0 ? 1 : 0;
     return now;
 }
@@ -117,6 +130,8 @@ static inline void ranks_check_holdings(const ranks_holdings *before, const char
               what, before->threads, now.threads);
     CHECK_MSG(now.shm <= before->shm, "%s: %d entries in /dev/shm before, %d after", what,
               before->shm, now.shm);
+    CHECK_MSG(now.maps <= before->maps, "%s: %d shared mappings before, %d after", what,
+              before->maps, now.maps);
     CHECK_MSG(now.children <= before->children, "%s: a child process is left", what);
 }
 

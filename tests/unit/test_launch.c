@@ -583,6 +583,8 @@ static void test_launcher_killed(void)
         while (alive(all, RANKS) && dtrain_seconds() - begin < RANKS_SOON) ranks_sleep_us(2000);
         CHECK_MSG(alive(all, RANKS) == 0, "round %d: %d ranks outlive their launcher", round,
                   alive(all, RANKS));
+        while (waitpid(-1, NULL, WNOHANG) >= 0 && dtrain_seconds() - begin < RANKS_SOON)
+            ranks_sleep_us(2000); /* ranks that have not yet said who they are */
         CHECK_MSG(waitpid(-1, NULL, WNOHANG) == -1 && errno == ECHILD,
                   "round %d: a process outlived the launcher", round);
         munmap(all, sizeof *all);
@@ -830,6 +832,31 @@ static void test_allocator_failures(void)
         }
 }
 
+/* A rank that returned 0, and whose process then ends with another status: here in the host's own free. */
+static bool exits_in_free;
+static int rank_is_nearly_done(dtrain_world *world, void *user)
+{
+    (void)user;
+    exits_in_free = dtrain_world_rank(world) == 1;
+    return 0;
+}
+static void free_or_exit(void *user, void *memory, size_t bytes)
+{
+    if (exits_in_free) _exit(7);
+    counted_free(user, memory, bytes);
+}
+
+static void test_exit_behind_a_rank(void)
+{
+    counted_memory *p = (counted_memory *)ranks_shared(sizeof *p);
+    dtrain_launch_desc desc = counted_desc(3, PROCESSES, p);
+    dtrain_launch_info info;
+    desc.allocator.free = free_or_exit;
+    CHECK(ranks_launch(&desc, rank_is_nearly_done, NULL, &info) == DTRAIN_ERROR_RANK_FAILED);
+    CHECK_MSG(info.first_failed_rank == 1 && info.exit_code == 7, "rank %d, code %d: %s",
+              info.first_failed_rank, info.exit_code, dtrain_last_error());
+}
+
 /* ---- limits of the system ---- */
 
 static void with_limit(int which, rlim_t value, int ranks, uint32_t mode, int must_fail,
@@ -1062,6 +1089,7 @@ int main(int argc, char **argv)
     RUN(test_exchange_misuse);
     RUN(test_allocator_counts);
     RUN(test_allocator_failures);
+    RUN(test_exit_behind_a_rank);
     RUN(test_system_limits);
     RUN(test_64_ranks);
     return test_summary();

@@ -522,13 +522,16 @@ static void test_other_sizes(void)
     crew_check(&c, 0, 3, DTRAIN_ERROR_MISMATCH, "world size 4", "world size 3");
 }
 
+/* A rank that comes after the mistake has been noticed is told as well. */
 static void test_same_rank_twice(void)
 {
     crew c = make_crew(3, rank_never_runs, NULL);
     c.words[2] = "RANK=1";
     crew_start_all(&c);
+    ranks_await(&c.ends[1].done, 1);
+    crew_start(&c, 3, 2);
     crew_wait(&c);
-    crew_check(&c, 0, 3, DTRAIN_ERROR_MISMATCH, "rank 1 was started twice", "pid");
+    crew_check(&c, 0, 4, DTRAIN_ERROR_MISMATCH, "rank 1 was started twice", "pid");
 }
 
 /* Two processes that both believe to be rank 0: one of them cannot have the port, and the other one is
@@ -991,6 +994,25 @@ static void test_deaths(void)
                 crew_wait(&c);
                 check_death(&c, d);
             }
+}
+
+/* What is known of a rank that has ended: why, and that one of whom the others have heard that it is lost stays so. */
+static void test_exit_records(void)
+{
+    dtrain_world world;
+    memset(&world, 0, sizeof world);
+    world.control = (dtrain__control *)ranks_shared(sizeof *world.control);
+    dtrain__record_end(world.control, 3, DTRAIN__LEFT, 0, "");
+    CHECK(dtrain__trouble(&world) == DTRAIN_OK);
+    CHECK(dtrain__record_lost(world.control, 1) && !dtrain__record_lost(world.control, 3));
+    dtrain__record_end(world.control, 1, DTRAIN__LEFT, 0, "");
+    CHECK(dtrain__trouble(&world) == DTRAIN_ERROR_PEER &&
+          has(dtrain_last_error(), "rank 1 is gone"));
+    dtrain__record_end(world.control, 1, DTRAIN__RETURNED, 5, "the disk is full");
+    CHECK(dtrain__trouble(&world) == DTRAIN_ERROR_PEER);
+    CHECK_MSG(has(dtrain_last_error(), "rank 1 returned 5; its last error: the disk is full"), "%s",
+              dtrain_last_error());
+    munmap(world.control, sizeof *world.control);
 }
 
 /* Rank 0 has nothing left to do and stays, so that rank 1 hears that rank 2 has died. */
@@ -1723,6 +1745,7 @@ int main(int argc, char **argv)
     RUN(test_false_rank_0);
     RUN(test_false_welcome);
     RUN(test_deaths);
+    RUN(test_exit_records);
     RUN(test_rank_0_stays);
     RUN(test_apart);
     RUN(test_deaths_apart);

@@ -152,16 +152,16 @@ DTRAIN__PRIVATE int dtrain__pool_create(dtrain__pool **out, const dtrain_allocat
     }
     pool->spins = oversubscribed ? 0 : 1000;
     pool->thread_count = 1;
-    pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->work, NULL);
-    pthread_cond_init(&pool->done, NULL);
-    for (int i = 1; i < thread_count; i++) {
-        int error = dtrain__pool_start(pool, i);
-        if (error) {
-            dtrain__pool_destroy(pool);
-            return error;
-        }
-        pool->thread_count = i + 1;
+    int error = pthread_mutex_init(&pool->lock, NULL);
+    if (!error) error = pthread_cond_init(&pool->work, NULL);
+    if (!error) error = pthread_cond_init(&pool->done, NULL);
+    for (int i = 1; i < thread_count && !error; i++) {
+        error = dtrain__pool_start(pool, i);
+        if (!error) pool->thread_count = i + 1;
+    }
+    if (error) {
+        dtrain__pool_destroy(pool);
+        return error;
     }
     *out = pool;
     return 0;
