@@ -18915,12 +18915,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sum(dtrain_device *device, const dtrai
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtrain_clip_args *args)
 {
-    const double norm = sqrt(args->sum_squares[0]) * (double)args->scalars->grad_scale;
-    const double factor = (double)args->max_norm / (norm + 1e-6);
+    const float norm = (float)(sqrt(args->sum_squares[0]) * (double)args->scalars->grad_scale);
+    const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_clip_grad_norm rounds it */
     (void)device;
-    args->norm[0] = (float)norm;
-    if (!dtrain_is_finite(args->norm[0])) args->scalars->skip = 1;
-    else if (args->max_norm > 0 && factor < 1) args->scalars->grad_scale *= (float)factor;
+    args->norm[0] = norm;
+    if (!dtrain_is_finite(norm)) args->scalars->skip = 1;
+    else if (args->max_norm > 0 && factor < 1) args->scalars->grad_scale *= factor;
     return DTRAIN_OK;
 }
 
