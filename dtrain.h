@@ -934,6 +934,7 @@ typedef struct dtrain_param {
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
+    int64_t init_count;       /* elements that init is for, the first ones; 0 = all. Others are 0 */
     dtrain_param_state state; /* the library's */
 } dtrain_param;
 
@@ -1472,9 +1473,13 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 /* Compute softmax cross-entropy, the mean over rows as one element; logits (rows, n), targets
  * (rows) I32, -1 = ignored. Backward overwrites the logits with their gradient when nothing else
  * reads them, so that behind a linear classifier they are stored once: read logits before backward.
- */
+ *
+ * classes: columns that count, the first ones; 0 = all. The others are padding, which makes the
+ * rows of a classifier a number that GEMMs of a GPU are fast with (GPT-2's 50257 to 50304): they
+ * take no part, whatever they hold, and have gradient 0. A classifier whose rows behind `classes`
+ * are 0 at first (dtrain_param.init_count) keeps them 0 under any optimizer. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets);
+                                               dtrain_tensor *targets, int64_t classes);
 /* Add up all elements; the result has one. */
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);
 /* Average all elements; the result has one. */
@@ -2123,9 +2128,10 @@ typedef struct dtrain_attention_backward_args {
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - logits[row][target[row]]; lse[row] kept for backward.
- * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, n) are an
+ * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, classes) are an
  * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
- * logits) the gradient times scale is written in the same pass: logits are read once. */
+ * logits) the gradient times scale is written in the same pass: logits are read once. Columns from
+ * `classes` on are padding: whatever they hold, they take no part, and their gradient is 0. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
     const void *logits;     /* (rows,n) */
@@ -2134,6 +2140,7 @@ typedef struct dtrain_cross_entropy_args {
     void *d_logits;         /* (rows,n) or NULL */
     float scale;
     dtrain_dtype dtype; /* of logits and d_logits */
+    int64_t classes;    /* columns that count, the first ones; 0 = n */
 } dtrain_cross_entropy_args;
 
 /* d_logits = (softmax(logits) - onehot(target)) * scale * upstream[0]; d_logits may be logits
@@ -2147,6 +2154,7 @@ typedef struct dtrain_cross_entropy_backward_args {
     void *d_logits;
     const float *upstream; /* (1) device memory, or NULL */
     dtrain_dtype dtype;    /* of logits and d_logits */
+    int64_t classes;       /* as above */
 } dtrain_cross_entropy_backward_args;
 
 /* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
@@ -2289,7 +2297,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 6u
+#define DTRAIN_DEVICE_ABI 7u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -10634,6 +10642,7 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
     dtrain_param q = strategy->params[portion->param];
     q.init = DTRAIN_INIT_NORMAL;
     q.init_scale = 1;
+    q.init_count = 0;
     DTRAIN__TRY(
         dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, args.x));
     DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
@@ -11796,6 +11805,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
         DTRAIN__TRY(dtrain__resolve_shape(p, i));
+        if (p->init_count < 0 || p->init_count > p->count)
+            return dtrain__param_fail(p, i, "init_count is %lld, of %lld elements",
+                                      (long long)p->init_count, (long long)p->count);
         memset(&p->state, 0, sizeof p->state);
         p->state.storage = p->state.next = p;
         p->state.index = (uint32_t)i;
@@ -11915,8 +11927,8 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
     if (p->alias_of)
         snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
     else if (!p->value)
-        snprintf(origin, sizeof origin, "init %u scale %.9g", (unsigned)p->init,
-                 (double)p->init_scale);
+        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
+                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
     snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
              p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
              (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
@@ -11989,6 +12001,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
                                         staging);
         else
             for (int64_t i = 0; i < some; i++) staging[i] = scale;
+        const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;
+        for (int64_t i = left; i < some; i++) staging[i] = 0;
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;
@@ -14596,7 +14610,7 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 /* ---- Cross-entropy
  *
- * d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets.
+ * d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets; 0 in padding.
  *
  * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
  * only use and the operation that made them does not look at them in its own backward, they are
@@ -14621,6 +14635,11 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
                            "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
                            dtrain__shape_text(logits->shape, left), (long long)rows,
                            dtrain__shape_text(targets->shape, right));
+    if (args->classes < 0 || args->classes > n)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
+                           (long long)args->classes, dtrain__shape_text(logits->shape, left),
+                           (long long)n);
     args->rows = rows;
     args->n = n;
     args->logits = op->input_data[0];
@@ -14662,17 +14681,21 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
+    args.classes = loss->forward.classes;
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
 DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets)
+                                               dtrain_tensor *targets, int64_t classes)
 {
     dtrain_tensor *const inputs[2] = {logits, targets};
-    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, NULL,
-                             sizeof(dtrain__cross_entropy));
+    dtrain__cross_entropy args;
+    memset(&args, 0, sizeof args);
+    args.forward.classes = classes;
+    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
+                             sizeof args);
 }
 
 #undef DTRAIN__OP
@@ -18363,7 +18386,8 @@ dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_bac
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
+    DTRAIN__TRY(
+        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
                               args->rows, 1, args->rows * args->n, args->dtype);
 }
@@ -18372,7 +18396,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
     dtrain_cross_entropy_backward_args backward;
-    DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
+    DTRAIN__TRY(
+        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
     DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
                                    args->rows, 1, args->rows * args->n, args->dtype));
     if (!args->d_logits) return DTRAIN_OK;
@@ -18385,6 +18410,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     backward.lse = args->lse;
     backward.d_logits = args->d_logits;
     backward.dtype = args->dtype;
+    backward.classes = args->classes;
     return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 
@@ -20282,6 +20308,7 @@ DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, floa
 DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
+    const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t row = begin; row < end; row++) {
         double sum = 0;
         float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
@@ -20289,8 +20316,8 @@ DTRAIN__KERNEL(cross_entropy)
             a->loss[row] = a->lse[row] = 0;
             continue;
         }
-        for (int64_t i = 0; i < a->n; i += DTRAIN__K(LOGITS)) {
-            const int64_t left = a->n - i, most = DTRAIN__K(LOGITS);
+        for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
+            const int64_t left = classes - i, most = DTRAIN__K(LOGITS);
             const int64_t count = left < most ? left : most;
             const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
             const float higher = DTRAIN__K(row_top)(x, count, top);
@@ -20313,18 +20340,18 @@ DTRAIN__KERNEL_AS(cross_entropy_backward)
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const dtrain__v scale = dtrain__vset(factor);
+    const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         const int64_t first = row * a->n, target = first + a->targets[row];
-        if (a->targets[row] == -1) {
-            for (int64_t i = 0; i < a->n; i += DTRAIN__W)
-                dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
-            continue;
-        }
+        const bool ignored = a->targets[row] == -1;
+        for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
+            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
+        if (ignored) continue;
         /* The target's element is read before d_logits, which may be logits, is written. */
         const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
+        for (int64_t i = 0; i < classes; i += DTRAIN__W) {
+            const int64_t n = classes - i;
             const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
             dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vexp(x - lse) * scale, n);
         }

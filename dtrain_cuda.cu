@@ -4039,7 +4039,8 @@ static dtrain_result dtrain_cuda_embedding_backward(dtrain_device *device,
  *
  *     | head, < 1 pack | packs, 16-byte aligned ... | tail, < 1 pack |
  *
- * If logits and d_logits are not aligned alike, everything is head. */
+ * If logits and d_logits are not aligned alike, everything is head. Behind the tail of the classes
+ * that count, padding is written as 0 and never read. */
 
 struct dtrain_cuda_span {
     int64_t head, packs, tail; /* elements of the head, number of packs, where the tail begins */
@@ -4127,15 +4128,16 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     dtrain_cuda_store(to + column, x);
 }
 
-/* Store the gradient of a row. Each element is read and written by one thread: `to` may be
- * `from`. */
+/* Store the gradient of a row of n columns, of which `classes` count. Each element is read and
+ * written by one thread: `to` may be `from`. */
 template <typename T>
 static __device__ __forceinline__ void
 dtrain_cuda_row_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from, T *to,
-                             const dtrain_cuda_span &span, int64_t n)
+                             const dtrain_cuda_span &span, int64_t classes, int64_t n)
 {
     constexpr int width = dtrain_cuda_pack<T>::width;
-    for (int64_t j = span.tail + threadIdx.x; j < n; j += blockDim.x)
+    for (int64_t j = classes + threadIdx.x; j < n; j += blockDim.x) dtrain_cuda_narrow(0, to[j]);
+    for (int64_t j = span.tail + threadIdx.x; j < classes; j += blockDim.x)
         dtrain_cuda_gradient_put<1>(gradient, from, to, j);
     for (int64_t p = span.packs - 1 - threadIdx.x; p >= 0; p -= blockDim.x)
         dtrain_cuda_gradient_put<width>(gradient, from, to, span.head + p * width);
@@ -4162,17 +4164,18 @@ static __global__ void __launch_bounds__(1024)
         const T *const logits = (const T *)args.logits + row * args.n;
         T *const d_logits = args.d_logits ? (T *)args.d_logits + row * args.n : NULL;
         const dtrain_cuda_span span =
-            dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.n);
-        dtrain_cuda_row_gradient gradient = {dtrain_cuda_target(args.targets, row, args.n, fault),
-                                             0, args.scale};
+            dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.classes);
+        dtrain_cuda_row_gradient gradient = {
+            dtrain_cuda_target(args.targets, row, args.classes, fault), 0, args.scale};
         if (gradient.target >= 0) { /* the same for the whole block */
             /* Read before the barriers in row_lse, behind which d_logits may overwrite it. */
             const float of_target = dtrain_cuda_widen(logits[gradient.target]);
-            gradient.lse = dtrain_cuda_row_lse(logits, span, args.n, slots);
+            gradient.lse = dtrain_cuda_row_lse(logits, span, args.classes, slots);
             if (threadIdx.x == 0)
                 args.loss[row] = gradient.lse - of_target, args.lse[row] = gradient.lse;
         } else if (threadIdx.x == 0) args.loss[row] = 0, args.lse[row] = 0;
-        if (d_logits) dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.n);
+        if (d_logits)
+            dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.classes, args.n);
     }
 }
 
@@ -4185,10 +4188,11 @@ static __global__ void __launch_bounds__(1024)
         const T *const logits = (const T *)args.logits + row * args.n;
         T *const d_logits = (T *)args.d_logits + row * args.n;
         const dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args.targets, row, args.n, fault), args.lse[row],
+            dtrain_cuda_target(args.targets, row, args.classes, fault), args.lse[row],
             args.upstream ? args.scale * args.upstream[0] : args.scale};
         dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
-                                     dtrain_cuda_span_of<T>(logits, d_logits, args.n), args.n);
+                                     dtrain_cuda_span_of<T>(logits, d_logits, args.classes),
+                                     args.classes, args.n);
     }
 }
 
@@ -4211,11 +4215,13 @@ static dtrain_result dtrain_cuda_cross_entropy_of(dtrain_device *device,
 }
 
 static dtrain_result dtrain_cuda_cross_entropy(dtrain_device *device,
-                                               const dtrain_cross_entropy_args *args)
+                                               const dtrain_cross_entropy_args *given)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy", args->dtype));
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_cross_entropy_of)(device, args);
+    dtrain_cross_entropy_args args = *given;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy", args.dtype));
+    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
+    if (!args.classes) args.classes = args.n;
+    return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_of)(device, &args);
 }
 
 template <typename T>
@@ -4231,11 +4237,13 @@ dtrain_cuda_cross_entropy_backward_of(dtrain_device *device,
 
 static dtrain_result
 dtrain_cuda_cross_entropy_backward(dtrain_device *device,
-                                   const dtrain_cross_entropy_backward_args *args)
+                                   const dtrain_cross_entropy_backward_args *given)
 {
-    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy_backward", args->dtype));
-    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
-    return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_cross_entropy_backward_of)(device, args);
+    dtrain_cross_entropy_backward_args args = *given;
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("cross_entropy_backward", args.dtype));
+    if (args.rows <= 0 || args.n <= 0) return DTRAIN_OK;
+    if (!args.classes) args.classes = args.n;
+    return DTRAIN_CUDA_BY_DTYPE(args.dtype, dtrain_cuda_cross_entropy_backward_of)(device, &args);
 }
 
 /* ================================================================================================
@@ -6160,8 +6168,8 @@ static dtrain_result dtrain_cuda_orthogonalize(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 6,
-              "the table below is that of ABI 6: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 7,
+              "the table below is that of ABI 7: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {

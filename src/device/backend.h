@@ -133,9 +133,10 @@ typedef struct dtrain_attention_backward_args {
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - logits[row][target[row]]; lse[row] kept for backward.
- * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, n) are an
+ * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, classes) are an
  * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
- * logits) the gradient times scale is written in the same pass: logits are read once. */
+ * logits) the gradient times scale is written in the same pass: logits are read once. Columns from
+ * `classes` on are padding: whatever they hold, they take no part, and their gradient is 0. */
 typedef struct dtrain_cross_entropy_args {
     int64_t rows, n;
     const void *logits;     /* (rows,n) */
@@ -144,6 +145,7 @@ typedef struct dtrain_cross_entropy_args {
     void *d_logits;         /* (rows,n) or NULL */
     float scale;
     dtrain_dtype dtype; /* of logits and d_logits */
+    int64_t classes;    /* columns that count, the first ones; 0 = n */
 } dtrain_cross_entropy_args;
 
 /* d_logits = (softmax(logits) - onehot(target)) * scale * upstream[0]; d_logits may be logits
@@ -157,6 +159,7 @@ typedef struct dtrain_cross_entropy_backward_args {
     void *d_logits;
     const float *upstream; /* (1) device memory, or NULL */
     dtrain_dtype dtype;    /* of logits and d_logits */
+    int64_t classes;       /* as above */
 } dtrain_cross_entropy_backward_args;
 
 /* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
@@ -299,7 +302,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 6u
+#define DTRAIN_DEVICE_ABI 7u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.

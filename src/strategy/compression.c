@@ -277,6 +277,7 @@ static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__spa
     dtrain_param q = strategy->params[portion->param];
     q.init = DTRAIN_INIT_NORMAL;
     q.init_scale = 1;
+    q.init_count = 0;
     DTRAIN__TRY(
         dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, args.x));
     DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));

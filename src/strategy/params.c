@@ -133,6 +133,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         if (p->init > DTRAIN_INIT_UNIFORM)
             return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
         DTRAIN__TRY(dtrain__resolve_shape(p, i));
+        if (p->init_count < 0 || p->init_count > p->count)
+            return dtrain__param_fail(p, i, "init_count is %lld, of %lld elements",
+                                      (long long)p->init_count, (long long)p->count);
         memset(&p->state, 0, sizeof p->state);
         p->state.storage = p->state.next = p;
         p->state.index = (uint32_t)i;
@@ -252,8 +255,8 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
     if (p->alias_of)
         snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
     else if (!p->value)
-        snprintf(origin, sizeof origin, "init %u scale %.9g", (unsigned)p->init,
-                 (double)p->init_scale);
+        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
+                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
     snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
              p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
              (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
@@ -326,6 +329,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dt
                                         staging);
         else
             for (int64_t i = 0; i < some; i++) staging[i] = scale;
+        const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;
+        for (int64_t i = left; i < some; i++) staging[i] = 0;
         DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
     }
     return DTRAIN_OK;

@@ -43,5 +43,6 @@ typedef struct dtrain_param {
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
+    int64_t init_count;       /* elements that init is for, the first ones; 0 = all. Others are 0 */
     dtrain_param_state state; /* the library's */
 } dtrain_param;

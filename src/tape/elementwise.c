@@ -258,7 +258,7 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 /* ---- Cross-entropy
  *
- * d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets.
+ * d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets; 0 in padding.
  *
  * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
  * only use and the operation that made them does not look at them in its own backward, they are
@@ -283,6 +283,11 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
                            "dtrain_cross_entropy: logits %s have %lld rows, targets are %s",
                            dtrain__shape_text(logits->shape, left), (long long)rows,
                            dtrain__shape_text(targets->shape, right));
+    if (args->classes < 0 || args->classes > n)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
+                           (long long)args->classes, dtrain__shape_text(logits->shape, left),
+                           (long long)n);
     args->rows = rows;
     args->n = n;
     args->logits = op->input_data[0];
@@ -324,17 +329,21 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.d_logits = logits->grad;
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
+    args.classes = loss->forward.classes;
     return op->device->ops->cross_entropy_backward(op->device, &args);
 }
 
 DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets)
+                                               dtrain_tensor *targets, int64_t classes)
 {
     dtrain_tensor *const inputs[2] = {logits, targets};
-    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, NULL,
-                             sizeof(dtrain__cross_entropy));
+    dtrain__cross_entropy args;
+    memset(&args, 0, sizeof args);
+    args.forward.classes = classes;
+    return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
+                             sizeof args);
 }
 
 #undef DTRAIN__OP

@@ -51,9 +51,13 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 /* Compute softmax cross-entropy, the mean over rows as one element; logits (rows, n), targets
  * (rows) I32, -1 = ignored. Backward overwrites the logits with their gradient when nothing else
  * reads them, so that behind a linear classifier they are stored once: read logits before backward.
- */
+ *
+ * classes: columns that count, the first ones; 0 = all. The others are padding, which makes the
+ * rows of a classifier a number that GEMMs of a GPU are fast with (GPT-2's 50257 to 50304): they
+ * take no part, whatever they hold, and have gradient 0. A classifier whose rows behind `classes`
+ * are 0 at first (dtrain_param.init_count) keeps them 0 under any optimizer. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets);
+                                               dtrain_tensor *targets, int64_t classes);
 /* Add up all elements; the result has one. */
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);
 /* Average all elements; the result has one. */

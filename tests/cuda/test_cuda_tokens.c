@@ -231,38 +231,44 @@ typedef struct loss_case {
     int64_t rows, n;
     dtrain_dtype dtype;
     int64_t shift, d_shift; /* elements behind aligned addresses; d_shift -1: d_logits is logits */
+    int64_t padding;        /* columns of the n that do not count, and hold what must not matter */
 } loss_case;
 
 static const char *loss_name(const loss_case *c)
 {
     static char text[128];
-    snprintf(text, sizeof text, "rows %d, n %d, %s, shift %d, d_shift %d", (int)c->rows, (int)c->n,
-             dtrain_dtype_name(c->dtype), (int)c->shift, (int)c->d_shift);
+    snprintf(text, sizeof text, "rows %d, n %d, padding %d, %s, shift %d, d_shift %d", (int)c->rows,
+             (int)c->n, (int)c->padding, dtrain_dtype_name(c->dtype), (int)c->shift,
+             (int)c->d_shift);
     return text;
 }
 
 /* Rows of ordinary logits, of masked ones, of huge ones and of equal ones take turns. */
 static void *make_logits(const loss_case *c)
 {
+    static const float garbage[] = {NAN, INFINITY, -INFINITY, 6e4f};
+    const int64_t classes = c->n - c->padding;
     void *logits = gpu_noise(c->rows * c->n, c->dtype, 1, 3);
     for (int64_t i = 0; i < c->rows * c->n; i++) {
         const int64_t row = i / c->n, column = i % c->n;
-        if (row % 5 == 1 && column * 7 % 10 != 3 && column != c->n - 1)
+        if (row % 5 == 1 && column * 7 % 10 != 3 && column != classes - 1)
             gpu_set(logits, i, c->dtype, -INFINITY);
         if (row % 5 == 2) gpu_set(logits, i, c->dtype, 6e4f - (float)(column % 3));
         if (row % 5 == 3) gpu_set(logits, i, c->dtype, -2);
         if (row % 5 == 4) gpu_set(logits, i, c->dtype, (float)(column % 40) - 20);
+        if (column >= classes) gpu_set(logits, i, c->dtype, garbage[(row + column) % 4]);
     }
     return logits;
 }
 
 static int32_t *make_targets(const loss_case *c, const void *logits)
 {
+    const int64_t classes = c->n - c->padding;
     int32_t *targets = (int32_t *)malloc((size_t)c->rows * sizeof *targets);
     for (int64_t i = 0; i < c->rows; i++) {
-        targets[i] = (int32_t)(i % 3 == 0 ? c->n - 1 : i * 7919 % c->n);
+        targets[i] = (int32_t)(i % 3 == 0 ? classes - 1 : i * 7919 % classes);
         if (gpu_get(logits, i * c->n + targets[i], c->dtype) < -1e30)
-            targets[i] = (int32_t)(c->n - 1);
+            targets[i] = (int32_t)(classes - 1);
         if (i % 7 == 5) targets[i] = -1;
     }
     return targets;
@@ -275,16 +281,18 @@ typedef struct loss_want {
 static loss_want want_loss(const loss_case *c, const void *logits, const int32_t *targets,
                            double scale)
 {
+    const int64_t classes = c->n - c->padding;
     loss_want want = {doubles(c->rows), doubles(c->rows), doubles(c->rows * c->n)};
     for (int64_t i = 0; i < c->rows; i++) {
         double top = -INFINITY, sum = 0;
         if (targets[i] < 0) continue;
-        for (int64_t j = 0; j < c->n; j++) top = fmax(top, gpu_get(logits, i * c->n + j, c->dtype));
-        for (int64_t j = 0; j < c->n; j++)
+        for (int64_t j = 0; j < classes; j++)
+            top = fmax(top, gpu_get(logits, i * c->n + j, c->dtype));
+        for (int64_t j = 0; j < classes; j++)
             sum += exp(gpu_get(logits, i * c->n + j, c->dtype) - top);
         want.lse[i] = top + log(sum);
         want.loss[i] = want.lse[i] - gpu_get(logits, i * c->n + targets[i], c->dtype);
-        for (int64_t j = 0; j < c->n; j++)
+        for (int64_t j = 0; j < classes; j++)
             want.d_logits[i * c->n + j] =
                 scale * (exp(gpu_get(logits, i * c->n + j, c->dtype) - top) / sum -
                          (j == targets[i] ? 1 : 0));
@@ -298,8 +306,10 @@ static bool near_gradient(const loss_case *c, const void *got, const double *wan
     for (int64_t i = 0; i < c->rows * c->n; i++) {
         const double relative = (i / c->n % 5 == 2 ? 4e-3 : 1e-5) + gpu_rounding(c->dtype);
         const double error = fabs(gpu_get(got, i, c->dtype) - want[i]);
-        if (error <= relative * fabs(want[i]) + relative * 0.05 * scale +
-                         (c->dtype == DTRAIN_DTYPE_F16 ? 6e-8 : 0))
+        if (i % c->n >= c->n - c->padding
+                ? error == 0
+                : error <= relative * fabs(want[i]) + relative * 0.05 * scale +
+                               (c->dtype == DTRAIN_DTYPE_F16 ? 6e-8 : 0))
             continue;
         return CHECK_MSG(0, "%s: d_logits of row %d, column %d is %.9g, expected %.9g",
                          loss_name(c), (int)(i / c->n), (int)(i % c->n), gpu_get(got, i, c->dtype),
@@ -312,6 +322,7 @@ static void check_cross_entropy(const loss_case *c)
 {
     const size_t bytes = bytes_of(c->rows * c->n, c->dtype), element = dtrain_dtype_bytes(c->dtype);
     const size_t shift = (size_t)c->shift * element, d_shift = (size_t)c->d_shift * element;
+    const int64_t classes = c->padding ? c->n - c->padding : 0;
     const float scale = 0.125f, upstream = 3;
     void *logits = make_logits(c), *first = malloc(bytes), *d_logits = malloc(bytes);
     int32_t *targets = make_targets(c, logits);
@@ -319,8 +330,8 @@ static void check_cross_entropy(const loss_case *c)
     const loss_want want = want_loss(c, logits, targets, (double)scale);
     EACH_ORDER(order)
     {
-        dtrain_cross_entropy_args args = {c->rows, c->n, NULL,  NULL,    NULL,
-                                          NULL,    NULL, scale, c->dtype};
+        dtrain_cross_entropy_args args = {c->rows, c->n, NULL,  NULL,     NULL,
+                                          NULL,    NULL, scale, c->dtype, classes};
         args.logits = gpu_give(logits, bytes, shift);
         args.targets = (int32_t *)gpu_give(targets, (size_t)c->rows * 4, 0);
         args.loss = (float *)gpu_take((size_t)c->rows * 4, 0);
@@ -331,9 +342,9 @@ static void check_cross_entropy(const loss_case *c)
         CHECK_MSG(holds(args.logits, logits, bytes), "%s: logits changed", loss_name(c));
 
         /* Backward on its own, with upstream folded out of scale again. */
-        dtrain_cross_entropy_backward_args back = {c->rows,     c->n,         scale / upstream,
-                                                   args.logits, args.targets, args.lse,
-                                                   NULL,        NULL,         c->dtype};
+        dtrain_cross_entropy_backward_args back = {
+            c->rows, c->n, scale / upstream, args.logits, args.targets, args.lse,
+            NULL,    NULL, c->dtype,         classes};
         back.upstream = (float *)gpu_give(&upstream, sizeof upstream, 0);
         back.d_logits = gpu_take(bytes, c->d_shift < 0 ? shift : d_shift);
         CHECK_MSG(gpu->ops->cross_entropy_backward(gpu, &back) == DTRAIN_OK, "%s",
@@ -371,25 +382,31 @@ static void test_cross_entropy(void)
     gpu_open();
     EACH(w, n) EACH(d, dtypes)
     {
-        const loss_case in_place = {9, n[w], dtypes[d], 0, -1},
-                        shifted = {9, n[w], dtypes[d], 1, 1};
-        const loss_case apart = {7, n[w], dtypes[d], 3, 2}, two = {2, n[w], dtypes[d], 0, 0};
+        const loss_case in_place = {9, n[w], dtypes[d], 0, -1, 0},
+                        shifted = {9, n[w], dtypes[d], 1, 1, 0};
+        const loss_case apart = {7, n[w], dtypes[d], 3, 2, 0}, two = {2, n[w], dtypes[d], 0, 0, 0};
+        const loss_case padded = {9, n[w] + 7, dtypes[d], 0, -1, 7},
+                        to_width = {7, (n[w] + 127) / 128 * 128, dtypes[d], 0, 0, -n[w] & 127};
         check_cross_entropy(&in_place);
         check_cross_entropy(&shifted);
         check_cross_entropy(&apart);
         check_cross_entropy(&two);
+        check_cross_entropy(&padded);
+        check_cross_entropy(&to_width);
     }
     gpu_close();
 }
 
-/* GPT-2's vocabulary: rows that begin anywhere, blocks of 1024 threads. */
+/* GPT-2's vocabulary, padded and not: rows that begin anywhere, blocks of 1024 threads. */
 static void test_cross_entropy_vocabulary(void)
 {
     gpu_open();
     EACH(d, dtypes)
     {
-        const loss_case c = {6, 50257, dtypes[d], 0, -1};
+        const loss_case c = {6, 50257, dtypes[d], 0, -1, 0},
+                        padded = {6, 50304, dtypes[d], 0, -1, 47};
         check_cross_entropy(&c);
+        check_cross_entropy(&padded);
     }
     gpu_close();
 }
@@ -406,7 +423,8 @@ static void test_cross_entropy_nan(void)
     logits[1 * N + 33] = NAN;
     logits[2 * N + 1] = NAN;
     for (int j = 0; j < N; j++) logits[4 * N + j] = -INFINITY;
-    dtrain_cross_entropy_args args = {ROWS, N, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32};
+    dtrain_cross_entropy_args args = {ROWS, N, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32,
+                                      0};
     args.logits = gpu_give(logits, sizeof d_logits, 0);
     args.targets = (int32_t *)gpu_give(targets, sizeof targets, 0);
     args.loss = (float *)gpu_take(sizeof loss, 0);
@@ -425,33 +443,45 @@ static void test_cross_entropy_nan(void)
     free(logits);
 }
 
-/* A bad target is reported, and its row ignored. */
+/* A bad target is reported, and its row ignored; a column of padding is no target. */
 static void test_bad_targets(void)
 {
-    const int32_t targets[2][3] = {{1, 4, 0}, {1, -2, 0}};
+    static const char *const sentences[3] = {"target 4 at row 1 is outside [0, 4)",
+                                             "target -2 at row 1 is outside [0, 4)",
+                                             "target 3 at row 1 is outside [0, 3)"};
+    const int32_t targets[3][3] = {{1, 4, 0}, {1, -2, 0}, {1, 3, 0}};
     float *logits = (float *)gpu_noise(12, DTRAIN_DTYPE_F32, 1, 1), loss[3], d_logits[12];
     gpu_open();
-    for (int bad = 0; bad < 2; bad++) {
-        dtrain_cross_entropy_args args = {3, 4, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32};
+    for (int bad = 0; bad < 3; bad++) {
+        dtrain_cross_entropy_args args = {
+            3, 4, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32, bad == 2 ? 3 : 0};
         args.logits = gpu_give(logits, sizeof d_logits, 0);
         args.targets = (int32_t *)gpu_give(targets[bad], sizeof targets[bad], 0);
         args.loss = (float *)gpu_take(sizeof loss, 0);
         args.lse = (float *)gpu_give(loss, sizeof loss, 0);
         args.d_logits = gpu_take(sizeof d_logits, 0);
-        dtrain_cross_entropy_backward_args back = {
-            3, 4, 1, args.logits, args.targets, args.lse, args.d_logits, NULL, DTRAIN_DTYPE_F32};
+        dtrain_cross_entropy_backward_args back = {3,
+                                                   4,
+                                                   1,
+                                                   args.logits,
+                                                   args.targets,
+                                                   args.lse,
+                                                   args.d_logits,
+                                                   NULL,
+                                                   DTRAIN_DTYPE_F32,
+                                                   args.classes};
         for (int pass = 0; pass < 2; pass++) {
             CHECK((pass ? gpu->ops->cross_entropy_backward(gpu, &back)
                         : gpu->ops->cross_entropy(gpu, &args)) == DTRAIN_OK);
             CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
-            CHECK_MSG(strstr(dtrain_last_error(),
-                             bad ? "target -2 at row 1" : "target 4 at row 1") != NULL,
-                      "%s", dtrain_last_error());
+            CHECK_MSG(strstr(dtrain_last_error(), sentences[bad]) != NULL, "%s",
+                      dtrain_last_error());
             gpu_read(loss, args.loss, sizeof loss);
             gpu_read(d_logits, args.d_logits, sizeof d_logits);
             CHECK(loss[0] > 0 && loss[1] == 0 && loss[2] > 0);
             for (int j = 0; j < 4; j++)
-                CHECK(d_logits[j] != 0 && d_logits[4 + j] == 0 && d_logits[8 + j] != 0);
+                CHECK((d_logits[j] != 0) == (bad < 2 || j < 3) && d_logits[4 + j] == 0 &&
+                      (d_logits[8 + j] != 0) == (bad < 2 || j < 3));
         }
         gpu_release();
     }
@@ -484,12 +514,13 @@ static void test_errors(void)
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_ARGUMENT);
     back.sequence = 1, back.dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_UNSUPPORTED);
-    dtrain_cross_entropy_args loss = {1, 1, memory, ids, memory, memory, NULL, 1, DTRAIN_DTYPE_I32};
+    dtrain_cross_entropy_args loss = {1,    1, memory,           ids, memory, memory,
+                                      NULL, 1, DTRAIN_DTYPE_I32, 0};
     CHECK(gpu->ops->cross_entropy(gpu, &loss) == DTRAIN_ERROR_UNSUPPORTED);
     loss.dtype = DTRAIN_DTYPE_F32, loss.rows = 0;
     CHECK(gpu->ops->cross_entropy(gpu, &loss) == DTRAIN_OK);
-    dtrain_cross_entropy_backward_args d_loss = {1,      1,      1,    memory,          ids,
-                                                 memory, memory, NULL, DTRAIN_DTYPE_I64};
+    dtrain_cross_entropy_backward_args d_loss = {1,      1,      1,    memory,           ids,
+                                                 memory, memory, NULL, DTRAIN_DTYPE_I64, 0};
     CHECK(gpu->ops->cross_entropy_backward(gpu, &d_loss) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_OK);
     gpu_close();

@@ -312,24 +312,27 @@ static dtrain_result naive_cross_entropy_backward(dtrain_device *device,
                                                   const dtrain_cross_entropy_backward_args *a)
 {
     const double scale = (double)a->scale * (a->upstream ? (double)a->upstream[0] : 1);
+    const int64_t classes = a->classes ? a->classes : a->n;
     (void)device;
     for (int64_t i = 0; i < a->rows; i++)
         for (int64_t j = 0; j < a->n; j++) {
+            const bool counts = a->targets[i] >= 0 && j < classes;
             double p = exp(naive_get(a->logits, a->dtype, i * a->n + j) - (double)a->lse[i]);
             if (a->targets[i] == j) p -= 1;
-            naive_put(a->d_logits, a->dtype, i * a->n + j, a->targets[i] < 0 ? 0 : p * scale);
+            naive_put(a->d_logits, a->dtype, i * a->n + j, counts ? p * scale : 0);
         }
     return DTRAIN_OK;
 }
 
 static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cross_entropy_args *a)
 {
+    const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t i = 0; i < a->rows; i++) {
         double sum = 0, top = -INFINITY;
-        if (a->targets[i] < -1 || a->targets[i] >= a->n) return DTRAIN_ERROR_DATA;
-        for (int64_t j = 0; j < a->n; j++)
+        if (a->targets[i] < -1 || a->targets[i] >= classes) return DTRAIN_ERROR_DATA;
+        for (int64_t j = 0; j < classes; j++)
             top = fmax(top, naive_get(a->logits, a->dtype, i * a->n + j));
-        for (int64_t j = 0; j < a->n; j++)
+        for (int64_t j = 0; j < classes; j++)
             sum += exp(naive_get(a->logits, a->dtype, i * a->n + j) - top);
         a->lse[i] = a->targets[i] < 0 ? 0 : (float)(top + log(sum));
         a->loss[i] = a->targets[i] < 0 ? 0
@@ -338,7 +341,8 @@ static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cro
     }
     if (!a->d_logits) return DTRAIN_OK;
     const dtrain_cross_entropy_backward_args backward = {
-        a->rows, a->n, a->scale, a->logits, a->targets, a->lse, a->d_logits, NULL, a->dtype};
+        a->rows, a->n,        a->scale, a->logits, a->targets,
+        a->lse,  a->d_logits, NULL,     a->dtype,  a->classes};
     return naive_cross_entropy_backward(device, &backward);
 }
 

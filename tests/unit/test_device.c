@@ -728,35 +728,41 @@ static void test_embedding(void)
 
 /* ---- Cross-entropy ---- */
 
-static void cross_entropy_case(int64_t rows, int64_t n, float scale)
+/* `classes` of n columns count; the others hold what must not matter. */
+static void cross_entropy_case(int64_t rows, int64_t classes, int64_t n, float scale)
 {
+    static const float garbage[] = {NAN, INFINITY, -INFINITY, 3e38f};
     float *x = noise(rows * n, scale), *first = floats(rows * n);
     int32_t *target = (int32_t *)grab((size_t)rows * 4);
     double *loss = doubles(rows), *lse = doubles(rows), *d = doubles(rows * n);
     for (int64_t r = 0; r < rows; r++) {
         double top = -1e300, sum = 0;
-        target[r] = r % 4 == 2 ? -1 : (int32_t)(r * 13 % n);
+        target[r] = r % 4 == 2 ? -1 : (int32_t)(r * 13 % classes);
+        for (int64_t j = classes; j < n; j++) x[r * n + j] = garbage[(r + j) % 4];
         if (target[r] < 0) continue;
-        for (int64_t j = 0; j < n; j++) top = x[r * n + j] > top ? x[r * n + j] : top;
-        for (int64_t j = 0; j < n; j++) sum += exp(x[r * n + j] - top);
+        for (int64_t j = 0; j < classes; j++) top = x[r * n + j] > top ? x[r * n + j] : top;
+        for (int64_t j = 0; j < classes; j++) sum += exp(x[r * n + j] - top);
         lse[r] = top + log(sum);
         loss[r] = lse[r] - x[r * n + target[r]];
-        for (int64_t j = 0; j < n; j++)
+        for (int64_t j = 0; j < classes; j++)
             d[r * n + j] = 0.25 * (exp(x[r * n + j] - lse[r]) - (j == target[r]));
     }
     for (int t = 1; t <= THREADS; t++) {
         dtrain_device *dev = devices[t];
         float *fl = floats(rows), *fs = floats(rows), *g = floats(rows * n);
-        const dtrain_cross_entropy_args a = {rows, n, x, target, fl, fs, NULL, 0, DTRAIN_DTYPE_F32};
+        const int64_t given = classes == n && t == 1 ? 0 : classes;
+        const dtrain_cross_entropy_args a = {rows, n,    x, target,           fl,
+                                             fs,   NULL, 0, DTRAIN_DTYPE_F32, given};
         CHECK(!dev->ops->cross_entropy(dev, &a) && close_to(fs, lse, rows, 2e-6));
         CHECK(close_to(fl, loss, rows, 2e-6 * (1 + (double)scale)));
-        dtrain_cross_entropy_backward_args b = {rows, n,    0.25f,           x, target, fs,
-                                                g,    NULL, DTRAIN_DTYPE_F32};
+        dtrain_cross_entropy_backward_args b = {
+            rows, n, 0.25f, x, target, fs, g, NULL, DTRAIN_DTYPE_F32, given};
         /* lse near 1e4 has an ulp of 1e-3, which is what the softmax of such logits loses */
         CHECK(!dev->ops->cross_entropy_backward(dev, &b) &&
               close_to(g, d, rows * n, 1e-6 + 2e-7 * (double)scale));
         if (t == 1) memcpy(first, g, (size_t)(rows * n) * 4);
         CHECK(same(first, g, rows * n));
+        for (int64_t i = 0; i < rows * n; i++) CHECK(i % n < classes || g[i] == 0);
         if (t == THREADS) { /* in place */
             float *copy = floats(rows * n);
             memcpy(copy, x, (size_t)(rows * n) * 4);
@@ -766,9 +772,9 @@ static void cross_entropy_case(int64_t rows, int64_t n, float scale)
         }
         free(fl), free(fs), free(g);
     }
-    target[rows - 1] = (int32_t)n;
-    const dtrain_cross_entropy_args bad = {rows,  n,    x, target,          first,
-                                           first, NULL, 0, DTRAIN_DTYPE_F32};
+    target[rows - 1] = (int32_t)classes;
+    const dtrain_cross_entropy_args bad = {rows,  n,    x, target,           first,
+                                           first, NULL, 0, DTRAIN_DTYPE_F32, classes};
     CHECK(devices[1]->ops->cross_entropy(devices[1], &bad) == DTRAIN_ERROR_DATA);
     free(x), free(first), free(target), free(loss), free(lse), free(d);
 }
@@ -776,13 +782,17 @@ static void cross_entropy_case(int64_t rows, int64_t n, float scale)
 static void test_cross_entropy(void)
 {
     EACH(i, row_counts)
-    EACH(j, sizes) cross_entropy_case(row_counts[i], sizes[j], j % 2 ? 1 : 1e4f);
-    cross_entropy_case(3, 5001, 3);
+    EACH(j, sizes)
+    for (int64_t padding = 0; padding < 20; padding += padding ? 16 : 3)
+        cross_entropy_case(row_counts[i], sizes[j], sizes[j] + padding, j % 2 ? 1 : 1e4f);
+    cross_entropy_case(3, 5001, 5001, 3);
+    cross_entropy_case(3, 5001, 5120, 3);
     /* NaN comes out as NaN, not as a number. */
     float x[9] = {0}, loss, lse;
     const int32_t target = 0;
     x[8] = dtrain__f32_from_bits(0x7fc00000u);
-    const dtrain_cross_entropy_args a = {1, 9, x, &target, &loss, &lse, NULL, 0, DTRAIN_DTYPE_F32};
+    const dtrain_cross_entropy_args a = {1,    9,    x, &target,          &loss,
+                                         &lse, NULL, 0, DTRAIN_DTYPE_F32, 0};
     CHECK(!devices[1]->ops->cross_entropy(devices[1], &a) && !dtrain_is_finite(loss));
 }
 

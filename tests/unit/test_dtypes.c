@@ -384,25 +384,31 @@ static void test_attention(void)
 
 static void test_cross_entropy(void)
 {
-    enum { ROWS = 9, N = 41 };
+    enum { ROWS = 9, N = 41, CLASSES = 30 };
     int32_t targets[ROWS];
-    for (int i = 0; i < ROWS; i++) targets[i] = i == 4 ? -1 : i * 11 % N;
+    for (int i = 0; i < ROWS; i++) targets[i] = i == 4 ? -1 : i * 11 % CLASSES;
     for (int t = 0; t < TYPES; t++)
-        for (int options = 0; options < 4; options++) {
+        for (int options = 0; options < 8; options++) {
+            const int64_t classes = options & 4 ? CLASSES : 0; /* the rest is NaN then */
             pair *logits = noise(ROWS * N, types[t], 3), *loss = noise(ROWS, DTRAIN_DTYPE_F32, 1);
             pair *lse = noise(ROWS, DTRAIN_DTYPE_F32, 1), *upstream = noise(1, DTRAIN_DTYPE_F32, 1);
             pair *d = options & 1 ? logits : noise(ROWS * N, types[t], 1);
             const bool fused = options & 2;
+            for (int i = 0; i < 2 * ROWS * N; i++)
+                if (classes && i / 2 % N >= classes)
+                    naive_put(any(logits, i % 2), types[t], i / 2, NAN);
             ON_BOTH(cross_entropy, args,
                     {ROWS, N, any(logits, side), targets, f32(loss, side), f32(lse, side),
-                     fused ? any(d, side) : NULL, 0.7f, types[t]})
+                     fused ? any(d, side) : NULL, 0.7f, types[t], classes})
             same(loss, 2e-5, "loss");
             same(lse, 2e-5, "log-sum-exp");
             if (!fused)
                 ON_BOTH(cross_entropy_backward, back,
                         {ROWS, N, 0.7f, any(logits, side), targets, f32(lse, side), any(d, side),
-                         f32(upstream, side), types[t]})
+                         f32(upstream, side), types[t], classes})
             same(d, 2e-5, "d_logits");
+            for (int64_t i = 0; i < ROWS * N && classes; i++)
+                CHECK(i % N < classes || naive_get(any(d, 0), types[t], i) == 0);
             release();
         }
 }

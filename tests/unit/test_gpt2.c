@@ -1,5 +1,6 @@
 /* test_gpt2.c: a GPT-2 written with the tape against PyTorch: logits, loss, every gradient, ten
- * AdamW steps; on the naive and the CPU device, then with DDP on 1, 2 and 3 ranks. */
+ * AdamW steps; on the naive and the CPU device, then with DDP on 1, 2 and 3 ranks; and the same with
+ * a padded vocabulary. */
 #include "test.h"
 #include "dtrain.h"
 #include "naive_device.h"
@@ -9,14 +10,16 @@ enum {
     ROWS = GOLDEN_BATCH * GOLDEN_POSITIONS,
     PER_LAYER = 12,
     PARAMS = GOLDEN_PARAM_TENSORS,
-    WITH_HEAD = PARAMS + 1 /* the tied head as an entry of its own */
+    WITH_HEAD = PARAMS + 1, /* the tied head as an entry of its own */
+    PADDING = 48 - GOLDEN_VOCAB
 };
 
 /* Order of golden_params: wte, wpe, 12 per layer, lnf_w, lnf_b. */
 typedef struct gpt2 {
     dtrain_param params[WITH_HEAD];
-    float memory[2][GOLDEN_PARAM_COUNT]; /* values, gradients */
-    bool alias;                          /* use the head entry, else wte twice */
+    float memory[2][GOLDEN_PARAM_COUNT + PADDING * GOLDEN_CHANNELS]; /* values, gradients */
+    bool alias;      /* use the head entry, else wte twice */
+    int64_t padding; /* rows of wte behind PyTorch's */
     dtrain_tensor *logits;
 } gpt2;
 
@@ -25,12 +28,14 @@ static int64_t golden_count(int i)
     return golden_params[i].dim0 * (golden_params[i].dim1 ? golden_params[i].dim1 : 1);
 }
 
-/* A copy of PyTorch's model; the head is an alias without memory of its own. */
-static void gpt2_init(gpt2 *model, bool alias)
+/* A copy of PyTorch's model; the head is an alias without memory of its own. `garbage` is in rows of
+ * padding. */
+static void gpt2_init(gpt2 *model, bool alias, int64_t padding, float garbage)
 {
     int64_t at = 0;
     memset(model, 0, sizeof *model);
     model->alias = alias;
+    model->padding = padding;
     for (int i = 0; i < PARAMS; i++) {
         dtrain_param *p = &model->params[i];
         p->name = golden_params[i].name;
@@ -43,7 +48,10 @@ static void gpt2_init(gpt2 *model, bool alias)
         p->grad = model->memory[1] + at;
         memcpy(p->value, golden_params[i].value, (size_t)golden_count(i) * sizeof(float));
         at += golden_count(i);
+        for (int64_t end = at + padding * GOLDEN_CHANNELS; i == 0 && at < end; at++)
+            model->memory[0][at] = garbage;
     }
+    model->params[0].shape[0] += padding;
     dtrain_param *head = &model->params[PARAMS];
     *head = model->params[0];
     head->name = "head";
@@ -84,7 +92,7 @@ static dtrain_tensor *gpt2_loss(dtrain_tape *tape, gpt2 *model, int64_t first, i
     x = dtrain_layernorm(tape, x, &final[0], &final[1]);
     model->logits =
         dtrain_linear(tape, x, model->alias ? &p[PARAMS] : &p[0], NULL, DTRAIN_ACTIVATION_NONE);
-    return dtrain_cross_entropy(tape, model->logits, targets);
+    return dtrain_cross_entropy(tape, model->logits, targets, GOLDEN_VOCAB);
 }
 
 static void check_floats(const char *what, const float *got, const float *expected, int64_t count,
@@ -95,6 +103,16 @@ static void check_floats(const char *what, const float *got, const float *expect
                       tolerance * (1 + fabs((double)expected[i])),
                   "%s[%d] is %.9g, PyTorch says %.9g", what, (int)i, (double)got[i],
                   (double)expected[i]);
+}
+
+/* Padding has no gradient at all, and holds what it held. */
+static void check_padding(const gpt2 *model, float value)
+{
+    const int64_t first = golden_count(0);
+    for (int64_t i = first; i < first + model->padding * GOLDEN_CHANNELS; i++)
+        CHECK_MSG(model->params[0].grad[i] == 0 && model->params[0].value[i] == value,
+                  "padding[%d] is %g with gradient %g", (int)(i - first),
+                  (double)model->params[0].value[i], (double)model->params[0].grad[i]);
 }
 
 static void check_gradients(const gpt2 *model, double tolerance)
@@ -133,37 +151,45 @@ static dtrain_device *open_device(int kind)
     return device;
 }
 
-static void check_one_pass(int kind, bool alias)
+static void check_one_pass(int kind, bool alias, int64_t padding, float garbage)
 {
     static gpt2 model;
-    float logits[ROWS * GOLDEN_VOCAB], loss_value;
+    const int64_t columns = GOLDEN_VOCAB + padding;
+    float logits[ROWS * (GOLDEN_VOCAB + PADDING)], loss_value;
     dtrain_device *device = open_device(kind);
     dtrain_tape *tape = NULL;
-    gpt2_init(&model, alias);
+    gpt2_init(&model, alias, padding, garbage);
     CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
     CHECK(dtrain_tape_begin(tape, 0, 1) == DTRAIN_OK);
     dtrain_tensor *loss = gpt2_loss(tape, &model, 0, GOLDEN_BATCH);
     CHECK_MSG(dtrain_tensor_read(tape, model.logits, logits) == DTRAIN_OK, "%s",
               dtrain_last_error());
     CHECK(dtrain_tensor_read(tape, loss, &loss_value) == DTRAIN_OK);
-    check_floats("logits", logits, golden_logits, ROWS * GOLDEN_VOCAB, 1e-5);
+    for (int64_t row = 0; row < ROWS; row++)
+        check_floats("logits", logits + row * columns, golden_logits + row * GOLDEN_VOCAB,
+                     GOLDEN_VOCAB, 1e-5);
     CHECK_CLOSE(loss_value, golden_loss, 1e-6);
     CHECK(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK);
     check_gradients(&model, 2e-6);
+    check_padding(&model, garbage);
     dtrain_tape_destroy(tape);
     dtrain_device_destroy(device);
 }
 
 static void test_naive_device(void)
 {
-    check_one_pass(0, false);
-    check_one_pass(0, true);
+    check_one_pass(0, false, 0, 0);
+    check_one_pass(0, true, 0, 0);
+    check_one_pass(0, true, PADDING, 1e3f); /* logits that would win */
 }
 
 static void test_cpu_device(void)
 {
-    check_one_pass(1, false);
-    check_one_pass(1, true);
+    check_one_pass(1, false, 0, 0);
+    check_one_pass(1, true, 0, 0);
+    check_one_pass(1, false, PADDING, 1e3f);
+    check_one_pass(1, true, PADDING, 1e3f);
+    check_one_pass(1, true, 1, 1e3f);
 }
 
 /* ---- Ranks -------------------------------------------------------------------------------------*/
@@ -172,6 +198,7 @@ typedef struct run {
     uint32_t ranks, mode;
     const dtrain_device_ops *device;
     bool alias, no_overlap, library_memory;
+    int64_t padding;
     size_t bucket_bytes; /* 0 = as by default: one bucket */
     uint64_t hash;       /* rank 0: of the trained parameters */
 } run;
@@ -191,7 +218,7 @@ static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model,
                                 dtrain_strategy **ddp)
 {
     dtrain_strategy_desc desc = {0};
-    gpt2_init(model, r->alias);
+    gpt2_init(model, r->alias, r->padding, 0);
     desc.no_overlap = r->no_overlap;
     desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ERROR;
     if (r->bucket_bytes) desc.first_bucket_bytes = desc.bucket_bytes = r->bucket_bytes;
@@ -199,6 +226,9 @@ static dtrain_result ddp_create(dtrain_world *world, const run *r, gpt2 *model,
         for (int i = 0; i < GOLDEN_PARAM_COUNT; i++) model->memory[0][i] = -1;
     for (int i = 0; i < PARAMS && r->library_memory; i++)
         model->params[i].value = model->params[i].grad = NULL;
+    model->params[0].init = DTRAIN_INIT_NORMAL;
+    model->params[0].init_scale = 1;
+    model->params[0].init_count = golden_count(0); /* padding stays 0 */
     TRY(dtrain_strategy_create(world, model->params, r->alias ? WITH_HEAD : PARAMS, &desc, ddp));
     for (int i = 0; i < PARAMS && r->library_memory; i++)
         memcpy(model->params[i].value, golden_params[i].value,
@@ -240,6 +270,7 @@ static dtrain_result ddp_train(dtrain_world *world, const run *r, gpt2 *model)
         TRY(ddp_gradients(world, ddp, tape, model, &loss));
         CHECK_CLOSE(loss, step < GOLDEN_STEPS ? golden_step_loss[step] : golden_final_loss, 2e-5);
         if (step == 0) check_gradients(model, 2e-6);
+        check_padding(model, 0);
         if (step == GOLDEN_STEPS) break;
         TRY(dtrain_clip_grad_norm(ddp, 1.0f, &norm, &clip));
         CHECK_CLOSE(norm, golden_step_norm[step], 2e-5);
@@ -302,6 +333,50 @@ static void check_ranks(uint32_t mode)
 
 static void test_ddp_threads(void) { check_ranks(DTRAIN_LAUNCH_THREADS); }
 static void test_ddp_processes(void) { check_ranks(DTRAIN_LAUNCH_PROCESSES); }
+
+static void test_ddp_padded(void)
+{
+    for (uint32_t ranks = 1; ranks <= 3; ranks++) {
+        run r = run_of(ranks, DTRAIN_LAUNCH_THREADS);
+        r.padding = ranks == 2 ? 1 : PADDING;
+        r.alias = ranks != 2;
+        r.library_memory = ranks != 1;
+        launch(&r, train_main);
+    }
+}
+
+/* Shards begin and end anywhere: each knows where padding begins. */
+static int sharded_main(dtrain_world *world, void *user)
+{
+    gpt2 *model = (gpt2 *)malloc(sizeof *model);
+    dtrain_strategy *strategy = NULL;
+    dtrain_strategy_desc desc = {0};
+    const dtrain_shard *shards = NULL;
+    size_t count = 0;
+    (void)user;
+    gpt2_init(model, true, PADDING, 0);
+    for (int i = 0; i < PARAMS; i++) model->params[i].value = model->params[i].grad = NULL;
+    desc.kind = DTRAIN_STRATEGY_FULL_SHARD;
+    model->params[0].init = DTRAIN_INIT_CONSTANT;
+    model->params[0].init_scale = 3;
+    model->params[0].init_count = golden_count(0);
+    CHECK_MSG(dtrain_strategy_create(world, model->params, WITH_HEAD, &desc, &strategy) ==
+                  DTRAIN_OK,
+              "%s", dtrain_last_error());
+    CHECK(dtrain_strategy_shards(strategy, &shards, &count) == DTRAIN_OK);
+    for (size_t s = 0; s < count; s++)
+        for (int64_t i = 0; i < shards[s].count && shards[s].param == &model->params[0]; i++)
+            CHECK(shards[s].value[i] == (shards[s].offset + i < golden_count(0) ? 3 : 0));
+    dtrain_strategy_destroy(strategy);
+    free(model);
+    return 0;
+}
+
+static void test_sharded_padding(void)
+{
+    run r = run_of(3, DTRAIN_LAUNCH_THREADS);
+    launch(&r, sharded_main);
+}
 
 static void test_ddp_naive_device(void)
 {
@@ -463,6 +538,8 @@ int main(int argc, char **argv)
     if (dtrain_cpu_device_ops()) RUN(test_cpu_device);
     RUN(test_ddp_threads);
     RUN(test_ddp_processes);
+    RUN(test_ddp_padded);
+    RUN(test_sharded_padding);
     RUN(test_ddp_naive_device);
     RUN(test_ddp_same_bits);
     RUN(test_marked_early);

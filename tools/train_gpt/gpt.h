@@ -214,7 +214,7 @@ static inline dtrain_tensor *gpt_loss(dtrain_tape *t, void *user)
     const int64_t rows = b->batch * b->model->config.seq;
     dtrain_tensor *logits = gpt_forward(t, b->model, b->inputs, b->batch);
     return dtrain_cross_entropy(
-        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false));
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false), 0);
 }
 
 /* ---- sampling ------------------------------------------------------------------------------- */

@@ -160,7 +160,8 @@ dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_bac
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
     dtrain_device *device, const dtrain_cross_entropy_backward_args *args)
 {
-    DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
+    DTRAIN__TRY(
+        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy_backward, args,
                               args->rows, 1, args->rows * args->n, args->dtype);
 }
@@ -169,7 +170,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
                                                         const dtrain_cross_entropy_args *args)
 {
     dtrain_cross_entropy_backward_args backward;
-    DTRAIN__TRY(dtrain__check_targets(args->targets, args->rows, args->n));
+    DTRAIN__TRY(
+        dtrain__check_targets(args->targets, args->rows, args->classes ? args->classes : args->n));
     DTRAIN__TRY(dtrain__run_kernel(device, dtrain__cpu_kernels(device)->cross_entropy, args,
                                    args->rows, 1, args->rows * args->n, args->dtype));
     if (!args->d_logits) return DTRAIN_OK;
@@ -182,6 +184,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     backward.lse = args->lse;
     backward.d_logits = args->d_logits;
     backward.dtype = args->dtype;
+    backward.classes = args->classes;
     return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 

@@ -14,8 +14,8 @@
 #include "device/cuda/sparse.cuh"
 #include "device/cuda/columns.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 6,
-              "the table below is that of ABI 6: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 7,
+              "the table below is that of ABI 7: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {

@@ -127,6 +127,7 @@ DTRAIN__ROUTINE float DTRAIN__K(row_exp_sum)(const float *x, int64_t count, floa
 DTRAIN__KERNEL(cross_entropy)
 {
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
+    const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t row = begin; row < end; row++) {
         double sum = 0;
         float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
@@ -134,8 +135,8 @@ DTRAIN__KERNEL(cross_entropy)
             a->loss[row] = a->lse[row] = 0;
             continue;
         }
-        for (int64_t i = 0; i < a->n; i += DTRAIN__K(LOGITS)) {
-            const int64_t left = a->n - i, most = DTRAIN__K(LOGITS);
+        for (int64_t i = 0; i < classes; i += DTRAIN__K(LOGITS)) {
+            const int64_t left = classes - i, most = DTRAIN__K(LOGITS);
             const int64_t count = left < most ? left : most;
             const float *x = DTRAIN__K(widened)(a->logits, a->dtype, row * a->n + i, count, buffer);
             const float higher = DTRAIN__K(row_top)(x, count, top);
@@ -158,18 +159,18 @@ DTRAIN__KERNEL_AS(cross_entropy_backward)
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
     const dtrain__v scale = dtrain__vset(factor);
+    const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         const int64_t first = row * a->n, target = first + a->targets[row];
-        if (a->targets[row] == -1) {
-            for (int64_t i = 0; i < a->n; i += DTRAIN__W)
-                dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
-            continue;
-        }
+        const bool ignored = a->targets[row] == -1;
+        for (int64_t i = ignored ? 0 : classes; i < a->n; i += DTRAIN__W)
+            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vset(0), a->n - i);
+        if (ignored) continue;
         /* The target's element is read before d_logits, which may be logits, is written. */
         const dtrain__v wanted = dtrain__vload_as(a->logits, dtype, target, 1);
-        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t n = a->n - i;
+        for (int64_t i = 0; i < classes; i += DTRAIN__W) {
+            const int64_t n = classes - i;
             const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
             dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vexp(x - lse) * scale, n);
         }
