@@ -196,6 +196,7 @@ static int64_t shrink_model(gpt *model, int shrink)
         dtrain_param *p = &model->params[i];
         if (p->alias_of) continue;
         p->shape[0] = (p->shape[0] + shrink - 1) / shrink;
+        p->init_count = 0;
         total += p->shape[0] * (p->shape[1] ? p->shape[1] : 1);
     }
     return total;

@@ -355,13 +355,13 @@ static int apply_device(const dtrain_device_ops **ops)
     return bad_option("--precision", opt.precision, "fp32, on GPUs also tf32 and bf16");
 }
 
-/* On a GPU a context is as long as GPT-2's, and the vocabulary is padded to a multiple of 128. */
+/* On a GPU a context is as long as GPT-2's. */
 static void apply_model(void)
 {
     static const long shapes[2][3][6] = {
         /* layers, heads, channels, seq, vocab, batch of tiny, baby, gpt2 */
         {{4, 4, 128, 64, 256, 12}, {6, 6, 384, 128, 256, 8}, {12, 12, 768, 64, 50257, 4}},
-        {{4, 4, 128, 64, 256, 12}, {6, 6, 384, 256, 256, 64}, {12, 12, 768, 1024, 50304, 32}}};
+        {{4, 4, 128, 64, 256, 12}, {6, 6, 384, 256, 256, 64}, {12, 12, 768, 1024, 50257, 32}}};
     long *const numbers[] = {&opt.layers, &opt.heads, &opt.channels,
                              &opt.seq,    &opt.vocab, &opt.batch};
     for (int i = 0; i < 6; i++)

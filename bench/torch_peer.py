@@ -5,7 +5,8 @@ DEVICE is cpu (default) or cuda, PRECISION fp32 (default) or, on a GPU, tf32 or 
 
 The model of tools/train_gpt/train_gpt.c (tied embeddings, tanh GELU, biases), fused AdamW, clipping to 1.
 On a GPU it is compiled (torch.compile), with autocast for bf16 and TF32 products for tf32; attention
-is scaled_dot_product_attention with the backend PyTorch chooses. Prints the medians over the steps
+is scaled_dot_product_attention with the backend PyTorch chooses, and the vocabulary is padded to a
+multiple of 128, as ours is. Prints the medians over the steps
 after the first two; those compile.
 """
 import contextlib
@@ -27,6 +28,8 @@ if precision not in (("fp32", "tf32", "bf16") if on_gpu else ("fp32",)):
     sys.exit(f"torch_peer.py: no {precision} on {device}")
 if not on_gpu:
     torch.set_num_threads(threads)
+if on_gpu:
+    vocab = (vocab + 127) // 128 * 128
 torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 torch.manual_seed(1)
 

@@ -219,9 +219,12 @@ write("vocab.bin", 20240520, 1, 5000, [i * 7 % 200 for i in range(2000)] + [6000
 write("cut.bin", 20240520, 1, 5000, list(range(100)))
 END
     trains "train_gpt on a token file" 5.516 0.02 $gpt --data "$tmp/good.bin" --vocab 256
+    trains "a vocabulary that is padded: the loss without padding" 5.5197 0.005 $gpt --data "$tmp/good.bin" --vocab 257 --sample 50
+    grep -q '(7680)' "$tmp/out" && tail -n 1 "$tmp/out" | awk '{ for (i = 1; i <= NF; i++) bad += $i >= 257; exit bad || NF != 50 }'
+    result "padding is not counted as parameters, and never drawn" $? "$tmp/out"
     bad "token outside the vocabulary" "60000" $gpt --data "$tmp/vocab.bin" --vocab 256
     bad "token file cut off" "cut.bin" $gpt --data "$tmp/cut.bin"
-else skip "token files" "no python3" 3; fi
+else skip "token files" "no python3" 5; fi
 bad "unknown flag" "--nonsense" $gpt --nonsense 3
 bad "flag without value" "--steps" $gpt --steps
 bad "flag with a word" "abc" $gpt --steps abc

@@ -18,10 +18,10 @@ holds() { # holds NAME CONDITION-OF-AWK
 }
 refused() { name=$1 pattern=$2; shift 2; bad "$name" "$pattern" "$build/simulate" "$@"; }
 
-# GPT-2 without biases: 12 blocks of 9 x 768^2 + 3 x 768^2 and two norms, tables, a norm. Elements, and flops of a
+# GPT-2 without biases: 12 blocks of 9 x 768^2 + 3 x 768^2 and two norms, padded tables, a norm. Elements, and flops of a
 # sample: matrices twice each token, causal attention half of 4 T^2 C, the head.
-elements=$((12 * (12 * 768 * 768 + 2 * 768) + 50257 * 768 + 1024 * 768 + 768))
-flops=$((12 * (2 * 1024 * 12 * 768 * 768 + 2 * 1024 * 1024 * 768) + 2 * 1024 * 50257 * 768))
+elements=$((12 * (12 * 768 * 768 + 2 * 768) + 50304 * 768 + 1024 * 768 + 768))
+flops=$((12 * (2 * 1024 * 12 * 768 * 768 + 2 * 1024 * 1024 * 768) + 2 * 1024 * 50304 * 768))
 ring="--cluster custom --gpus-per-node 1 --network-gbps 100 --latency-us 10 --hbm-gbs 1e15 --strategies ddp"
 simulate $ring --gpus 1,8 --batch-sizes 4 --no-overlap --bucket-mib 100000
 one=$(awk "BEGIN { printf \"%.9g\", 1e3 * 3 * 4 * $flops / 100e12 }")
@@ -37,7 +37,7 @@ near "efficiency is their share" "$(field efficiency 2)" "$(awk "BEGIN { printf 
 
 # With overlap what is left is the tail: the last bucket holds the tied table, final at the very end.
 simulate $ring --gpus 8 --batch-sizes 64 --network-gbps 1000 --latency-us 0
-tail=$(awk "BEGIN { printf \"%.9g\", 1e3 * 2 * 7 / 8 * 4 * 50257 * 768 / 125e9 }")
+tail=$(awk "BEGIN { printf \"%.9g\", 1e3 * 2 * 7 / 8 * 4 * 50304 * 768 / 125e9 }")
 holds "overlap leaves the tail" "$(field exposed_comm_ms 1) >= $tail * 0.999 && $(field exposed_comm_ms 1) < 1.3 * $tail"
 
 # dtrain_emulation: all-reduce over 2 nodes of 4 on 1 Gb/s. Large: every rank sends a slice of 1/8 to 4 others, twice.

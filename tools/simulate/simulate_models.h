@@ -26,15 +26,16 @@ typedef struct model {
 static const struct transformer {
     const char *name, *what;
     long layers, cross_layers; /* the last ones have a second attention */
-    long heads, kv_heads, head_size, channels, ffn, gated, vocab, positions, seq, tied;
+    long heads, kv_heads, head_size, channels, ffn, gated, vocab, positions, seq,
+        tied; /* vocab: with padding, GPT-2's 50257 as train_gpt's 50304 */
     long
         slices; /* of tensor parallelism: this is one of them, and its own communication is not simulated */
 } transformers[] = {
     {"baby", "11 M, what a CPU trains", 6, 0, 6, 6, 64, 384, 1536, 0, 256, 128, 128, 1, 1},
-    {"gpt2", "GPT-2, 124 M", 12, 0, 12, 12, 64, 768, 3072, 0, 50257, 1024, 1024, 1, 1},
-    {"gpt2_medium", "GPT-2, 350 M", 24, 0, 16, 16, 64, 1024, 4096, 0, 50257, 1024, 1024, 1, 1},
-    {"gpt2_large", "GPT-2, 774 M", 36, 0, 20, 20, 64, 1280, 5120, 0, 50257, 1024, 1024, 1, 1},
-    {"gpt2_xl", "GPT-2, 1558 M", 48, 0, 25, 25, 64, 1600, 6400, 0, 50257, 1024, 1024, 1, 1},
+    {"gpt2", "GPT-2, 124 M", 12, 0, 12, 12, 64, 768, 3072, 0, 50304, 1024, 1024, 1, 1},
+    {"gpt2_medium", "GPT-2, 350 M", 24, 0, 16, 16, 64, 1024, 4096, 0, 50304, 1024, 1024, 1, 1},
+    {"gpt2_large", "GPT-2, 774 M", 36, 0, 20, 20, 64, 1280, 5120, 0, 50304, 1024, 1024, 1, 1},
+    {"gpt2_xl", "GPT-2, 1558 M", 48, 0, 25, 25, 64, 1600, 6400, 0, 50304, 1024, 1024, 1, 1},
     {"qwen0.5b", "Qwen 2.5, 0.5 B", 24, 0, 14, 2, 64, 896, 4864, 1, 151936, 0, 1024, 1, 1},
     {"qwen1.5b", "Qwen 2.5, 1.5 B", 28, 0, 12, 2, 128, 1536, 8960, 1, 151936, 0, 1024, 1, 1},
     {"qwen7b", "Qwen 2.5, 7 B", 28, 0, 28, 4, 128, 3584, 18944, 1, 152064, 0, 1024, 0, 1},

@@ -39,6 +39,15 @@ static inline const gpt_preset *gpt_preset_at(size_t index)
     return index < sizeof presets / sizeof presets[0] ? &presets[index] : NULL;
 }
 
+/* Rows of the token embedding, columns of the logits: the vocabulary, and where it is larger than
+ * that of bytes padding to a multiple of 128, 50257 to 50304, because GEMMs of a GPU are faster
+ * with rows that begin at aligned addresses. The loss leaves padding out, so that its embedding has
+ * no gradient and stays 0: losses, gradients and samples are those of a model without it. */
+static inline long gpt_columns(const gpt_config *config)
+{
+    return config->vocab <= 256 ? config->vocab : (config->vocab + 127) / 128 * 128;
+}
+
 /* NULL: there is none of that name. */
 static inline const gpt_preset *gpt_preset_find(const char *name)
 {
@@ -116,7 +125,8 @@ static inline dtrain_result gpt_create(gpt *m, const gpt_config *config)
     m->names = (char(*)[32])calloc(count, sizeof *m->names);
     m->blocks = (gpt_block *)calloc(layers, sizeof *m->blocks);
     if (!m->params || !m->names || !m->blocks) return DTRAIN_ERROR_MEMORY;
-    m->wte = gpt__declare(m, 0, "wte.weight", config->vocab, c, DTRAIN_INIT_NORMAL, 0.02f);
+    m->wte = gpt__declare(m, 0, "wte.weight", gpt_columns(config), c, DTRAIN_INIT_NORMAL, 0.02f);
+    m->wte->init_count = config->vocab * c;
     m->wpe = gpt__declare(m, 0, "wpe.weight", config->positions, c, DTRAIN_INIT_NORMAL, 0.02f);
     for (size_t l = 0; l < layers; l++) gpt__declare_block(m, &m->blocks[l], (uint32_t)l + 1);
     m->lnf_weight = gpt__declare(m, end, "ln_f.weight", c, 0, DTRAIN_INIT_CONSTANT, 1);
@@ -161,7 +171,7 @@ static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt_config *config
     return dtrain_dropout(t, h, drop);
 }
 
-/* tokens (batch, seq) -> logits (batch*seq, vocab) */
+/* tokens (batch, seq) -> logits (batch*seq, gpt_columns) */
 static inline dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int32_t *tokens,
                                          int64_t batch)
 {
@@ -213,8 +223,9 @@ static inline dtrain_tensor *gpt_loss(dtrain_tape *t, void *user)
     const gpt_batch *b = (const gpt_batch *)user;
     const int64_t rows = b->batch * b->model->config.seq;
     dtrain_tensor *logits = gpt_forward(t, b->model, b->inputs, b->batch);
-    return dtrain_cross_entropy(
-        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false), 0);
+    return dtrain_cross_entropy(t, logits,
+                                dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false),
+                                b->model->config.vocab);
 }
 
 /* ---- sampling ------------------------------------------------------------------------------- */
@@ -241,10 +252,10 @@ static inline dtrain_result gpt_generate(dtrain_tape *t, const gpt *m, uint32_t 
                                          void (*show)(int32_t token))
 {
     const int64_t seq = m->config.seq;
-    const long vocab = m->config.vocab;
+    const long columns = gpt_columns(&m->config);
     int64_t length = 1;
     int32_t *window = (int32_t *)calloc((size_t)seq, sizeof *window);
-    float *logits = (float *)calloc((size_t)(seq * vocab), sizeof *logits);
+    float *logits = (float *)calloc((size_t)(seq * columns), sizeof *logits);
     dtrain_result result = window && logits ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
     if (window) window[0] = '\n';
     for (long i = 0; i < count && result == DTRAIN_OK; i++) {
@@ -252,8 +263,8 @@ static inline dtrain_result gpt_generate(dtrain_tape *t, const gpt *m, uint32_t 
         if (result == DTRAIN_OK)
             result = dtrain_tensor_read(t, gpt_forward(t, m, window, 1), logits);
         if (result != DTRAIN_OK) break;
-        const float *last = logits + (length - 1) * vocab;
-        const int32_t token = gpt__draw(last, vocab, temperature, seed, (uint64_t)i);
+        const float *last = logits + (length - 1) * columns;
+        const int32_t token = gpt__draw(last, m->config.vocab, temperature, seed, (uint64_t)i);
         if (show) show(token);
         if (length == seq) memmove(window, window + 1, (size_t)(--length) * sizeof *window);
         window[length++] = token;

@@ -120,13 +120,15 @@ static void show_start(dtrain_world *world, const job *j)
     const int ranks = dtrain_world_size(world);
     const int64_t tokens = dataset_info(j->dataset).token_count;
     const long batch = (long)j->train.batch.batch;
+    const long padding = gpt_columns(&j->model.config) - s->vocab;
     dtrain_strategy_info info;
     dtrain_strategy_query(j->strategy, &info);
+    const uint64_t elements = info.total_elements - (uint64_t)(padding * s->channels);
     show_device(s, world);
     printf("model   %s: %ld layers, %ld heads, %ld channels, %ld tokens of context, %ld symbols: "
            "%.2f M parameters (%llu)\n",
-           s->model, s->layers, s->heads, s->channels, s->seq, s->vocab,
-           1e-6 * (double)info.total_elements, (unsigned long long)info.total_elements);
+           s->model, s->layers, s->heads, s->channels, s->seq, s->vocab, 1e-6 * (double)elements,
+           (unsigned long long)elements);
     printf("data    %s: %lld tokens, the last %lld held out\n", s->data, (long long)tokens,
            (long long)((double)tokens * s->val_split));
     printf("step    %ld x %ld tokens x %u micro-batches x %d ranks = %ld tokens\n", batch, s->seq,
