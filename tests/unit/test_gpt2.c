@@ -345,6 +345,39 @@ static void test_ddp_padded(void)
     }
 }
 
+/* Shards begin and end anywhere: each knows where padding begins. */
+static int sharded_main(dtrain_world *world, void *user)
+{
+    gpt2 *model = (gpt2 *)malloc(sizeof *model);
+    dtrain_strategy *strategy = NULL;
+    dtrain_strategy_desc desc = {0};
+    const dtrain_shard *shards = NULL;
+    size_t count = 0;
+    (void)user;
+    gpt2_init(model, true, PADDING, 0);
+    for (int i = 0; i < PARAMS; i++) model->params[i].value = model->params[i].grad = NULL;
+    desc.kind = DTRAIN_STRATEGY_FULL_SHARD;
+    model->params[0].init = DTRAIN_INIT_CONSTANT;
+    model->params[0].init_scale = 3;
+    model->params[0].init_count = golden_count(0);
+    CHECK_MSG(dtrain_strategy_create(world, model->params, WITH_HEAD, &desc, &strategy) ==
+                  DTRAIN_OK,
+              "%s", dtrain_last_error());
+    CHECK(dtrain_strategy_shards(strategy, &shards, &count) == DTRAIN_OK);
+    for (size_t s = 0; s < count; s++)
+        for (int64_t i = 0; i < shards[s].count && shards[s].param == &model->params[0]; i++)
+            CHECK(shards[s].value[i] == (shards[s].offset + i < golden_count(0) ? 3 : 0));
+    dtrain_strategy_destroy(strategy);
+    free(model);
+    return 0;
+}
+
+static void test_sharded_padding(void)
+{
+    run r = run_of(3, DTRAIN_LAUNCH_THREADS);
+    launch(&r, sharded_main);
+}
+
 static void test_ddp_naive_device(void)
 {
     run r = run_of(2, DTRAIN_LAUNCH_THREADS);
@@ -506,6 +539,7 @@ int main(int argc, char **argv)
     RUN(test_ddp_threads);
     RUN(test_ddp_processes);
     RUN(test_ddp_padded);
+    RUN(test_sharded_padding);
     RUN(test_ddp_naive_device);
     RUN(test_ddp_same_bits);
     RUN(test_marked_early);
