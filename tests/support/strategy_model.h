@@ -180,8 +180,7 @@ static inline void model_block(strategy_job *job, int at, uint32_t unit, int64_t
 static inline void gpt_create(strategy_job *job)
 {
     const uint32_t last = MODEL_UNITS - 1;
-    model_param(job, WTE, 0, "wte", MODEL_VOCAB, MODEL_WIDTH)->init_count =
-        (MODEL_VOCAB - 1) * MODEL_WIDTH - 1; /* ends inside shards */
+    model_param(job, WTE, 0, "wte", MODEL_VOCAB, MODEL_WIDTH);
     model_param(job, WPE, 0, "wpe", MODEL_SEQ, MODEL_WIDTH);
     model_param(job, UNUSED, 1, "unused", 5, 7);
     model_block(job, BLOCK_0, 1, 1);
