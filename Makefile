@@ -22,7 +22,7 @@ endif
 
 PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate/simulate.c
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
-UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c tests/fuzz/test_programs.c
+UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard tests/fuzz/test_*.c)
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
 TESTS     := $(patsubst %.c,$(BUILD)/tests/%,$(notdir $(UNIT)))
 BENCHES   := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
@@ -49,7 +49,7 @@ help:
 	@echo "make valgrind   the tests that valgrind can run"
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
 	@echo "make coverage   which lines of src/ the tests execute, folder by folder (gcov)"
-	@echo "make fuzz-programs   N=1000 random programs in which ranks differ, against plain loops"
+	@echo "make fuzz-programs fuzz-calls   N=1000 random programs in which ranks differ, or calls of communicators, against plain loops"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
 	@echo "make golden     makes the PyTorch reference values again and compares (python3, torch)"
 	@echo "make checks     valgrind, fuzz, golden and lint, beside one another"
@@ -116,7 +116,7 @@ asan:
 tsan:
 	$(MAKE) test BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
-	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults launch links nccl ddp strategies compression programs ranks_differ \
+	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults calls launch links nccl ddp strategies compression programs ranks_differ \
 	    trainer gemm device sparse)"
 
 # What else reads or runs the code, each a target of its own, and all beside one another.
@@ -124,12 +124,12 @@ valgrind: $(TESTS)
 	@BUILD=$(BUILD) sh tests/scripts/valgrind.sh
 fuzz:
 	@BUILD=$(BUILD) sh tests/scripts/fuzz.sh
-# N random programs: make fuzz-programs N=10000
-fuzz-programs: N = 1000
-fuzz-programs: $(BUILD)/tests/test_programs
-	$(BUILD)/tests/test_programs --count $(N)
+# N random programs of a kind: make fuzz-programs N=10000
+fuzz-%: N = 1000
+fuzz-%: $(BUILD)/tests/test_%
+	$< --count $(N)
 coverage:
-	@BUILD=$(BUILD) CC="$(CC)" MAKE="$(MAKE)" sh tests/scripts/coverage.sh
+	@BUILD=$(BUILD) CC="$(CC)" sh tests/scripts/coverage.sh
 golden:
 	@sh tests/reference/check.sh
 lint:
@@ -293,7 +293,7 @@ clean:
 	rm -rf $(BUILD)
 
 .PHONY: docs examples help run test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
-        asan tsan valgrind fuzz fuzz-programs coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
+        asan tsan valgrind fuzz coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:
