@@ -50,8 +50,7 @@ help:
 	@echo "make valgrind   the tests that valgrind can run"
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
 	@echo "make coverage   which lines of src/ the tests execute, folder by folder (gcov)"
-	@echo "make fuzz-programs   N=1000 random programs in which ranks differ, against plain loops"
-	@echo "make fuzz-launches   N=1000 random launches to which something happens"
+	@echo "make fuzz-programs fuzz-calls fuzz-launches   N=1000 random programs in which ranks differ, calls of communicators, launches"
 	@echo "make mutate     breaks the GPU kernels in N=40 places and counts what the tests notice"
 	@echo "make golden     makes the PyTorch reference values again and compares (python3, torch)"
 	@echo "make checks     valgrind, fuzz, golden and lint, beside one another"
@@ -81,7 +80,7 @@ endif
 LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            tests/cli/test_examples.sh
-LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh) \
+LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh test_documents.sh) \
            tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS)
@@ -118,7 +117,7 @@ asan:
 tsan:
 	$(MAKE) test BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
-	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults launch links nccl ddp strategies compression programs ranks_differ \
+	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults calls launch links nccl ddp strategies compression programs ranks_differ \
 	    trainer gemm device sparse)"
 
 # What else reads or runs the code, each a target of its own, and all beside one another.
@@ -126,15 +125,12 @@ valgrind: $(TESTS)
 	@BUILD=$(BUILD) sh tests/scripts/valgrind.sh
 fuzz:
 	@BUILD=$(BUILD) sh tests/scripts/fuzz.sh
-# N random programs: make fuzz-programs N=10000
-fuzz-programs: N = 1000
-fuzz-programs: $(BUILD)/tests/test_programs
-	$(BUILD)/tests/test_programs --count $(N)
-fuzz-launches: N = 1000
-fuzz-launches: $(BUILD)/tests/test_launches
-	$(BUILD)/tests/test_launches --count $(N)
+# N random programs of a kind: make fuzz-programs N=10000
+fuzz-%: N = 1000
+fuzz-%: $(BUILD)/tests/test_%
+	$< --count $(N)
 coverage:
-	@BUILD=$(BUILD) CC="$(CC)" MAKE="$(MAKE)" sh tests/scripts/coverage.sh
+	@BUILD=$(BUILD) CC="$(CC)" sh tests/scripts/coverage.sh
 golden:
 	@sh tests/reference/check.sh
 lint:
@@ -309,7 +305,7 @@ clean:
 	rm -rf $(BUILD)
 
 .PHONY: docs examples help run test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
-        asan tsan valgrind fuzz fuzz-programs fuzz-launches coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
+        asan tsan valgrind fuzz coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

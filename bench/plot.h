@@ -16,6 +16,7 @@ typedef struct plot {
     double y_step; /* of a linear y axis; 0: logarithmic, a line for each factor of 2 */
     FILE *file;
     const char *x_label;
+    int legend_lines;           /* as many as will be added: the picture is high enough for them */
     int panel, panels, legends; /* panels made so far and to be made */
 } plot;
 
@@ -53,8 +54,9 @@ static inline const char *plot_dash(int i)
 static inline bool plot_open(plot *p, const char *path, const char *title, const char *x_label,
                              const char *y_label, int panels)
 {
-    const int width = PLOT_LEFT + panels * (PLOT_WIDTH + PLOT_GAP) + 230,
-              height = PLOT_TOP + PLOT_HEIGHT + 62;
+    const int width = PLOT_LEFT + panels * (PLOT_WIDTH + PLOT_GAP) + 230, panel = PLOT_HEIGHT + 62,
+              legend = 20 * p->legend_lines + 10,
+              height = PLOT_TOP + (legend > panel ? legend : panel);
     p->file = fopen(path, "w");
     p->x_label = x_label;
     p->panels = panels;

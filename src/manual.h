@@ -66,7 +66,7 @@
 
        int main(void)
        {
-           dtrain_launch_desc desc = {.rank_count = 2};
+           dtrain_launch_desc desc = {.default_rank_count = 2};
            if (dtrain_launch(&desc, train, NULL, NULL) == DTRAIN_OK) return 0;
            fprintf(stderr, "%s\n", dtrain_last_error());
            return 1;

@@ -89,6 +89,52 @@ holds "calibrated compute" "$(field tokens_per_second 1) > 799000 && $(field tok
 simulate --model llama70b --gpus 8,512 --strategies ddp,full_shard --batch-sizes 1 --checkpointing 1
 grep -q 'ddp .* does not fit' "$tmp/out" && grep -q '"fits": false' "$tmp/rows"
 result "what does not fit says so" $? "$tmp/out"
+
+# Without --batch-sizes: the largest power of two up to 64 that fits, with checkpointing only where none fits without.
+fits() { sed -n 's/.*"fits": \([a-z]*\),.*/\1/p' "$tmp/rows"; }
+largest() { # largest MODEL CLUSTER GPUS STRATEGY BATCH with|without: the choice, by hand from the table of --batch-sizes 1 to 64
+    of="--model $1 --cluster $2 --gpus $3 --strategies $4"
+    simulate $of
+    grep -c 'with checkpointing$' "$tmp/out" >"$tmp/again"
+    wrong=
+    [ "$(fits)" = true ] && [ "$(field batch 1)" -eq "$5" ] || wrong="batch $(field batch 1), fits: $(fits)"
+    case "$6$(cat "$tmp/again")" in with1 | without0) ;; *) wrong="$wrong, rows with checkpointing: $(cat "$tmp/again")" ;; esac
+    again=
+    [ "$6" = without ] || { again="--checkpointing 1"; simulate $of --batch-sizes 1; [ "$(fits)" = false ] || wrong="$wrong, one fits without"; }
+    simulate $of --batch-sizes "$5" $again; [ "$(fits)" = true ] || wrong="$wrong, $5 does not fit"
+    [ "$5" -eq 64 ] || { simulate $of --batch-sizes $((2 * $5)) $again; [ "$(fits)" = false ] || wrong="$wrong, $((2 * $5)) fits, too"; }
+    echo "$wrong" >"$tmp/wrong"
+    [ -z "$wrong" ]
+    result "$1, $3 $2, $4: the batch that is chosen is the largest that fits, $5, $6 checkpointing" $? "$tmp/wrong"
+}
+largest gpt2 h100 8 ddp 64 without
+largest gpt2 p100 8 ddp 32 without
+largest llama8b h100 8 full_shard 1 without
+largest llama8b v100 8 full_shard 1 with
+largest llama70b h100 64 full_shard 2 with
+
+# A row that does not fit names what would: that does, and half of its GPUs would not.
+named() { # named MODEL CLUSTER GPUS N: ddp does not fit GPUS of them, full_shard on N does (0: nothing)
+    simulate --model "$1" --cluster "$2" --gpus "$3" --strategies ddp
+    case $4 in
+        0) words=", and nothing up to 1024 GPUs does" ;;
+        "$3") words="; full_shard with a batch of 1 and checkpointing would" ;;
+        *) words="; full_shard on $4 GPUs with a batch of 1 and checkpointing would" ;;
+    esac
+    grep -q "does not fit$words\$" "$tmp/out"
+    result "$1, $3 $2: does not fit$words" $? "$tmp/out"
+    would="--model $1 --cluster $2 --strategies full_shard --batch-sizes 1 --checkpointing 1"
+    simulate $would --gpus $(($4 ? $4 : 1024))
+    [ "$(fits)" = "$([ "$4" -eq 0 ] && echo false || echo true)" ]
+    result "what it names is so" $? "$tmp/out"
+    [ "$4" -le "$3" ] || { simulate $would --gpus $(($4 / 2)); [ "$(fits)" = false ]; result "and half of these GPUs are too few" $? "$tmp/out"; }
+}
+named llama8b h100 8 8
+named llama70b h100 8 32
+named llama8b p100 8 64
+named llama70b v100 64 1024
+named llama70b p100 8 0
+
 RANK=3 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "$build/simulate" --gpus 8 >"$tmp/out" 2>&1 && grep -q full_shard "$tmp/out"
 result "one process, whatever a launcher says" $? "$tmp/out"
 
@@ -96,6 +142,35 @@ result "one process, whatever a launcher says" $? "$tmp/out"
 "$build/simulate" --gpus 1,2,4,8,16,32,64,128,256,512,1024 --batch-sizes 4,16 --json "$tmp/rows" --svg "$tmp/svg" >"$tmp/out" 2>&1
 grep -q 'GPUs</text>' "$tmp/svg" && grep -q 'full_shard, batch 16' "$tmp/svg" && [ "$(grep -c '<polyline' "$tmp/svg")" -eq 4 ]
 result "the picture has axes, a legend and a line each" $? "$tmp/svg"
+# Every text of a picture lies inside of it, as wide as a bold sans-serif may be, and so do the legend's lines.
+inside() {
+    awk -v RS='<' -v FS="'" -v of="$1" '
+        function number(name,    at) { at = match($0, " " name "=.-?[0-9.]+"); return at ? substr($0, at + length(name) + 3) + 0 : 0 }
+        /^svg/ { width = number("width"); height = number("height") }
+        /^g / && match($0, /translate\([0-9 ]*/) { split(substr($0, RSTART + 10, RLENGTH - 10), place, " "); left = place[1]; top = place[2] }
+        /^\/g/ { left = top = 0 }
+        /^path d=.M[0-9]+ [0-9]+h28/ { if (top + substr($0, match($0, / [0-9]+h28/) + 1) + 0 > height) print "a line of the legend lies below" }
+        /^text/ {
+            text = $0; sub(/^[^>]*>/, "", text); gsub(/\n/, "", text)
+            size = $0 ~ /font-size/ ? number("font-size") : 12
+            wide = length(text) * size * 0.62; x = left + number("x"); y = top + number("y")
+            texts++
+            if ($0 ~ /rotate/) { split(substr($0, match($0, /translate/) + 10), place, /[ )]/); if (place[2] - wide / 2 < 0 || place[2] + wide / 2 > height) print "\"" text "\" is too long" ; next }
+            if ($0 ~ /middle/) x -= wide / 2
+            if ($0 ~ /anchor=.end/) x -= wide
+            if (x < 0 || x + wide > width || y - size < 0 || y + 4 > height) print "\"" text "\" lies outside: " x " to " x + wide " of " width ", " y " of " height
+        }
+        END { if (texts < 5) print "there are no texts" }' "$1" >"$tmp/outside"
+    [ ! -s "$tmp/outside" ]
+    result "$2: nothing of the picture is cut off" $? "$tmp/outside"
+}
+inside "$tmp/svg" "two strategies"
+all="ddp,zero1,shard_grad_op,full_shard,zero3,hybrid_shard"
+"$build/simulate" --model llama8b --cluster v100 --gpus 8,64 --batch-sizes 1,2,4,8 --strategies $all --svg "$tmp/many" >"$tmp/out" 2>&1
+inside "$tmp/many" "24 lines in the legend"
+sed 's/>full_shard: does not fit</>full_shard, with so many words that the legend cannot hold them</' "$tmp/many" >"$tmp/wide"
+bad_picture=$(passed=0; inside "$tmp/wide" "a name that is too long" | grep -c FAIL)
+[ "$bad_picture" -eq 1 ]; result "a name that is too long is found" $?
 if have python3; then
     python3 -c 'import json, sys; assert len([json.loads(l) for l in open(sys.argv[1])]) == 44' "$tmp/rows" 2>"$tmp/err"
     result "rows are JSON" $? "$tmp/err"

@@ -61,16 +61,8 @@ kernels=$out/dtrain_cuda_$last.o
 exported=$(nm -g --defined-only "$kernels" | awk '$2 == "T" { print $3 }')
 try "dtrain_cuda.o exports its getter only" [ "$exported" = dtrain_cuda_device_ops ]
 
-# README's nvcc line as it is printed, in a folder that holds what it names: no architecture, so that the oldest
-# this nvcc knows has to do.
-printed=$(grep -o 'nvcc -O3 [^`]*' README.md)
-mkdir -p "$out/readme/examples"
-cp dtrain.h dtrain_cuda.cu "$out/readme"
-cp examples/ddp.c "$out/readme/examples"
-try "$printed" sh -c "cd '$out/readme' && $nvcc ${printed#nvcc }"
 line="$nvcc -O1 -gencode=arch=compute_$last,code=sm_$last -DDTRAIN_USE_CUDA -I."
 programs=
-[ ! -x "$out/readme/ddp" ] || programs="$out/readme/ddp 2 --device cuda"
 # Every program, linked with the implementation compiled once (LINKED: the Makefile's flags for that).
 printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$out/dtrain.c"
 try "dtrain.h, nvcc" $line -c "$out/dtrain.c" -o "$out/dtrain.o"

@@ -12,7 +12,7 @@ void __wrap__exit(int code);
 void __wrap__exit(int code) { __gcov_dump(); __real__exit(code); }
 END
 ${CC:-cc} -c "$build/wrap.c" -o "$build/wrap.o" || exit 1
-DTRAIN_TEST_TIMEOUT=900 ${MAKE:-make} test BUILD="$build" CFLAGS="-O0 -g --coverage -fprofile-update=atomic" \
+DTRAIN_TEST_TIMEOUT=900 make test BUILD="$build" CFLAGS="-O0 -g --coverage -fprofile-update=atomic" \
     SCRIPTS=tests/cli/test_examples.sh LIBS="-lm -lpthread $build/wrap.o -Wl,--wrap=_exit" >"$build/log" 2>&1
 tail -n 2 "$build/log"
 

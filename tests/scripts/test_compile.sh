@@ -81,14 +81,6 @@ if echo '#include <cblas.h>' | $cc -E - >/dev/null 2>&1; then
     try "DTRAIN_USE_CBLAS" $cc -std=c99 -DDTRAIN_USE_CBLAS $warn $check "$build/impl.c"
 else skip "DTRAIN_USE_CBLAS" "no cblas.h"; fi
 
-# The programs that the README and the manual show are what they say: complete, and right.
-sed -n '/^```c$/,/^```$/p' README.md | grep -v '^```' >"$build/readme.c"
-sed -n '/A complete program: a model/,/With the tape/p' dtrain.h | sed '1d;$d' >"$build/manual.c"
-for program in readme manual; do
-    try "the program of the $program compiles" $cc -std=c99 $warn "$build/$program.c" -o "$build/$program" $libs
-    try "the program of the $program learns" sh -c "'$build/$program' | grep -q 'w = 3.000'"
-done
-
 # In other builds: installed for pkg-config, and as a folder of a CMake project.
 prefix=$PWD/$build/prefix
 case $build in /*) prefix=$build/prefix ;; esac

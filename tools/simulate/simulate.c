@@ -555,6 +555,7 @@ static bool draw(const char *path, const row *rows, long lines)
     p.x_low = 1e30;
     p.y_high = 100;
     p.y_step = 20;
+    p.legend_lines = (int)lines;
     for (long i = 0; i < count; i++) {
         marks[i] = (double)flags.gpus.items[i];
         p.x_low = least(p.x_low, marks[i]);

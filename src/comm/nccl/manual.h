@@ -12,7 +12,7 @@
        desc.comm_ops = dtrain_nccl_comm_ops();
 
        cc -O2 train.c dtrain_cuda.o -I/usr/local/cuda/include -L/usr/local/cuda/lib64 \
-          -lcudart -lcublasLt -lm -lpthread -ldl
+          -lcudart -lcublasLt -lstdc++ -lm -lpthread -ldl
 
    libnccl.so.2 is opened when the first world asks for it: a program built with this file starts on
    machines without NCCL too, and reports that NCCL is missing only when it is needed.

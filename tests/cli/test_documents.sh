@@ -1,0 +1,283 @@
+#!/bin/sh
+# Every command and every program that a document or the opening comment of a source prints does what it says.
+# tests/support/commands.awk finds them by rule, so that a new one is covered, or fails here as unknown. They run as
+# printed, in a copy of the tree that is thrown away:
+#
+#   programs, simulators    until they end
+#   training runs           until their first line of progress, then they are told to end
+#   make TARGET             make -n: that it exists and what it needs; make run and the joined files for real
+#   benchmarks of minutes   their flags are parsed; so are the options of record.sh
+#   test programs, scripts  that they exist, and that a filter matches a test (make test runs them)
+#   nvcc                    compiled and linked; what comes out says that there is no GPU
+#
+# What stands for something is replaced (the list "stands_for"); what needs an absent tool is skipped by name. Compilers
+# get the implementation that make has compiled (its LINKED), or compile it without optimisation, unless
+# DTRAIN_TEST_FULL=1: the printed line, less time.
+. tests/support/shell.sh
+cc=${CC:-cc}
+full=${DTRAIN_TEST_FULL:-0}
+tree=$tmp/tree
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl=self,vader,tcp
+export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+take_ports
+
+# ---- The copy, and what the commands find in it ----
+root=$PWD
+case $build in /*) cache=$build/documents ;; *) cache=$root/$build/documents ;; esac # what nvcc made: it takes minutes
+mkdir -p "$tree/build/bench" "$tree/cifar" "$tmp/bin" "$cache"
+tar -cf - --exclude=./.git --exclude=./build --exclude="./$build" . | tar -xf - -C "$tree"
+[ -f "$build/dtrain.a" ] || make -s BUILD="$build" CC="$cc" "$build/dtrain.a" || exit 1
+for file in "$build"/* "$build"/bench/*; do [ ! -f "$file" ] || cp -p "$file" "$tree/build/${file#"$build"/}"; done
+cd "$tree" || exit 1
+bytes() { head -c "$1" /dev/zero | tr '\0' "\\$2"; } # bytes COUNT OCTAL
+head -c 300000 dtrain.h >shakespeare.txt
+cp shakespeare.txt tinyshakespeare.txt
+{ printf '\210\330\064\001\001\000\000\000\000\100\000\000'; bytes 1012 0; head -c 32768 dtrain.h | sed 's/./&\x01/g' | head -c 32768; } >tokens.bin
+for file in 1 2 3 4 5; do head -c $((3073 * 100)) dtrain.h | tr -c '\000\001\002\003' '\004' >cifar/data_batch_$file.bin; done
+cp cifar/data_batch_1.bin cifar/test_batch.bin
+
+# The programs that the README and the manual show, complete.
+sed -n '/^```c$/,/^```$/p' README.md | grep -v '^```' >first.c
+sed -n '/A complete program: a model/,/With the tape/p' src/manual.h | sed '1d;$d; s/^       //' >train.c
+cp train.c train.cpp
+
+# What a word of a command stands for.
+stands_for() {
+    case $1 in
+        FILE) echo log.jsonl ;;
+        FOLDER) echo cifar ;;
+        OPERATION) echo all-reduce ;;
+        WARM) echo 0 ;;
+        REPETITIONS) echo 2 ;;
+        SECONDS) echo 0.01 ;;
+        BYTES...) echo 4096 ;;
+        MASTER_ADDR=node0) echo MASTER_ADDR=127.0.0.1 MASTER_PORT=$port ;;
+        LLMC | ../llm.c | LLMC=* | BATCH | SEQ | LAYERS | HEADS | CHANNELS | VOCAB | STEPS) absent="a checkout of llm.c" ;;
+        *[!A-Z.]*) printf '%s\n' "$1" ;;
+        ??*) unknown="what $1 stands for" ;;
+        *) echo "$1" ;;
+    esac
+}
+
+# ---- Compilers: the printed line, without compiling the implementation once more ----
+shim() { # shim NAME: $tmp/bin/NAME
+    have "$1" || return
+    real=$(command -v "$1")
+    [ "$1" != cc ] || real=$(command -v "$cc")
+    cat >"$tmp/bin/$1" <<END
+#!/bin/sh
+plain=${LINKED:+yes} count=\$#
+case " \$* " in *" -DDTRAIN_USE_"* | *" -DOMP "* | *.cpp\ *) plain= ;; esac
+case $1 in cc | nvcc) ;; *) plain= ;; esac
+[ $1 != nvcc ] || plain=${LINKED:+yes}
+for argument; do case \$argument in *.c) ! grep -q 'dtrain__\|DTRAIN__' "\$argument" || plain= ;; esac; done
+while [ \$count -gt 0 ]; do
+    argument=\$1 count=\$((count - 1)); shift
+    case \$argument in
+        -O[23] | -Ofast) [ -n "\$plain" ] || argument=-O0; set -- "\$@" "\$argument" ;;
+        dtrain_cuda.cu) set -- "\$@" "$cache/dtrain_cuda.o" ;;
+        *.c)
+            if [ -n "\$plain" ] && grep -q '^#define DTRAIN_IMPLEMENTATION' "\$argument"
+            then set -- "\$@" $LINKED "\$argument" "$cache/$1.o"
+            else set -- "\$@" "\$argument"; fi ;;
+        *) set -- "\$@" "\$argument" ;;
+    esac
+done
+exec $real "\$@"
+END
+    chmod +x "$tmp/bin/$1"
+}
+if [ "$full" = 0 ]; then
+    cp build/dtrain.o "$cache/cc.o"
+    for compiler in cc c++ mpicc nvcc; do shim $compiler; done
+fi
+# What nvcc's lines are linked with: the kernels as README prints it, for the oldest GPU that this nvcc knows.
+newer() { [ -f "$1" ] && [ -z "$(find "$2" -newer "$1")" ]; }
+cuda_objects() {
+    printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >implementation.c
+    newer "$cache/nvcc.o" "$root/dtrain.h" || $cc -O1 -DDTRAIN_USE_CUDA -I. -c implementation.c -o "$cache/nvcc.o" || return
+    newer "$cache/dtrain_cuda.o" "$root/dtrain_cuda.cu" || $(command -v nvcc) -O3 -I. -c dtrain_cuda.cu -o "$cache/dtrain_cuda.o" || return
+    cp "$cache/dtrain_cuda.o" .
+}
+printed_path=$tmp/bin:$PATH
+
+# ---- How a command is judged ----
+# Each judge returns 0 (right), 1 (wrong) or sets absent (a tool that is not here); how: what was done.
+in_time() { PATH=$printed_path timeout -k 2 "$1" sh -c "$2" >"$tmp/out" 2>&1 </dev/null; } # in_time SECONDS COMMAND
+
+whole() { how=ran; in_time 300 "$1"; }
+
+# A run that prints its progress: until the line of its first step.
+begins() {
+    how="ran until its first step"
+    PATH=$printed_path timeout -k 5 300 sh -c "exec $1" >"$tmp/out" 2>&1 </dev/null &
+    id=$!
+    wait_for 280 eval "grep -q -E '^ +1 +[0-9]+\.[0-9]+ ' '$tmp/out' || ! kill -0 $id"
+    grep -q -E '^ +1 +[0-9]+\.[0-9]+ ' "$tmp/out"; begun=$?
+    kill $id 2>/dev/null; wait $id 2>/dev/null
+    echo "it ended with status $?" >>"$tmp/out"
+    [ $begun -eq 0 ]
+}
+
+# One sentence instead of a run, where there is no GPU.
+no_gpu() {
+    how="says that there is no GPU"
+    CUDA_VISIBLE_DEVICES='' in_time 60 "$1"
+    ended=$?
+    [ $ended -gt 0 ] && [ $ended -lt 124 ] && [ "$(wc -l <"$tmp/out")" -le 4 ] && grep -q -i -E 'GPU|driver|CUDA' "$tmp/out"
+}
+
+# A benchmark of minutes: its flags are parsed before its log is opened, and this one cannot be.
+flags_of() {
+    how="has these flags"
+    ! in_time 60 "$1 --log none/log" && grep -q 'none/log cannot be written' "$tmp/out"
+}
+
+target() {
+    case " $1 " in
+        *" run "*) begins "$1" ;;
+        *" dtrain.h "*) how=ran; in_time 60 "$1" ;;
+        *) how="make -n"; in_time 60 "make -n ${1#*make}" ;;
+    esac
+}
+
+test_program() { # test_program PATH [FILTER]
+    how="exists"
+    source=$(ls tests/*/"${1##*/}".c 2>/dev/null | head -n 1)
+    [ -n "$source" ] && grep -q "RUN.*test_.*${2:-}" "$source"
+}
+
+compiled() {
+    case $1 in *' -lopenblas'*) echo '#include <cblas.h>' | $cc -E - >/dev/null 2>&1 || { absent="cblas.h"; return; } ;; esac
+    case $1 in *DTRAIN_USE_NCCL*) echo '#include <nccl.h>' | nvcc -E -x cu - >/dev/null 2>&1 || { absent="nccl.h"; return; } ;; esac
+    case $1 in *' dtrain_cuda.'*) cuda_objects >"$tmp/out" 2>&1 || return ;; esac
+    case $1 in *' dtrain_cuda.o '*) cp train.c train_cpu.c; { printf '#define DTRAIN_USE_CUDA\n#define DTRAIN_USE_NCCL\n'; cat examples/nccl.c; } >train.c ;; esac
+    whole "$1" || return
+    program=$(echo " $1 " | sed -n 's/.* -o \([^ ]*\) .*/\1/p')
+    case $1 in
+        *dtrain_cuda.*) ;;
+        *' first.c '* | *' train.c '* | *' train.cpp '*) how="ran, and what it made"; in_time 60 "./${program:-a.out}" && grep -q 'w = 3.000' "$tmp/out"; return ;;
+        *) return 0 ;;
+    esac
+    source=$(echo "$1" | tr ' ' '\n' | grep '\.c$')
+    how="compiled and linked"
+    if grep -q '"--device' "$source" "$(dirname "$source")"/*.h 2>/dev/null && [ "$(dirname "$source")" != . ]; then no_gpu "./$program --device cuda"
+    elif grep -q dtrain_cuda_device_ops "$source"; then no_gpu "./${program:-a.out}"
+    else in_time 60 "./${program:-a.out}" && { [ "$source" != train.c ] || grep -q 'w = 3.000' "$tmp/out"; }; fi
+    ended=$?
+    [ ! -f train_cpu.c ] || mv train_cpu.c train.c
+    return $ended
+}
+
+judge() {
+    set -f
+    # shellcheck disable=SC2086
+    set -- "$1" $1
+    set +f
+    line=$1; shift
+    case $line in *' && '*) behind=${line#* && }; judge "${line%% && *}" && judge "$behind"; return ;; esac
+    while :; do case $1 in [A-Z]*=*) shift ;; *) break ;; esac; done
+    case $line in
+        RANK=0*) how="ran, all its ranks"
+            in_time 60 "for r in 1 2 3; do RANK=\$r ${line#RANK=0} & done; $line && wait" && grep -q 'w = 3.000' "$tmp/out"; return ;;
+        *--device\ cuda*) case $1 in build/cuda/*) ;; *) no_gpu "$line"; return ;; esac ;;
+    esac
+    case $1 in
+        make | nvcc | mpicc | cc | c++ | sh | python3) ;;
+        torchrun | mpirun | srun) have "$1" || { absent=$1; return; }
+            [ "$1" != torchrun ] || torchrun --no_python --nproc_per_node 2 /bin/true >/dev/null 2>&1 || { absent="a torchrun that starts /bin/true"; return; }
+            [ "$1" != srun ] || timeout 10 srun -n 1 true >/dev/null 2>&1 || { absent="a Slurm that runs jobs"; return; } ;;
+    esac
+    case $1 in
+        make) target "$line" ;;
+        cc | c++ | mpicc | nvcc) have "$1" || { absent=$1; return; }; compiled "$line" ;;
+        build/tests/*) test_program "$@" ;;
+        build/cuda/*) flags_of "build/bench/${line#build/cuda/}" ;;
+        build/bench/*) flags_of "$line" ;;
+        bench_*) flags_of "build/bench/$line" ;;
+        simulate) whole "build/$line" ;;
+        build/train_gpt | ./gpt | ./train_gpt) begins "$line" ;;
+        build/* | ./*) whole "$line" ;;
+        mpirun) whole "$line" ;;
+        torchrun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;
+        srun) whole "$line" ;;
+        python3) python3 -c 'import torch' 2>/dev/null || { absent="torch for python3"; return; }; whole "$line" ;;
+        sh) script=$2
+            case $script in
+                tests/scripts/bits.sh) how="ran until its first rows"
+                    in_time 5 "exec $line"; [ $? -eq 124 ] && grep -q '^ddp/fp32 1: [0-9a-f]\{16\} ' before ;;
+                bench/record.sh) how="has these options"; in_time 20 "sh $script --help" ;;
+                tests/*) how=exists; sh -n "$script" ;;
+                *) whole "$line" ;;
+            esac ;;
+        *) unknown="how to run this line" ;;
+    esac
+}
+
+# The two programs are complete, and without a warning.
+for program in first train; do
+    try "the program $program.c, strictly" env PATH="$printed_path" cc -std=c99 -I. -Wall -Wextra -Wconversion -Werror $program.c -o $program -lm -lpthread
+done
+
+documents="README.md CONTRIBUTING.md CHANGELOG.md tests/README.md bench/README.md $(ls docs/*.md)"
+sources="src/manual.h src/device/cuda/manual.h src/comm/nccl/manual.h $(ls examples/*.c tools/*.sh tools/*.h tools/*/*.[ch] bench/*.[ch] bench/*.sh bench/*.py)"
+mkdir -p "$tmp/found"
+: >"$tmp/done"
+one() { # one PLACE COMMAND
+    place=$1 command=$2 absent='' unknown='' how=''
+    case $command in
+        '?first '*) ! have "${command#?first }" || unknown="how to run the block that begins with ${command#?first }" ;;
+        '? '*) unknown="how to run this line: ${command#? }" ;;
+        *)
+            ! grep -qxF -e "$command" "$tmp/done" || return
+            case $command in cc\ * | ./*) ;; *) echo "$command" >>"$tmp/done" ;; esac # those depend on what is there
+            filled=
+            set -f
+            for word in $command; do filled="$filled${filled:+ }$(stands_for "$word")"; stands_for "$word" >/dev/null; done
+            set +f
+            [ -n "$absent$unknown" ] || judge "$filled" ;;
+    esac
+    status=$?
+    if [ -n "$unknown" ]; then echo "I do not know $unknown" >"$tmp/out"; result "$place: $command" 1 "$tmp/out"
+    elif [ -n "$absent" ]; then skip "$place: $command" "$absent is not here"
+    elif [ -n "$how" ]; then result "$place: $command ($how)" $status "$tmp/out"; fi
+}
+all() { # all KIND FILE: what is for GPUs comes last, because it overwrites what was built for CPUs
+    awk -v kind="$1" -f tests/support/commands.awk "$2" >"$tmp/found/all"
+    grep -E '	(nvcc|build/cuda/)|--device cuda|dtrain_cuda\.' "$tmp/found/all" >"$tmp/found/gpu"
+    grep -v -E '	(nvcc|build/cuda/)|--device cuda|dtrain_cuda\.' "$tmp/found/all" >"$tmp/found/cpu"
+    cat "$tmp/found/cpu" "$tmp/found/gpu" >"$tmp/found/list"
+    while IFS='	' read -r found_place found_command <&3; do one "$found_place" "$found_command"; done 3<"$tmp/found/list"
+}
+for document in $documents; do all text "$document"; done
+all help Makefile
+for source_file in $sources; do all source "$source_file"; done
+[ "$(wc -l <"$tmp/done")" -gt 80 ]
+result "the rules find the commands ($(wc -l <"$tmp/done") different ones)" $?
+
+# The rules find what they must, and refuse what they do not know.
+cat >"$tmp/new.md" <<'END'
+Text with `make lint` and `cc -DX` and `bench_gemm` in it.
+
+    frobnicate --all
+
+    make test    # remark
+    frobnicate --all
+
+    step  loss
+       1   5.0
+END
+awk -v kind=text -f tests/support/commands.awk "$tmp/new.md" | sed 's/^[^	]*	//' >"$tmp/list"
+printf '%s\n' 'make lint' '?first frobnicate' 'make test' '? frobnicate --all' '?first step' >"$tmp/wanted"
+cmp -s "$tmp/list" "$tmp/wanted"
+result "a line of a block that is no command is found" $? "$tmp/list"
+absent='' unknown=''
+judge "bench_gemm --fast"
+[ $? -ne 0 ]; result "a flag that does not exist fails" $?
+judge "make lintt"
+[ $? -ne 0 ]; result "a target that does not exist fails" $?
+unknown=''
+judge "frobnicate --all"
+[ -n "$unknown" ]; result "a program that is not known is said to be" $?
+cd "$root" || exit 1
+finish
