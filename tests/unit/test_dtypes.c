@@ -445,11 +445,11 @@ static void test_sums(void)
     for (int t = 0; t < TYPES; t++)
         for (int options = 0; options < 4; options++) {
             double total[2] = {3, 3};
-            float out[2] = {0, 0};
+            float out[2] = {0, 0}, half = 0.5f;
             pair *x = noise(N, types[t], 1);
             ON_BOTH(sum, args,
                     {N, (options & 1) != 0, (options & 2) != 0, 0.5, any(x, side), &total[side],
-                     &out[side], types[t]})
+                     &out[side], types[t], options & 1 ? &half : NULL})
             CHECK_CLOSE(total[0], total[1], 1e-9);
             CHECK((double)out[0] == (double)(float)total[0]);
             release();
