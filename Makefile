@@ -88,7 +88,8 @@ MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
 FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-out $(BUILD)/%,$(EMU_TESTS))
-test: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
+programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
+test: programs
 	@$(RUN) $(FAST)
 test-long: $(EXAMPLES) $(BENCHES) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
@@ -303,7 +304,7 @@ uninstall:
 clean:
 	rm -rf $(BUILD)
 
-.PHONY: docs examples help run test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
+.PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
         asan tsan valgrind fuzz coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:

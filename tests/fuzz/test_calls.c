@@ -2,7 +2,7 @@
  * and what every rank hears when one of them deviates.
  *
  *     build/tests/test_calls                      the seeds that ever failed, then 150 new ones;
- *                                                 with DTRAIN_TEST_FULL=1 30 seconds of new ones
+ *                                                 with DTRAIN_TEST_FULL=1 20 seconds of new ones
  *     build/tests/test_calls --count 10000        so many new ones; they are printed to be repeated
  *     build/tests/test_calls --seconds 120        as many as fit
  *     build/tests/test_calls --seed 77            this one, in words; if it fails it is shrunk
@@ -843,7 +843,7 @@ int main(int argc, char **argv)
 {
     const bool full = test_full();
     uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u, count = full ? UINT64_MAX : 150;
-    double end = full ? test_seconds() + 30 : 0;
+    double end = full ? test_seconds() + 20 : 0;
     long passed = 0, failed = 0;
     test_begin(1, argv);
     for (uint32_t i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);

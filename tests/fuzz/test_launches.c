@@ -3,7 +3,7 @@
  * key, short of memory or files; strangers call; they exit, give up, disagree.
  *
  *     build/tests/test_launches                       the seeds that ever failed, then some seconds of new ones;
- *                                                     with DTRAIN_TEST_FULL=1 30 seconds of new ones
+ *                                                     with DTRAIN_TEST_FULL=1 20 seconds of new ones
  *     build/tests/test_launches --count 10000         so many new ones; they are printed to be repeated
  *     build/tests/test_launches --seconds 120         as many as fit
  *     build/tests/test_launches --seed 77             this one twenty times, in words; if it fails it is shrunk
@@ -918,7 +918,7 @@ int main(int argc, char **argv)
 {
     const bool full = test_full();
     uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u, count = UINT64_MAX, next = 0;
-    double seconds = full ? 30 : 4;
+    double seconds = full ? 20 : 4;
     static slot slots[SLOTS];
     long passed = 0, failed = 0, kinds[3] = {0, 0, 0};
     bool one = false, busy = true;

@@ -1,7 +1,8 @@
 /* Random programs: worlds, models, strategies and steps in which ranks differ from one another in
  * everything that the documentation lets them differ in, against plain loops in double precision.
  *
- *     build/tests/test_programs                        the seeds that ever failed, then 300 new ones;
+ *     build/tests/test_programs                        the seeds that ever failed, then 300 new ones (on emulated
+ *                                                 GPUs 100);
  *                                                 with DTRAIN_TEST_FULL=1 40 seconds of new ones
  *     build/tests/test_programs --count 10000          so many new ones; they are printed to be repeated
  *     build/tests/test_programs --seconds 120          as many as fit
@@ -35,6 +36,11 @@
 #include <mpi.h>
 #endif
 
+#ifdef DTRAIN_CUDA_EMULATION
+enum { MANY = 100 };
+#else
+enum { MANY = 300 };
+#endif
 enum { MOST_RANKS = 8, MOST_PARAMS = 14, MOST_STEPS = 4, MOST_MICRO = 4, MOST_UNITS = 6 };
 static const float RATE = 0.125f; /* of the update: value -= RATE * mean gradient */
 
@@ -858,7 +864,8 @@ static bool run_seed(uint64_t seed, bool words)
 int main(int argc, char **argv)
 {
     const bool full = test_full();
-    uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u, count = full ? UINT64_MAX : 300;
+    uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u,
+             count = full ? UINT64_MAX : MANY;
     double end = full ? test_seconds() + 40 : 0;
     long passed = 0, failed = 0;
     for (int i = 1; i + 1 < argc; i += 2) {

@@ -4,7 +4,7 @@
  * does not hang, and leaves nothing behind.
  *
  *     build/tests/test_system_calls                a sample, drawn anew each time: the seed is printed
- *     DTRAIN_TEST_FULL=1 build/tests/test_system_calls                  all of them, as far as 40 seconds go
+ *     DTRAIN_TEST_FULL=1 build/tests/test_system_calls                  all of them, as far as 20 seconds go
  *     build/tests/test_system_calls --seconds 600                       all of them
  *     build/tests/test_system_calls --case joined 1 send EPIPE 3 once   what a failure prints, in words
  *
@@ -825,7 +825,7 @@ int main(int argc, char **argv)
     bridge_ops.destroy = bridge_destroy;
     const bool has_seconds = argc > 2 && strcmp(argv[1], "--seconds") == 0;
     seed_now = (uint64_t)time(NULL);
-    const double seconds = has_seconds ? atof(argv[2]) : test_full() ? 40 : 6;
+    const double seconds = has_seconds ? atof(argv[2]) : test_full() ? 20 : 6;
     seconds_each = has_seconds || test_full() ? seconds : seconds / SCENARIOS;
     end_of_all = test_seconds() + seconds;
     test_begin(has_seconds ? 1 : argc, argv);
