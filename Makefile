@@ -4,7 +4,8 @@
 #   make cuda     the examples for NVIDIA GPUs
 #   make mpi      the examples for CPUs of several hosts
 # Variables: CC, CXX, CFLAGS, BUILD (folder), CBLAS=1 (OpenBLAS instead of the built-in GEMM), MPICC, NVCC,
-# CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90), PREFIX, DESTDIR.
+# CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90), PREFIX, DESTDIR,
+# LESS (tests that make test leaves out: "tests/test_comm emu/test_cuda_nccl").
 
 CC      ?= cc
 CFLAGS  ?= -O2 -g
@@ -83,7 +84,7 @@ LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/tes
 LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh test_documents.sh) \
            tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
-ALL     := $(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS)
+ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
 RUN      = BUILD=$(BUILD) CC="$(CC)" LINKED="$(LINKED)" sh tests/scripts/run.sh
 
@@ -196,8 +197,7 @@ FORCE:
 # The implementation is compiled once, for everything that calls the public API alone. Examples and tools are linked
 # with it too, although their text asks for an implementation of their own (and for its includes): it is written for
 # whoever compiles them by one line. Tests that look inside include what they want of src/, internal headers or a
-# whole file, and are linked with all of src/, where private functions can be called; those of the kernels of each
-# instruction set define DTRAIN_IMPLEMENTATION.
+# whole file, and are linked with all of src/, where private functions can be called.
 LINKED  := -DDTRAIN__IMPLEMENTED \
            $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
 PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))

@@ -9151,6 +9151,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
                                                   int rank, int all, int all_rank);
+DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry);
@@ -11814,6 +11815,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
 }
 
+/* Make a layout of owned tensors, in counts alone, that of another rank: only what is kept
+ * differs. */
+DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank)
+{
+    layout->rank = rank;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        if (!bucket->cuts) continue;
+        bucket->shard_first = bucket->cuts[rank];
+        bucket->shard_count = bucket->cuts[rank + 1] - bucket->shard_first;
+    }
+    dtrain__lay_memory(layout);
+}
+
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
     const size_t count = layout->count, cuts = (size_t)layout->ranks + 1;
@@ -13043,6 +13058,29 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
     return DTRAIN_OK;
 }
 
+/* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
+static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory,
+                               uint64_t *step_bytes)
+{
+    const uint32_t states = layout->desc->optimizer_states;
+    int64_t stage;
+    const uint64_t state = dtrain__optimizer_bytes(
+        layout, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, &stage);
+    dtrain_memory one;
+    memset(&one, 0, sizeof one);
+    one.params = layout->value_bytes;
+    one.grads = layout->grad_bytes;
+    one.buffers = layout->bytes[DTRAIN__BUFFERS];
+    one.host = layout->bytes[DTRAIN__HOST];
+    if (layout->desc->offload) one.host += state;
+    else one.optimizer = state;
+    one.total = one.params + one.grads + one.buffers + one.optimizer;
+    const uint64_t host = one.host > memory->host ? one.host : memory->host;
+    if (one.total >= memory->total) *memory = one;
+    memory->host = host;
+    *step_bytes = dtrain__step_bytes(layout);
+}
+
 /* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
  * but tables. params and *desc are resolved, and so is its kind. */
 static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
@@ -13051,8 +13089,6 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    const size_t states =
-        desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     /* equal slices are the same for all; owned tensors, and what compression keeps of a slice,
@@ -13060,31 +13096,16 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     const int differ = kind->owners       ? dtrain__plan_sharers(&desc, ranks)
                        : desc.compression ? ranks
                                           : 1;
-    for (int rank = 0; rank < differ; rank++) {
-        dtrain__layout layout;
-        dtrain_memory one;
-        int64_t stage;
-        const dtrain_result result =
-            dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
-        memset(&one, 0, sizeof one);
-        if (result == DTRAIN_OK) {
-            one.params = layout.value_bytes;
-            one.grads = layout.grad_bytes;
-            one.buffers = layout.bytes[DTRAIN__BUFFERS];
-            one.host = layout.bytes[DTRAIN__HOST];
-            const uint64_t state = dtrain__optimizer_bytes(&layout, states, &stage);
-            if (desc.offload) one.host += state;
-            else one.optimizer = state;
-            one.total = one.params + one.grads + one.buffers + one.optimizer;
-            *step_bytes = dtrain__step_bytes(&layout);
-        }
-        dtrain__layout_free(&layout, a);
-        DTRAIN__TRY(result);
-        const uint64_t host = one.host > memory->host ? one.host : memory->host;
-        if (one.total >= memory->total) *memory = one;
-        memory->host = host;
+    dtrain_result result = DTRAIN_OK;
+    dtrain__layout layout;
+    for (int rank = 0; rank < differ && result == DTRAIN_OK; rank++) {
+        if (rank && kind->owners) dtrain__layout_turn(&layout, rank);
+        else result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
+        if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory, step_bytes);
+        if (!kind->owners || result != DTRAIN_OK || rank == differ - 1)
+            dtrain__layout_free(&layout, a);
     }
-    return DTRAIN_OK;
+    return result;
 }
 
 /* Resolve params, and desc, of a named kind, into what is planned. */

@@ -269,6 +269,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
     return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
 }
 
+/* Make a layout of owned tensors, in counts alone, that of another rank: only what is kept
+ * differs. */
+DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank)
+{
+    layout->rank = rank;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        if (!bucket->cuts) continue;
+        bucket->shard_first = bucket->cuts[rank];
+        bucket->shard_count = bucket->cuts[rank + 1] - bucket->shard_first;
+    }
+    dtrain__lay_memory(layout);
+}
+
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a)
 {
     const size_t count = layout->count, cuts = (size_t)layout->ranks + 1;

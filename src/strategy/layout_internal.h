@@ -211,6 +211,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
                                                   int rank, int all, int all_rank);
+DTRAIN__PRIVATE void dtrain__layout_turn(dtrain__layout *layout, int rank);
 DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_allocator *a);
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry);

@@ -30,6 +30,29 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
     return DTRAIN_OK;
 }
 
+/* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
+static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory,
+                               uint64_t *step_bytes)
+{
+    const uint32_t states = layout->desc->optimizer_states;
+    int64_t stage;
+    const uint64_t state = dtrain__optimizer_bytes(
+        layout, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, &stage);
+    dtrain_memory one;
+    memset(&one, 0, sizeof one);
+    one.params = layout->value_bytes;
+    one.grads = layout->grad_bytes;
+    one.buffers = layout->bytes[DTRAIN__BUFFERS];
+    one.host = layout->bytes[DTRAIN__HOST];
+    if (layout->desc->offload) one.host += state;
+    else one.optimizer = state;
+    one.total = one.params + one.grads + one.buffers + one.optimizer;
+    const uint64_t host = one.host > memory->host ? one.host : memory->host;
+    if (one.total >= memory->total) *memory = one;
+    memory->host = host;
+    *step_bytes = dtrain__step_bytes(layout);
+}
+
 /* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
  * but tables. params and *desc are resolved, and so is its kind. */
 static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
@@ -38,8 +61,6 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
-    const size_t states =
-        desc.optimizer_states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : desc.optimizer_states;
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
     /* equal slices are the same for all; owned tensors, and what compression keeps of a slice,
@@ -47,31 +68,16 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     const int differ = kind->owners       ? dtrain__plan_sharers(&desc, ranks)
                        : desc.compression ? ranks
                                           : 1;
-    for (int rank = 0; rank < differ; rank++) {
-        dtrain__layout layout;
-        dtrain_memory one;
-        int64_t stage;
-        const dtrain_result result =
-            dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
-        memset(&one, 0, sizeof one);
-        if (result == DTRAIN_OK) {
-            one.params = layout.value_bytes;
-            one.grads = layout.grad_bytes;
-            one.buffers = layout.bytes[DTRAIN__BUFFERS];
-            one.host = layout.bytes[DTRAIN__HOST];
-            const uint64_t state = dtrain__optimizer_bytes(&layout, states, &stage);
-            if (desc.offload) one.host += state;
-            else one.optimizer = state;
-            one.total = one.params + one.grads + one.buffers + one.optimizer;
-            *step_bytes = dtrain__step_bytes(&layout);
-        }
-        dtrain__layout_free(&layout, a);
-        DTRAIN__TRY(result);
-        const uint64_t host = one.host > memory->host ? one.host : memory->host;
-        if (one.total >= memory->total) *memory = one;
-        memory->host = host;
+    dtrain_result result = DTRAIN_OK;
+    dtrain__layout layout;
+    for (int rank = 0; rank < differ && result == DTRAIN_OK; rank++) {
+        if (rank && kind->owners) dtrain__layout_turn(&layout, rank);
+        else result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
+        if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory, step_bytes);
+        if (!kind->owners || result != DTRAIN_OK || rank == differ - 1)
+            dtrain__layout_free(&layout, a);
     }
-    return DTRAIN_OK;
+    return result;
 }
 
 /* Resolve params, and desc, of a named kind, into what is planned. */

@@ -49,7 +49,7 @@ for c in gcc clang; do
     try "$c late implementation" $c -std=gnu99 $warn $check "$build/late.c"
     try "$c static copy" $c -std=c99 -I. -Wall -Wextra -Werror -Wno-unused-function "$build/static.c" -o "$build/static" $libs
     object=$library
-    [ $c = $ours ] || { object=$build/impl_$c.o; try "$c -O2" $c -std=c99 -pedantic $warn -O2 -c "$build/impl.c" -o "$object"; }
+    [ $c = $ours ] || { object=$build/impl_$c.o; try "$c -O1" $c -std=c99 -pedantic $warn -O1 -c "$build/impl.c" -o "$object"; }
     try "$c two files" $c -std=c99 $warn "$build/user.c" "$object" -o "$build/two_$c" $libs
     try "$c two files run" "$build/two_$c"
     try "$c exports dtrain_ only" sh -c "! nm -g --defined-only $object | awk 'NF == 3 { print \$3 }' | grep -v '^dtrain_'"
@@ -71,7 +71,7 @@ for c in g++ clang++; do
     try "$c C++ user, C implementation run" "$build/mixed_$c"
 done
 if command -v g++ >/dev/null 2>&1; then # what C++ makes of it computes the same
-    try "g++ -O2 -std=c++17" g++ -x c++ -std=c++17 $warn -O2 -c "$build/impl.c" -o "$build/impl_g++.o"
+    try "g++ -O1 -std=c++17" g++ -x c++ -std=c++17 $warn -O1 -c "$build/impl.c" -o "$build/impl_g++.o"
     for test in optim data metrics; do
         try "C++ implementation, test_$test" sh -c "$cc -std=c99 -I. -Itests -Itests/support tests/unit/test_$test.c \
             '$build/impl_g++.o' -o '$build/test_$test' $libs && '$build/test_$test'"

@@ -2,11 +2,14 @@
  * loops, for every instruction set this machine runs, with 1 to 4 threads whose bits must agree.
  * A case prints the instruction set it failed on. */
 #define DTRAIN__TEST_INSTANCES
-#define DTRAIN_IMPLEMENTATION
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi" /* of the instance "wide" */
 #endif
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
+#include "core/random.c"
+#include "core/result.c"
+#include "device/cpu/cpu.c"
+#include "device/cpu/kernels.c"
 #include "dtrain.h"
 
 #include "test.h"

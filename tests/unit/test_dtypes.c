@@ -1,7 +1,7 @@
 /* test_dtypes.c: every kernel of the CPU device, for every type of activations and with every option of
  * its arguments, beside the loops of naive_device.h. What the optimizers, clipping and sparse gradients
  * promise is tested here as well. */
-#define DTRAIN_IMPLEMENTATION
+#include "device/cpu/kernels.c"
 #include "dtrain.h"
 #include "test.h"
 #include "naive_device.h"

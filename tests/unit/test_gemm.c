@@ -14,7 +14,8 @@
 #include "emulated_tiles.h"
 #endif
 #define DTRAIN__TEST_INSTANCES
-#define DTRAIN_IMPLEMENTATION
+#include "device/cpu/cpu.c"
+#include "device/cpu/kernels.c"
 #include "dtrain.h"
 
 #include "test.h"

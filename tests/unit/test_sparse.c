@@ -5,7 +5,9 @@
 #endif
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
 #define DTRAIN__TEST_INSTANCES
-#define DTRAIN_IMPLEMENTATION
+#include "device/cpu/cpu.c"
+#include "device/cpu/launch_sparse.c"
+#include "device/cpu/kernels.c"
 #include "dtrain.h"
 
 #include "test.h"
