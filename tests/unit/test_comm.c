@@ -1086,14 +1086,14 @@ int main(int argc, char **argv)
     uint32_t i;
     test_begin(argc, argv);
     for (i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
-    RUN(test_every_type_threads);
+    RUN_NUMBERS(test_every_type_threads);
     RUN_NUMBERS(test_every_type_processes);
     RUN(test_sizes_to_70);
     RUN(test_limits);
     RUN(test_primes);
     RUN(test_large);
     RUN(test_unaligned);
-    RUN(test_memory_mix);
+    RUN_NUMBERS(test_memory_mix);
     RUN(test_random_calls);
     RUN(test_64_ranks);
     RUN(test_special_values);
