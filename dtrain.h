@@ -3362,6 +3362,7 @@ typedef struct dtrain__connection {
     int socket;    /* -1: closed */
     char name[96]; /* of the other end, for messages */
     size_t sent;   /* bytes of link->out that this end has been sent */
+    uint64_t deaf_ns; /* since when it cannot be read, for want of memory; 0: it can */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -4565,7 +4566,11 @@ static void dtrain__link_receive(dtrain_world *world, int from)
     bool sane = true;
     const ssize_t got =
         recv(end->socket, end->in + end->in_bytes, sizeof end->in - end->in_bytes, 0);
-    const bool open = got > 0 || (got < 0 && dtrain__try_again(errno));
+    bool open = got > 0 || (got < 0 && dtrain__try_again(errno));
+    /* what cannot be read for as long as a deadline is as good as closed */
+    if (got >= 0 || errno == EAGAIN || errno == EINTR) end->deaf_ns = 0;
+    else if (!end->deaf_ns) end->deaf_ns = dtrain__now_ns();
+    else if (dtrain__now_ns() - end->deaf_ns >= world->timeout_ns) open = false;
     if (got > 0) end->in_bytes += (size_t)got;
     while (sane && end->in_bytes >= sizeof frame) {
         memcpy(&frame, end->in, sizeof frame);

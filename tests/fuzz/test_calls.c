@@ -365,9 +365,9 @@ static int take_step(rank_state *s, const step *p)
         const dtrain_result result = dtrain_comm_split(
             comm, color_of(g, p, s->rank), (int)(draw(g, KEY, s->rank, p->id) % 5), &made);
         if (result != DTRAIN_OK) return judge_bare(s, comm, result);
+        const int ended = verify_split(s, p, comm, made);
         if (s->comms[p->made]) dtrain_comm_destroy(made); /* made twice */
         else s->comms[p->made] = made;
-        const int ended = verify_split(s, p, comm, made);
         if (ended) s->y.r->outcome[s->rank] = INCORRECT;
         return ended;
     }
@@ -819,7 +819,7 @@ static const struct {
     uint64_t seed;
     const char *why;
 } failed_once[] = {
-    {1, "none has failed yet"},
+    {887384637, "the test looked at a split that it had destroyed"},
 };
 
 static bool run_seed(uint64_t seed, bool words)
