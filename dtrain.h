@@ -3359,9 +3359,9 @@ typedef struct dtrain__frame {
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
 typedef struct dtrain__connection {
-    int socket;    /* -1: closed */
-    char name[96]; /* of the other end, for messages */
-    size_t sent;   /* bytes of link->out that this end has been sent */
+    int socket;       /* -1: closed */
+    char name[96];    /* of the other end, for messages */
+    size_t sent;      /* bytes of link->out that this end has been sent */
     uint64_t deaf_ns; /* since when it cannot be read, for want of memory; 0: it can */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
