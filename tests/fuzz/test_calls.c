@@ -21,6 +21,7 @@
 
 #include "dtrain.h"
 #include "ranks.h"
+#include "seeds.h"
 #include "naive_comm.h"
 
 enum { MOST_RANKS = 8, MOST_STEPS = 24, MOST_COMMS = 5, MOST_OPEN = 12, MOST_COUNT = 20000 };
@@ -814,12 +815,8 @@ static void shrink(program *g)
     }
 }
 
-/* Seeds that failed once, and what was wrong. */
-static const struct {
-    uint64_t seed;
-    const char *why;
-} failed_once[] = {
-    {887384637, "the test looked at a split that it had destroyed"},
+static const uint64_t failed_once[] = {
+    887384637, /* the test looked at a split that it had destroyed */
 };
 
 static bool run_seed(uint64_t seed, bool words)
@@ -841,25 +838,8 @@ static bool run_seed(uint64_t seed, bool words)
 
 int main(int argc, char **argv)
 {
-    const bool full = test_full();
-    uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u, count = full ? UINT64_MAX : 150;
-    double end = full ? test_seconds() + 20 : 0;
-    long passed = 0, failed = 0;
+    const seeds s = seeds_of(argc, argv, 150, 20);
     test_begin(1, argv);
     for (uint32_t i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (strcmp(argv[i], "--seed") == 0)
-            first = strtoull(argv[i + 1], NULL, 10), count = 1, end = 0;
-        else if (strcmp(argv[i], "--count") == 0) count = strtoull(argv[i + 1], NULL, 10), end = 0;
-        else if (strcmp(argv[i], "--seconds") == 0)
-            end = test_seconds() + atof(argv[i + 1]), count = UINT64_MAX;
-    }
-    if (count > 1)
-        for (size_t i = 0; i < sizeof failed_once / sizeof *failed_once; i++)
-            *(run_seed(failed_once[i].seed, false) ? &passed : &failed) += 1;
-    printf("  seeds from %llu on\n", (unsigned long long)first);
-    for (uint64_t i = 0; i < count && failed < 20 && (end == 0 || test_seconds() < end); i++)
-        *(run_seed(first + i, count == 1) ? &passed : &failed) += 1;
-    printf("%ld passed, %ld failed\n", passed, failed);
-    return failed != 0;
+    return seeds_run(&s, failed_once, sizeof failed_once / sizeof *failed_once, run_seed);
 }

@@ -17,6 +17,7 @@
 
 #include "dtrain.h"
 #include "ranks.h"
+#include "seeds.h"
 #include "ports.h"
 
 #include <poll.h>
@@ -916,23 +917,17 @@ enum { FAILED_ONCE = sizeof failed_once / sizeof *failed_once };
 
 int main(int argc, char **argv)
 {
-    const bool full = test_full();
-    uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u, count = UINT64_MAX, next = 0;
-    double seconds = full ? 20 : 4;
+    seeds s = seeds_of(argc, argv, UINT64_MAX, 20);
+    uint64_t next = 0;
     static slot slots[SLOTS];
     long passed = 0, failed = 0, kinds[3] = {0, 0, 0};
-    bool one = false, busy = true;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (strcmp(argv[i], "--seed") == 0) first = strtoull(argv[i + 1], NULL, 10), one = true;
-        else if (strcmp(argv[i], "--count") == 0)
-            count = strtoull(argv[i + 1], NULL, 10), seconds = 1e9;
-        else if (strcmp(argv[i], "--seconds") == 0) seconds = atof(argv[i + 1]);
-    }
+    bool busy = true;
+    if (s.count == UINT64_MAX && s.end == 0) s.end = test_seconds() + 4;
     test_begin(1, argv);
     record_hello();
-    if (one) {
+    if (s.one) {
         char why[1600];
-        program g = generate(first);
+        program g = generate(s.first);
         print_program(&g);
         if (passes(&g, 20, why, sizeof why)) return printf("20 passed, 0 failed\n"), 0;
         printf("  %s\n", why);
@@ -940,9 +935,8 @@ int main(int argc, char **argv)
         if (!passes(&g, 20, why, sizeof why)) print_program(&g), printf("  %s\n", why);
         return printf("0 passed, 1 failed\n"), 1;
     }
-    printf("  seeds from %llu on\n", (unsigned long long)first);
+    printf("  seeds from %llu on\n", (unsigned long long)s.first);
     for (int i = 0; i < SLOTS; i++) slots[i].r = (run *)ranks_shared(sizeof(run));
-    const double end = test_seconds() + seconds;
     while (busy) {
         busy = false;
         for (int i = 0; i < SLOTS; i++) {
@@ -951,11 +945,11 @@ int main(int argc, char **argv)
             if (how) at->leader = 0;
             if (how == 1) passed++, kinds[at->r->kind]++;
             if (how == 2) failed++, report(at->r);
-            const bool more =
-                next < FAILED_ONCE || (next - FAILED_ONCE < count && test_seconds() < end);
+            const bool more = next < FAILED_ONCE || (next - FAILED_ONCE < s.count &&
+                                                     (s.end == 0 || test_seconds() < s.end));
             if (!at->leader && more && failed < 10) {
                 const program g = generate(next < FAILED_ONCE ? failed_once[next].seed
-                                                              : first + next - FAILED_ONCE);
+                                                              : s.first + next - FAILED_ONCE);
                 next++;
                 start(at, &g, false);
             }

@@ -1,8 +1,8 @@
 /* Random programs: worlds, models, strategies and steps in which ranks differ from one another in
  * everything that the documentation lets them differ in, against plain loops in double precision.
  *
- *     build/tests/test_programs                        the seeds that ever failed, then 300 new ones (on emulated
- *                                                 GPUs 100);
+ *     build/tests/test_programs                        the seeds that ever failed, then 300 new ones,
+ *                                                 100 on emulated GPUs;
  *                                                 with DTRAIN_TEST_FULL=1 40 seconds of new ones
  *     build/tests/test_programs --count 10000          so many new ones; they are printed to be repeated
  *     build/tests/test_programs --seconds 120          as many as fit
@@ -28,6 +28,7 @@
 #include "dtrain_nccl.h"
 #endif
 #include "ranks.h"
+#include "seeds.h"
 #ifdef DTRAIN_CUDA_EMULATION
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/emulated_device.h"
@@ -830,19 +831,15 @@ static void shrink(program *g)
     }
 }
 
-/* Seeds that failed once, and what was wrong. */
-static const struct {
-    uint64_t seed;
-    const char *why;
-} failed_once[] = {
-    {1, "a gradient that one rank lacks in one micro-batch"},
-    {334322844, "the same, with an alias"},
-    {334322845, "a unit without gradients on one rank: reduce-scatter met all-gather"},
-    {334322847, "whole gradients beside sharded ones, reduced in every micro-batch"},
-    {334322850, "the memory of gradients is the host's on one rank"},
-    {334322866, "a rank that steps over units"},
-    {334322878, "late in a run of three steps"},
-    {987324227, "a bucket of no unit, launched in the middle of a backward"},
+static const uint64_t failed_once[] = {
+    1,         /* a gradient that one rank lacks in one micro-batch */
+    334322844, /* the same, with an alias */
+    334322845, /* a unit without gradients on one rank: reduce-scatter met all-gather */
+    334322847, /* whole gradients beside sharded ones, reduced in every micro-batch */
+    334322850, /* the memory of gradients is the host's on one rank */
+    334322866, /* a rank that steps over units */
+    334322878, /* late in a run of three steps */
+    987324227, /* a bucket of no unit, launched in the middle of a backward */
 };
 
 static bool run_seed(uint64_t seed, bool words)
@@ -863,36 +860,20 @@ static bool run_seed(uint64_t seed, bool words)
 
 int main(int argc, char **argv)
 {
-    const bool full = test_full();
-    uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u,
-             count = full ? UINT64_MAX : MANY;
-    double end = full ? test_seconds() + 40 : 0;
-    long passed = 0, failed = 0;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (strcmp(argv[i], "--seed") == 0)
-            first = strtoull(argv[i + 1], NULL, 10), count = 1, end = 0;
-        else if (strcmp(argv[i], "--count") == 0) count = strtoull(argv[i + 1], NULL, 10), end = 0;
-        else if (strcmp(argv[i], "--seconds") == 0)
-            end = test_seconds() + atof(argv[i + 1]), count = UINT64_MAX;
-    }
+    seeds s = seeds_of(argc, argv, MANY, 40);
     setvbuf(stdout, NULL, _IOLBF, 0);
 #ifdef DTRAIN_USE_MPI
     int rank;
     MPI_Init_thread(&argc, &argv, MPI_THREAD_SINGLE, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &mpi_ranks);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Bcast(&first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
+    MPI_Bcast(&s.first, 1, MPI_UINT64_T, 0, MPI_COMM_WORLD);
     if (rank && !freopen("/dev/null", "w", stdout)) return 1;
 #endif
-    if (count > 1)
-        for (size_t i = 0; i < sizeof failed_once / sizeof *failed_once; i++)
-            *(run_seed(failed_once[i].seed, false) ? &passed : &failed) += 1;
-    printf("  seeds from %llu on\n", (unsigned long long)first);
-    for (uint64_t i = 0; i < count && failed < 20 && (end == 0 || test_seconds() < end); i++)
-        *(run_seed(first + i, count == 1) ? &passed : &failed) += 1;
+    const int status =
+        seeds_run(&s, failed_once, sizeof failed_once / sizeof *failed_once, run_seed);
 #ifdef DTRAIN_USE_MPI
     MPI_Finalize();
 #endif
-    printf("%ld passed, %ld failed\n", passed, failed);
-    return failed != 0;
+    return status;
 }
