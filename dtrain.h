@@ -21292,7 +21292,9 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_a_amx)(float *panel, const dtrain__operand *
     }
 }
 
-/* Eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows of each. */
+/* Eight tiles of 16 rows of 64 bytes: palette, start row, reserved, bytes of each, rows of each. To
+ * gcc 12 the instruction reads the first 8 bytes of them alone (the "m" of its amxtileintrin.h):
+ * without the barrier the others would never be stored. */
 DTRAIN__ON_AMX static void DTRAIN__K(amx_begin)(void)
 {
     uint8_t config[64] = {1};
@@ -21300,6 +21302,7 @@ DTRAIN__ON_AMX static void DTRAIN__K(amx_begin)(void)
         config[16 + 2 * i] = 64;
         config[48 + i] = 16;
     }
+    __asm__ __volatile__("" : : "r"(config) : "memory");
     _tile_loadconfig(config);
 }
 
