@@ -71,6 +71,29 @@ static dtrain_result dtrain__check_layout(const dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+/* Find the piece of storage i that this rank keeps, and where; false: it keeps none. */
+DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
+                                      dtrain_shard *shard)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[i];
+    const dtrain_param *p = &strategy->params[i];
+    const dtrain_shard none = {p, 0, 0, NULL, NULL};
+    *shard = none;
+    if (!dtrain__piece(layout, i, &shard->offset, &shard->count)) {
+        *shard = none;
+        return false;
+    }
+    shard->value = p->value;
+    shard->grad = p->grad;
+    if (dtrain__value_is_whole(layout, entry)) return true;
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    const int64_t at = entry->offset + shard->offset - bucket->shard_first;
+    shard->value = bucket->value_shard + at;
+    shard->grad = dtrain__after(bucket->grad_shard, at);
+    return true;
+}
+
 /* Point params at memory of the library, where aliases follow their storage and values of gathered
  * units have no address until gather; initialise what this rank keeps of every storage, and list
  * what it updates. */
@@ -93,13 +116,8 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
             entry->lends_grad = true;
             p->grad = storage != p ? storage->grad : bucket->grads + entry->offset;
         }
-        dtrain_shard shard = {p, 0, 0, p->value, p->grad};
-        if (!dtrain__piece(layout, i, &shard.offset, &shard.count)) continue;
-        if (!whole) {
-            const int64_t at = entry->offset + shard.offset - bucket->shard_first;
-            shard.value = bucket->value_shard + at;
-            shard.grad = dtrain__after(bucket->grad_shard, at);
-        }
+        dtrain_shard shard;
+        if (!dtrain__shard_of(strategy, i, &shard)) continue;
         if (entry->lends_value)
             DTRAIN__TRY(dtrain__init_param(strategy->device, p, strategy->desc.init_seed,
                                            shard.offset, shard.count, shard.value));

@@ -129,7 +129,8 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 
 /* Check that no backward is under way: what it starts comes from each rank at its own time, and a
  * collective of another sort would get in between. */
-static dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy, const char *call)
+DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
+                                                        const char *call)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
     if (!dtrain__in_backward(strategy)) return DTRAIN_OK;

@@ -166,6 +166,10 @@ DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
 
+/* strategy/create.c */
+DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
+                                      dtrain_shard *shard);
+
 /* strategy/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
@@ -199,6 +203,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/query.c */
+DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
+                                                        const char *call);
 DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
 DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,

@@ -27,22 +27,6 @@
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
 
-struct dtrain_loader {
-    dtrain_allocator allocator;
-    dtrain_loader_desc desc; /* token_count resolved */
-    uint64_t rank, ranks;
-    uint64_t position;    /* samples handed out by all ranks */
-    int64_t window_count; /* per epoch */
-    int64_t shift_count;  /* shifts to choose from */
-    int32_t *window;      /* (sequence + 1) */
-
-    /* The epoch that `order` and `shift` belong to; both stay 0 when in_order. */
-    bool entered;
-    uint64_t epoch;
-    int64_t shift;
-    int64_t *order; /* (window_count), a permutation made anew every epoch */
-};
-
 static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
 

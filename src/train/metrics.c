@@ -311,8 +311,10 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     dtrain_result result = DTRAIN_OK;
     if (*path) {
         /* not blocking: a pipe that nobody reads must not hold training up */
-        metrics->file =
-            open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0666);
+        metrics->file = open(path,
+                             O_WRONLY | O_CREAT | (metrics->desc.append ? O_APPEND : O_TRUNC) |
+                                 O_CLOEXEC | O_NOCTTY | O_NONBLOCK,
+                             0666);
         if (metrics->file < 0)
             result = dtrain_fail(DTRAIN_ERROR_FILE,
                                  "dtrain_metrics_create: the log file %s cannot be opened: %s",

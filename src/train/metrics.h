@@ -17,6 +17,7 @@ typedef struct dtrain_metrics_desc {
     int64_t total_steps;     /* for the bar and the time left; 0 = unknown */
     FILE *progress;          /* a live line on a terminal, a table otherwise; NULL = none */
     const char *jsonl_path;  /* a file of one JSON object a step; NULL = none */
+    bool append;             /* to what is in it, as a run that was resumed does */
 } dtrain_metrics_desc;
 
 /* Create the report of a run. Only rank 0 writes; every rank keeps the summary. A log file that

@@ -78,6 +78,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
     trainer->step++;
+    trainer->tokens = full.tokens;
     if (record) *record = full;
     return DTRAIN_OK;
 }
@@ -186,7 +187,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
         (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
     record->loss = mean[DTRAIN__WORD_LOSS];
     record->val_loss = DTRAIN__NAN;
-    record->tokens = tokens * (uint64_t)(trainer->step + 1);
+    record->tokens = trainer->tokens + tokens;
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;
     record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];

@@ -39,6 +39,7 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
+    uint64_t tokens; /* of all ranks, in the steps before */
     uint32_t micro;  /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;     /* their sum */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */

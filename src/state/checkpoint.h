@@ -1,0 +1,123 @@
+/* Checkpoints
+ *
+ * A checkpoint is a directory of its own inside the one that a run saves to:
+ *
+ *     runs/gpt/latest                               the name of the newest, for people and scripts
+ *     runs/gpt/lock                                 whoever saves here holds it
+ *     runs/gpt/step-000000001000/manifest.json      what there is, and where; CRC-32C of all of it
+ *                                model-00000-00.safetensors    values, of rank 0
+ *                                state-00000-00.safetensors    everything else, of rank 0
+ *                                model-00001-00.safetensors    ...
+ *
+ * Each rank writes what it keeps; of what several ranks keep, one writes it. The files are
+ * safetensors (https://github.com/huggingface/safetensors): a tensor that one rank has whole is
+ * there by its name, a piece as "name[first:end]" of the flattened tensor.
+ *
+ * All of it is written to step-N.tmp and brought to the disk, every rank's success is agreed on,
+ * then one rename makes it a checkpoint: what has a manifest is whole. A crash at any moment leaves
+ * the checkpoints before it as they were.
+ *
+ * Loading looks at the manifest and reads what this rank needs, under any other number of ranks,
+ * strategy, node size, precision, offload. What can be carried over:
+ *
+ *     values, moments, momentum, Q, scalars    exactly
+ *     residuals, velocities    exactly by as many ranks that cut buckets in the same way; otherwise
+ *                              every rank begins with the mean over the old ranks, so that the mean
+ *                              gradient gets what is owed to it; and with zeros where either side
+ *                              is hierarchical, which owes it per node
+ *     arrays of the program's own that differ from rank to rank    by the ranks that were there
+ *
+ * What was not carried over exactly is said in dtrain_load_info.note. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "state/state.h"
+#include "state/storage.h"
+
+typedef struct dtrain_checkpoint dtrain_checkpoint;
+
+#define DTRAIN_KEEP_ALL UINT32_MAX
+
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_checkpoint_desc {
+    uint32_t keep;         /* the newest n stay; 0 = 3, or DTRAIN_KEEP_ALL */
+    uint32_t keep_best;    /* besides, the n best by the metric given to save; 0 = none */
+    uint64_t keep_every;   /* besides, those of steps that this divides; 0 = none */
+    bool larger_is_better; /* of the metric; false: smaller, as of a loss */
+    bool background;       /* save copies to host memory, and a thread writes while training goes
+                                on; false: save returns when the checkpoint is there */
+    uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
+                                error of dtrain_checkpoint_save. 0 = none */
+    uint64_t file_bytes;   /* a file that would grow beyond is continued in another; 0 = 4 GiB */
+    const char *directory; /* shared by all ranks; its last part is made if it is not there */
+    const char *config;    /* text for the manifest, such as the command line; NULL = none */
+    const char *commit;    /* of the program that writes; NULL = none */
+    const dtrain_storage *storage; /* must outlive the checkpoints; NULL = the file system */
+    dtrain_state *state;           /* must outlive them too */
+} dtrain_checkpoint_desc;
+
+/* Open a directory to save to. Collective. Every rank writes and removes a small file, so that a
+ * directory that is missing, read-only, full or not shared is an error before training starts. A
+ * second run that saves to the same directory is refused. What an earlier run left half-written is
+ * removed. */
+DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
+                                                const dtrain_checkpoint_desc *desc,
+                                                dtrain_checkpoint **out);
+/* Save the state as the checkpoint of a step, between two steps. Collective. metric: for keep_best,
+ * the same on every rank; NaN: none. A checkpoint of the same step is replaced.
+ *
+ * In the background, this waits for the save before, if that is still being written, and reports
+ * its failure. */
+DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
+                                                double metric);
+/* Wait for a save in the background, and report its failure. Collective. */
+DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint);
+/* Wait, and free. Collective, unless the communicator has failed; NULL is ignored. */
+DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint);
+
+typedef struct dtrain_checkpoint_info {
+    int64_t last_step;       /* of the newest checkpoint saved by this object, -1: none yet */
+    uint64_t saved, failed;  /* saves */
+    uint64_t bytes;          /* that this rank wrote in the last save */
+    double stall_seconds;    /* of the last save: how long dtrain_checkpoint_save took here */
+    double write_seconds;    /* of the last save: until this rank's files were on the disk */
+    uint64_t snapshot_bytes; /* host memory held for saves in the background */
+} dtrain_checkpoint_info;
+/* Tell what has been saved; zeros for NULL. Local. */
+DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
+                                        dtrain_checkpoint_info *info);
+
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_load_desc {
+    bool partial; /* values that the checkpoint lacks, or has in another shape, stay as they are,
+                     and extra ones are left out; false: either is an error that names them */
+    bool values_only;              /* nothing but values of parameters */
+    const dtrain_storage *storage; /* NULL = the file system */
+} dtrain_load_desc;
+
+typedef struct dtrain_load_info {
+    int64_t step;
+    int ranks;         /* that saved it */
+    char strategy[32]; /* of theirs */
+    char path[512];    /* the checkpoint's directory */
+    uint64_t bytes;    /* that this rank read */
+    uint64_t values;   /* tensors of values that were loaded */
+    double metric;     /* NaN: none */
+    double seconds;
+    char note[600]; /* what was not carried over exactly, and what was passed over on the way;
+                             empty: nothing */
+} dtrain_load_info;
+
+/* Load a checkpoint, between two steps. Collective. path: one checkpoint, or a directory that a run
+ * saved to, of which the newest is taken that can be read whole: one that cannot is passed over
+ * with a warning. A directory without any, or that is not there: DTRAIN_ERROR_FILE and info->step
+ * -1. desc and info may be NULL.
+ *
+ * Nothing is changed before the manifest has been checked against the state. An error after that
+ * leaves values of both. */
+DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
+                                                const dtrain_load_desc *desc,
+                                                dtrain_load_info *info);

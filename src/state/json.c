@@ -1,0 +1,390 @@
+/* JSON (RFC 8259)
+ *
+ * The reader is stricter than most: every text has one meaning here or none. Not UTF-8, half of a
+ * surrogate pair, \u0000, a comma too many, a number with a leading zero are errors; members that
+ * occur twice are for the caller to find. It makes no tree, so that no text can ask for memory, and
+ * goes 16 levels deep, so that none can ask for stack. No call depends on the locale. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "state/json_internal.h"
+
+/* Return the bytes of the character that comes first, 0 where it is not UTF-8: cut off, longer than
+ * its value needs, half of a surrogate pair, or beyond U+10FFFF. The second byte decides the last
+ * three (RFC 3629, section 4). */
+static size_t dtrain__utf8_bytes(const char *text, size_t left)
+{
+    const unsigned char *at = (const unsigned char *)text;
+    const unsigned char first = at[0];
+    size_t bytes = 4;
+    if (first < 0x80) return 1;
+    if (first < 0xc2 || first > 0xf4) return 0;
+    if (first < 0xe0) bytes = 2;
+    else if (first < 0xf0) bytes = 3;
+    if (bytes > left) return 0;
+    for (size_t i = 1; i < bytes; i++)
+        if ((at[i] & 0xc0) != 0x80) return 0;
+    if ((first == 0xe0 && at[1] < 0xa0) || (first == 0xed && at[1] > 0x9f)) return 0;
+    if ((first == 0xf0 && at[1] < 0x90) || (first == 0xf4 && at[1] > 0x8f)) return 0;
+    return bytes;
+}
+
+/* ---- Text that grows --------------------------------------------------------------------------*/
+
+/* Make room for more bytes and a 0 behind them: at least twice the room that was there, so that the
+ * time of all calls is linear in the text. */
+static bool dtrain__text_grow(dtrain__text *text, size_t more)
+{
+    const size_t needed = text->bytes + more + 1;
+    if (text->failed) return false;
+    if (needed <= text->room) return true;
+    const size_t room = (size_t)dtrain__max((int64_t)needed, 2 * (int64_t)text->room + 256);
+    char *at = (char *)dtrain__alloc(text->allocator, room, 1, "a text");
+    text->failed = !at;
+    if (!at) return false;
+    if (text->bytes) memcpy(at, text->at, text->bytes);
+    dtrain__free(text->allocator, text->at, text->room, 1);
+    text->at = at;
+    text->room = room;
+    return true;
+}
+
+static void dtrain__text_append(dtrain__text *text, const char *from, size_t bytes)
+{
+    if (!dtrain__text_grow(text, bytes)) return;
+    memcpy(text->at + text->bytes, from, bytes);
+    text->bytes += bytes;
+    text->at[text->bytes] = 0;
+}
+
+DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ...)
+{
+    va_list args, again;
+    va_start(args, format);
+    va_copy(again, args);
+    const int length = vsnprintf(NULL, 0, format, args);
+    if (length >= 0 && dtrain__text_grow(text, (size_t)length)) {
+        vsnprintf(text->at + text->bytes, (size_t)length + 1, format, again);
+        text->bytes += (size_t)length;
+    }
+    if (length < 0) {
+        dtrain_fail(DTRAIN_ERROR_INTERNAL, "\"%s\" cannot be formatted", format);
+        text->failed = true;
+    }
+    va_end(again);
+    va_end(args);
+}
+
+/* Bytes that are not UTF-8 are replaced one by one. */
+DTRAIN__PRIVATE void dtrain__text_add_string(dtrain__text *text, const char *string)
+{
+    const char *end = string + strlen(string);
+    dtrain__text_append(text, "\"", 1);
+    while (string < end) {
+        const size_t bytes = dtrain__utf8_bytes(string, (size_t)(end - string));
+        if (bytes == 0) dtrain__text_append(text, "\xef\xbf\xbd", 3);
+        else if (*string == '"' || *string == '\\') dtrain__text_add(text, "\\%c", *string);
+        else if (bytes == 1 && *string < 0x20) dtrain__text_add(text, "\\u%04x", *string);
+        else dtrain__text_append(text, string, bytes);
+        string += bytes ? bytes : 1;
+    }
+    dtrain__text_append(text, "\"", 1);
+}
+
+DTRAIN__PRIVATE void dtrain__text_free(dtrain__text *text)
+{
+    dtrain__free(text->allocator, text->at, text->room, 1);
+    text->at = NULL;
+    text->bytes = text->room = 0;
+}
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* After an error the text is empty: every later call finds its end at once, and no call has to ask
+ * whether an earlier one failed. Sentences may quote the text, and go to terminals: control
+ * characters are replaced. */
+DTRAIN__PRIVATE bool dtrain__json_fail(dtrain__json *json, const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    va_list args;
+    if (json->result != DTRAIN_OK) return false;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    for (char *c = text; *c; c++)
+        if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
+    json->result =
+        dtrain_fail(DTRAIN_ERROR_DATA, "%s:%s%.200s%s at byte %zu of the JSON: %s", json->what,
+                    json->inside ? " \"" : "", json->inside ? json->inside : "",
+                    json->inside ? "\"," : "", (size_t)(json->at - json->text), text);
+    json->at = json->end = json->text;
+    return false;
+}
+
+/* Leave the commonest error: the text goes on with something else than `what`. */
+static bool dtrain__json_expected(dtrain__json *json, const char *what)
+{
+    if (json->at == json->end)
+        return dtrain__json_fail(json, "expected %s, found the end of the text", what);
+    const unsigned char found = (unsigned char)*json->at;
+    if (found <= 0x20 || found >= 0x7f)
+        return dtrain__json_fail(json, "expected %s, found byte 0x%02x", what, found);
+    return dtrain__json_fail(json, "expected %s, found '%c'", what, found);
+}
+
+/* All of the text is checked for UTF-8 here, so that strings can be copied byte by byte later. */
+DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes)
+{
+    dtrain__json json;
+    memset(&json, 0, sizeof json);
+    json.what = what;
+    json.text = json.at = text ? text : "";
+    json.end = json.text + bytes;
+    while (json.at < json.end) {
+        const size_t length = dtrain__utf8_bytes(json.at, (size_t)(json.end - json.at));
+        if (length == 0) {
+            dtrain__json_expected(&json, "UTF-8");
+            return json;
+        }
+        json.at += length;
+    }
+    json.at = json.text;
+    return json;
+}
+
+/* Go over a byte if it is the next one. */
+static bool dtrain__json_accept(dtrain__json *json, char byte)
+{
+    const bool found = json->at < json->end && *json->at == byte;
+    if (found) json->at++;
+    return found;
+}
+
+static bool dtrain__json_accept_digit(dtrain__json *json)
+{
+    const bool found = json->at < json->end && *json->at >= '0' && *json->at <= '9';
+    if (found) json->at++;
+    return found;
+}
+
+static void dtrain__json_blanks(dtrain__json *json)
+{
+    while (json->at < json->end &&
+           (*json->at == ' ' || *json->at == '\t' || *json->at == '\n' || *json->at == '\r'))
+        json->at++;
+}
+
+DTRAIN__PRIVATE bool dtrain__json_enter(dtrain__json *json, char bracket)
+{
+    dtrain__json_blanks(json);
+    if (!dtrain__json_accept(json, bracket))
+        return dtrain__json_expected(json, bracket == '{' ? "an object" : "an array");
+    if (json->depth == DTRAIN__JSON_DEPTH)
+        return dtrain__json_fail(json, "more than %d levels", DTRAIN__JSON_DEPTH);
+    json->first[json->depth++] = true;
+    return true;
+}
+
+/* Leave at the closing bracket; otherwise go over the comma before what follows. */
+static bool dtrain__json_next(dtrain__json *json, char close)
+{
+    if (json->depth == 0) return dtrain__json_fail(json, "nothing has been entered");
+    bool *first = &json->first[json->depth - 1];
+    dtrain__json_blanks(json);
+    if (dtrain__json_accept(json, close)) {
+        json->depth--;
+        return false;
+    }
+    if (!*first && !dtrain__json_accept(json, ','))
+        return dtrain__json_expected(json, close == '}' ? "',' or '}'" : "',' or ']'");
+    *first = false;
+    return json->at < json->end || dtrain__json_expected(json, "more");
+}
+
+DTRAIN__PRIVATE bool dtrain__json_member(dtrain__json *json, char *name, size_t room)
+{
+    if (!dtrain__json_next(json, '}') || !dtrain__json_string(json, name, room)) return false;
+    dtrain__json_blanks(json);
+    return dtrain__json_accept(json, ':') || dtrain__json_expected(json, "':'");
+}
+
+DTRAIN__PRIVATE bool dtrain__json_item(dtrain__json *json) { return dtrain__json_next(json, ']'); }
+
+/* Read the XXXX of \uXXXX. */
+static bool dtrain__json_hex(dtrain__json *json, uint32_t *code)
+{
+    *code = 0;
+    for (int i = 0; i < 4; i++) {
+        const char c = json->at < json->end ? *json->at : 0;
+        uint32_t digit;
+        if (c >= '0' && c <= '9') digit = (uint32_t)(c - '0');
+        else if (c >= 'a' && c <= 'f') digit = (uint32_t)(c - 'a' + 10);
+        else if (c >= 'A' && c <= 'F') digit = (uint32_t)(c - 'A' + 10);
+        else return dtrain__json_expected(json, "four hexadecimal digits");
+        *code = *code << 4 | digit;
+        json->at++;
+    }
+    return true;
+}
+
+/* Read an escaped character, of which the backslash has been read: its bytes as UTF-8, and how
+ * many; 0 after an error. */
+static size_t dtrain__json_escape(dtrain__json *json, char utf8[4])
+{
+    static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
+    uint32_t code, low = 0;
+    for (size_t i = 0; i < sizeof names - 1; i++)
+        if (dtrain__json_accept(json, names[i])) {
+            utf8[0] = values[i];
+            return 1;
+        }
+    if (!dtrain__json_accept(json, 'u')) return dtrain__json_expected(json, "an escape"), 0;
+    if (!dtrain__json_hex(json, &code)) return 0;
+    if (code >= 0xd800 && code < 0xdc00) { /* of a pair; the other half is 0xdc00 to 0xdfff */
+        if (dtrain__json_accept(json, '\\') && dtrain__json_accept(json, 'u'))
+            (void)dtrain__json_hex(json, &low);
+        if (low >= 0xdc00 && low < 0xe000) code = 0x10000 + ((code & 0x3ff) << 10 | (low & 0x3ff));
+    }
+    if (code == 0 || (code >= 0xd800 && code < 0xe000))
+        return dtrain__json_fail(json, "\\u%04x is not a character of a text", code), 0;
+    const size_t bytes = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    static const uint32_t lead[] = {0, 0, 0xc0, 0xe0, 0xf0};
+    for (size_t i = bytes; i-- > 1; code >>= 6) utf8[i] = (char)(0x80 | (code & 0x3f));
+    utf8[0] = (char)(lead[bytes] | code);
+    return bytes;
+}
+
+/* Without `string` it is only checked, and may have any length. */
+DTRAIN__PRIVATE bool dtrain__json_string(dtrain__json *json, char *string, size_t room)
+{
+    size_t used = 0;
+    dtrain__json_blanks(json);
+    if (!dtrain__json_accept(json, '"')) return dtrain__json_expected(json, "a string");
+    while (!dtrain__json_accept(json, '"')) {
+        char utf8[4];
+        size_t bytes = 1;
+        if (json->at == json->end || (unsigned char)*json->at < 0x20)
+            return dtrain__json_expected(json, "'\"'");
+        utf8[0] = *json->at++;
+        if (utf8[0] == '\\') bytes = dtrain__json_escape(json, utf8);
+        if (bytes == 0) return false;
+        if (!string) continue;
+        if (bytes >= room - used)
+            return dtrain__json_fail(json, "a string of more than %zu bytes", room - 1);
+        for (size_t i = 0; i < bytes; i++) string[used++] = utf8[i];
+    }
+    if (string) string[used] = 0;
+    return true;
+}
+
+/* Read the digits of an integer. Nothing is converted by strtod, which reads what the locale says
+ * and rounds what is above 2^53. */
+static bool dtrain__json_digits(dtrain__json *json, uint64_t *value)
+{
+    const char *first = json->at;
+    *value = 0;
+    while (dtrain__json_accept_digit(json)) {
+        const uint64_t digit = (uint64_t)(json->at[-1] - '0');
+        if (*value > (UINT64_MAX - digit) / 10)
+            return dtrain__json_fail(json, "a number of 2^64 or more");
+        *value = *value * 10 + digit;
+    }
+    if (json->at == first) return dtrain__json_expected(json, "an integer in its range");
+    if (*first == '0' && json->at - first > 1) return dtrain__json_fail(json, "a leading zero");
+    if (json->at < json->end && (*json->at == '.' || *json->at == 'e' || *json->at == 'E'))
+        return dtrain__json_expected(json, "an integer");
+    return true;
+}
+
+DTRAIN__PRIVATE bool dtrain__json_u64(dtrain__json *json, uint64_t *value)
+{
+    dtrain__json_blanks(json);
+    return dtrain__json_digits(json, value);
+}
+
+DTRAIN__PRIVATE bool dtrain__json_i64(dtrain__json *json, int64_t *value)
+{
+    uint64_t size;
+    *value = 0;
+    dtrain__json_blanks(json);
+    const bool negative = dtrain__json_accept(json, '-');
+    if (!dtrain__json_digits(json, &size)) return false;
+    if (size > (uint64_t)INT64_MAX + negative || (negative && size == 0))
+        return dtrain__json_fail(json, "%s%llu is not an integer of 64 bits", negative ? "-" : "",
+                                 (unsigned long long)size);
+    *value = (int64_t)(negative ? 0 - size : size);
+    return true;
+}
+
+/* Go over true, false or null. A word that goes on is refused by whoever reads behind it. */
+static bool dtrain__json_word(dtrain__json *json, const char *word)
+{
+    for (const char *c = word; *c; c++)
+        if (!dtrain__json_accept(json, *c)) return dtrain__json_expected(json, word);
+    return true;
+}
+
+DTRAIN__PRIVATE bool dtrain__json_bool(dtrain__json *json, bool *value)
+{
+    const char kind = dtrain__json_peek(json);
+    *value = kind == 't';
+    if (kind != 't' && kind != 'f') return dtrain__json_expected(json, "true or false");
+    return dtrain__json_word(json, *value ? "true" : "false");
+}
+
+DTRAIN__PRIVATE char dtrain__json_peek(dtrain__json *json)
+{
+    dtrain__json_blanks(json);
+    const char c = json->at < json->end ? *json->at : 0;
+    if (c == '-' || (c >= '0' && c <= '9')) return '0';
+    return c && strchr("{[\"tfn", c) ? c : 0;
+}
+
+static bool dtrain__json_skip_digits(dtrain__json *json)
+{
+    const char *first = json->at;
+    while (dtrain__json_accept_digit(json)) {}
+    return json->at > first || dtrain__json_expected(json, "a digit");
+}
+
+/* Step over a number: -? (0 | [1-9][0-9]*) (. [0-9]+)? ([eE] [+-]? [0-9]+)? */
+static bool dtrain__json_skip_number(dtrain__json *json)
+{
+    (void)dtrain__json_accept(json, '-');
+    if (!dtrain__json_accept(json, '0') && !dtrain__json_skip_digits(json)) return false;
+    if (dtrain__json_accept(json, '.') && !dtrain__json_skip_digits(json)) return false;
+    if (!dtrain__json_accept(json, 'e') && !dtrain__json_accept(json, 'E')) return true;
+    if (!dtrain__json_accept(json, '+')) (void)dtrain__json_accept(json, '-');
+    return dtrain__json_skip_digits(json);
+}
+
+/* Recursion ends at DTRAIN__JSON_DEPTH. */
+DTRAIN__PRIVATE bool dtrain__json_skip(dtrain__json *json)
+{
+    switch (dtrain__json_peek(json)) {
+    case '{':
+        if (!dtrain__json_enter(json, '{')) return false;
+        while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_skip(json);
+        return json->result == DTRAIN_OK;
+    case '[':
+        if (!dtrain__json_enter(json, '[')) return false;
+        while (dtrain__json_item(json)) (void)dtrain__json_skip(json);
+        return json->result == DTRAIN_OK;
+    case '"': return dtrain__json_string(json, NULL, 0);
+    case '0': return dtrain__json_skip_number(json);
+    case 't': return dtrain__json_word(json, "true");
+    case 'f': return dtrain__json_word(json, "false");
+    case 'n': return dtrain__json_word(json, "null");
+    default: return dtrain__json_expected(json, "a value");
+    }
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__json_end(dtrain__json *json)
+{
+    dtrain__json_blanks(json);
+    if (json->at < json->end || json->depth > 0) dtrain__json_expected(json, "nothing more");
+    return json->result;
+}

@@ -1,0 +1,510 @@
+/* Loading
+ *
+ *     rank 0           which checkpoint: the one of the path, or the newest below it
+ *     every rank       manifest | does it fit the state? | read the pieces that this rank needs |
+ *                      scalars | publish
+ *
+ * Each step ends with an agreement, so that all ranks take the next checkpoint, or give up,
+ * together. What is read goes block by block, each with its checksum, to where it belongs: no rank
+ * ever has more of a tensor in memory than its own piece and one block. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "comm/comm.h"
+#include "strategy/strategy_internal.h"
+#include "train/trainer_internal.h"
+#include "state/checkpoint_internal.h"
+#include "state/state_internal.h"
+#include "state/storage_internal.h"
+
+/* A checkpoint that is being loaded. */
+typedef struct dtrain__load {
+    dtrain_state *state;
+    dtrain_load_desc desc; /* resolved */
+    char directory[DTRAIN__PATH];
+    dtrain__manifest manifest;
+    char *block;     /* (BLOCK) */
+    float *sum;      /* (BLOCK) for means, made when there are any */
+    int file;        /* open, or -1 ... */
+    uint32_t opened; /* ... which */
+    bool same_cuts;  /* own tensors are as this rank has saved them, on all ranks */
+    uint64_t bytes, values;
+    char note[600];
+} dtrain__load;
+
+/* Add a sentence to what is to be said in the end; what has no room is cut off. */
+DTRAIN__PRINTF(2, 3)
+static void dtrain__load_note(dtrain__load *load, const char *format, ...)
+{
+    const size_t used = strlen(load->note);
+    const char *const between = used ? "; " : "";
+    va_list args;
+    va_start(args, format);
+    const int added = snprintf(load->note + used, sizeof load->note - used, "%s", between);
+    if (added >= 0 && used + (size_t)added < sizeof load->note)
+        vsnprintf(load->note + used + (size_t)added, sizeof load->note - used - (size_t)added,
+                  format, args);
+    va_end(args);
+}
+
+/* ---- Does it fit? -----------------------------------------------------------------------------*/
+
+/* A list of names in a sentence: the first few, and how many there are. */
+typedef struct dtrain__name_list {
+    char text[400];
+    int count;
+} dtrain__name_list;
+
+static void dtrain__name_list_add(dtrain__name_list *list, uint32_t kind, const char *name)
+{
+    const size_t used = strlen(list->text);
+    if (list->count++ >= 6) return;
+    snprintf(list->text + used, sizeof list->text - used, "%s%s \"%.60s\"",
+             list->count > 1 ? ", " : "", dtrain__state_kind_name(kind), name);
+}
+
+/* Tell whether a tensor must be in a checkpoint: what is begun anew without harm need not. */
+static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
+{
+    if (tensor->kind == DTRAIN_STATE_VALUE) return true;
+    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q;
+}
+
+static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)
+{
+    return kind == DTRAIN_STATE_VALUE || !load->desc.values_only;
+}
+
+/* Find a tensor's counterpart; NULL: there is none of its shape. */
+static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
+                                                     const dtrain_state_tensor *tensor)
+{
+    const dtrain__saved_tensor *saved =
+        dtrain__manifest_find(&load->manifest, tensor->kind, tensor->name);
+    if (!saved || saved->dtype != tensor->dtype || saved->own != tensor->own ||
+        saved->total != tensor->total ||
+        memcmp(saved->shape, tensor->shape, sizeof saved->shape) != 0)
+        return NULL;
+    return saved;
+}
+
+/* Compare what there is with what there should be, and name the differences. */
+static dtrain_result dtrain__load_compare(dtrain__load *load)
+{
+    const dtrain__manifest *m = &load->manifest;
+    const dtrain_state *state = load->state;
+    dtrain__name_list missing, different, extra;
+    memset(&missing, 0, sizeof missing);
+    memset(&different, 0, sizeof different);
+    memset(&extra, 0, sizeof extra);
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        if (!dtrain__is_needed(load, tensor) || dtrain__saved_for(load, tensor)) continue;
+        dtrain__name_list_add(dtrain__manifest_find(m, tensor->kind, tensor->name) ? &different
+                                                                                   : &missing,
+                              tensor->kind, tensor->name);
+    }
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        const dtrain__saved_tensor *saved = m->by_name[i];
+        size_t k = 0;
+        if (saved->kind != DTRAIN_STATE_VALUE) break; /* values come first */
+        while (k < state->tensor_count && (state->tensors[k].kind != DTRAIN_STATE_VALUE ||
+                                           strcmp(state->tensors[k].name, saved->name) != 0))
+            k++;
+        if (k == state->tensor_count) dtrain__name_list_add(&extra, saved->kind, saved->name);
+    }
+    if (!missing.count && !different.count && !extra.count) return DTRAIN_OK;
+    if (load->desc.partial) {
+        if (missing.count)
+            dtrain__load_note(load, "not in the checkpoint: %s%s", missing.text,
+                              missing.count > 6 ? ", ..." : "");
+        if (different.count)
+            dtrain__load_note(load, "of another shape or type: %s%s", different.text,
+                              different.count > 6 ? ", ..." : "");
+        if (extra.count)
+            dtrain__load_note(load, "left out: %s%s", extra.text, extra.count > 6 ? ", ..." : "");
+        return DTRAIN_OK;
+    }
+    return dtrain_fail(
+        DTRAIN_ERROR_DATA,
+        "%s does not fit this run:%s%s%s%s%s%s%s; build the same model and optimizer, or load "
+        "with `partial` or `values_only`",
+        load->directory, missing.count ? " missing in it: " : "", missing.text,
+        missing.count && different.count ? ";" : "",
+        different.count ? " of another shape or type: " : "", different.text,
+        extra.count ? " only in it: " : "", extra.text);
+}
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* Open the file of a piece, unless it is open, and check its size. */
+static dtrain_result dtrain__load_open(dtrain__load *load, const dtrain__saved_piece *piece,
+                                       char path[2 * DTRAIN__PATH])
+{
+    const dtrain_storage *storage = load->desc.storage;
+    const dtrain__saved_file *file = &load->manifest.files[piece->file];
+    snprintf(path, 2 * DTRAIN__PATH, "%s/%s", load->directory, file->name);
+    if (load->file >= 0 && load->opened == piece->file) return DTRAIN_OK;
+    if (load->file >= 0) (void)storage->close(storage->user, load->file);
+    load->file = -1;
+    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &load->file));
+    load->opened = piece->file;
+    const int64_t size = storage->size(storage->user, load->file);
+    if (size >= 0 && (uint64_t)size == file->bytes) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, and the manifest says %llu", path,
+                       (long long)size, (unsigned long long)file->bytes);
+}
+
+/* Read block number b of a piece to `to`, and compare its checksum. */
+static dtrain_result dtrain__block_read(dtrain__load *load, const char *path,
+                                        const dtrain__saved_piece *piece, uint64_t piece_bytes,
+                                        uint64_t b, void *to)
+{
+    const uint64_t rest = piece_bytes - b * DTRAIN__BLOCK;
+    const size_t bytes = rest < DTRAIN__BLOCK ? (size_t)rest : DTRAIN__BLOCK;
+    char digits[DTRAIN__CRC_DIGITS + 1];
+    DTRAIN__TRY(dtrain__storage_read(load->desc.storage, load->file, path, to, bytes,
+                                     piece->at + b * DTRAIN__BLOCK));
+    load->bytes += bytes;
+    snprintf(digits, sizeof digits, "%08x", dtrain__crc32c(0, to, bytes));
+    if (memcmp(digits, piece->crc + b * DTRAIN__CRC_DIGITS, DTRAIN__CRC_DIGITS) == 0)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s is damaged: its %zu bytes from %llu on, of the %s of \"%.100s\", do not "
+                       "have the checksum of the manifest",
+                       path, bytes, (unsigned long long)(piece->at + b * DTRAIN__BLOCK),
+                       dtrain__state_kind_name(load->manifest.tensors[piece->tensor].kind),
+                       load->manifest.tensors[piece->tensor].name);
+}
+
+/* Where elements that have been read go to. */
+typedef struct dtrain__target {
+    char *memory;          /* of element `offset` on */
+    int64_t offset, count; /* in the tensor */
+    bool add;              /* memory is sums, in host memory, of fp32 */
+} dtrain__target;
+
+/* Read the elements of a piece that the target wants: whole blocks, of which a part may be of no
+ * use. A block that is wanted whole is read where it belongs, if that is host memory. */
+static dtrain_result dtrain__piece_read(dtrain__load *load, const dtrain__saved_piece *piece,
+                                        const dtrain__target *target)
+{
+    const dtrain_state *state = load->state;
+    const uint64_t each = dtrain__state_bytes(load->manifest.tensors[piece->tensor].dtype);
+    const uint64_t bytes = (uint64_t)piece->count * each;
+    const int64_t low = dtrain__max(piece->offset, target->offset);
+    const int64_t high = dtrain__min(piece->offset + piece->count, target->offset + target->count);
+    const uint64_t first = (uint64_t)(low - piece->offset) * each; /* of the bytes of the piece */
+    const uint64_t end = (uint64_t)(high - piece->offset) * each;
+    char path[2 * DTRAIN__PATH];
+    if (low >= high) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__load_open(load, piece, path));
+    for (uint64_t b = first / DTRAIN__BLOCK; b * DTRAIN__BLOCK < end; b++) {
+        const uint64_t begin = b * DTRAIN__BLOCK, rest = bytes - begin;
+        const uint64_t length = rest < DTRAIN__BLOCK ? rest : DTRAIN__BLOCK;
+        const uint64_t from = begin > first ? begin : first;
+        const uint64_t to = begin + length < end ? begin + length : end;
+        char *place = target->memory + (uint64_t)(low - target->offset) * each + (from - first);
+        const bool direct = to - from == length && !target->add && state->device->ops->host_memory;
+        DTRAIN__TRY(dtrain__block_read(load, path, piece, bytes, b, direct ? place : load->block));
+        const char *found = load->block + (from - begin);
+        if (direct) continue;
+        if (!target->add) {
+            DTRAIN__TRY(dtrain_device_copy(state->device, place, found, (size_t)(to - from)));
+            continue;
+        }
+        for (uint64_t i = 0; i < (to - from) / sizeof(float); i++)
+            ((float *)(void *)place)[i] += ((const float *)(const void *)found)[i];
+    }
+    return DTRAIN_OK;
+}
+
+/* Read what a target wants of a tensor; of one that every rank has of its own, rank's. Pieces are
+ * sorted: the first of a tensor that all share is found by halves. */
+static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved_tensor *saved,
+                                         int rank, const dtrain__target *target)
+{
+    const dtrain__saved_piece *pieces = load->manifest.pieces + saved->first_piece;
+    const int of = saved->own ? rank : -1;
+    size_t low = 0, high = saved->piece_count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        const dtrain__saved_piece *piece = &pieces[middle];
+        const bool before =
+            piece->rank != of ? piece->rank < of : piece->offset + piece->count <= target->offset;
+        if (before) low = middle + 1;
+        else high = middle;
+    }
+    for (; low < saved->piece_count && pieces[low].rank == of &&
+           pieces[low].offset < target->offset + target->count;
+         low++)
+        DTRAIN__TRY(dtrain__piece_read(load, &pieces[low], target));
+    return DTRAIN_OK;
+}
+
+/* ---- What every rank has of its own -----------------------------------------------------------*/
+
+/* Tell whether a rank has saved exactly this piece of a tensor of its own. */
+static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
+{
+    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+    const int rank = load->state->desc.strategy->layout.all_rank;
+    int64_t next = tensor->offset;
+    if (!saved) return false;
+    for (size_t i = 0; i < saved->piece_count; i++) {
+        const dtrain__saved_piece *piece = &load->manifest.pieces[saved->first_piece + i];
+        if (piece->rank != rank) continue;
+        if (piece->offset != next) return false;
+        next += piece->count;
+    }
+    return next == tensor->offset + tensor->count;
+}
+
+/* Find out whether residuals and velocities can be taken as they were saved, on all ranks. */
+static dtrain_result dtrain__compare_cuts(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    int32_t same = load->manifest.ranks == state->desc.strategy->layout.all;
+    for (size_t i = 0; i < state->tensor_count; i++)
+        if (state->tensors[i].own && state->tensors[i].kind != DTRAIN_STATE_HOST &&
+            !dtrain__own_is_there(load, &state->tensors[i]))
+            same = 0;
+    DTRAIN__TRY(
+        dtrain_all_reduce(state->comm, &same, &same, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
+    load->same_cuts = same != 0;
+    return DTRAIN_OK;
+}
+
+/* Fill a residual or velocity with the mean over the ranks that saved it, or with zeros. */
+static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_tensor *tensor)
+{
+    const dtrain_state *state = load->state;
+    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+    const bool flat =
+        saved && !load->manifest.hierarchical && state->desc.strategy->layout.node_ranks == 1;
+    const int64_t most = (int64_t)(DTRAIN__BLOCK / sizeof(float));
+    const float scale = 1.0f / (float)load->manifest.ranks;
+    if (!load->sum)
+        load->sum =
+            (float *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "sums of residuals");
+    if (!load->sum) return DTRAIN_ERROR_MEMORY;
+    for (int64_t done = 0; done < tensor->count; done += most) {
+        dtrain__target target;
+        target.memory = (char *)load->sum;
+        target.offset = tensor->offset + done;
+        target.count = dtrain__min(most, tensor->count - done);
+        target.add = true;
+        memset(load->sum, 0, DTRAIN__BLOCK);
+        for (int r = 0; r < load->manifest.ranks && flat; r++)
+            DTRAIN__TRY(dtrain__tensor_read(load, saved, r, &target));
+        for (int64_t i = 0; i < target.count; i++) load->sum[i] *= scale;
+        DTRAIN__TRY(dtrain_device_copy(state->device, (float *)tensor->memory + done, load->sum,
+                                       (size_t)target.count * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
+
+/* Say, once, what became of residuals. */
+static void dtrain__note_residuals(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    const dtrain__manifest *m = &load->manifest;
+    bool wanted = false, there = false;
+    for (size_t i = 0; i < state->tensor_count; i++)
+        wanted |= state->tensors[i].kind == DTRAIN_STATE_RESIDUAL;
+    for (size_t i = 0; i < m->tensor_count; i++)
+        there |= m->tensors[i].kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
+    if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");
+    else if (wanted && !there) dtrain__load_note(load, "residuals begin with zeros");
+    else if (wanted && !load->same_cuts)
+        dtrain__load_note(load, m->hierarchical || state->desc.strategy->layout.node_ranks > 1
+                                    ? "residuals begin with zeros: they are those of nodes"
+                                    : "residuals are the mean over the ranks that saved them");
+}
+
+/* ---- All of it --------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_tensor *tensor)
+{
+    const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
+    const int rank = load->state->desc.strategy->layout.all_rank;
+    dtrain__target target;
+    if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
+        return dtrain__own_mean(load, tensor);
+    if (!saved) return DTRAIN_OK;
+    if (tensor->own && rank >= load->manifest.ranks) return DTRAIN_OK;
+    target.memory = (char *)tensor->memory;
+    target.offset = tensor->offset;
+    target.count = tensor->count;
+    target.add = false;
+    load->values += tensor->kind == DTRAIN_STATE_VALUE;
+    return dtrain__tensor_read(load, saved, rank, &target);
+}
+
+static dtrain_result dtrain__tensors_load(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    for (size_t i = 0; i < state->tensor_count; i++)
+        if (dtrain__is_loaded(load, state->tensors[i].kind))
+            DTRAIN__TRY(dtrain__tensor_load(load, &state->tensors[i]));
+    return DTRAIN_OK;
+}
+
+/* Set the scalars that the checkpoint has; others stay. */
+static void dtrain__scalars_load(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    for (size_t i = 0; i < state->scalar_count && !load->desc.values_only; i++) {
+        const dtrain_state_scalar *scalar = &state->scalars[i];
+        const dtrain__saved_scalar *saved = load->manifest.scalars;
+        const dtrain__saved_scalar *end = saved + load->manifest.scalar_count;
+        while (saved < end &&
+               (strcmp(saved->name, scalar->name) != 0 || saved->type != scalar->type))
+            saved++;
+        if (saved < end) dtrain__scalar_set(scalar, saved->bits);
+        else dtrain__load_note(load, "%s begins anew", scalar->name);
+    }
+}
+
+/* Load the checkpoint of a directory. *differs: its manifest could be read, and does not fit the
+ * state; nor will an older one. */
+static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
+{
+    const dtrain_state *state = load->state;
+    *differs = false;
+    load->file = -1;
+    load->note[0] = 0;
+    load->bytes = load->values = 0;
+    DTRAIN__TRY(
+        dtrain__agree(state->comm, dtrain__manifest_read(load->desc.storage, &state->allocator,
+                                                         load->directory, &load->manifest)));
+    dtrain_result result = dtrain__agree(state->comm, dtrain__load_compare(load));
+    *differs = result != DTRAIN_OK;
+    if (result == DTRAIN_OK) result = dtrain__compare_cuts(load);
+    if (result == DTRAIN_OK) result = dtrain__agree(state->comm, dtrain__tensors_load(load));
+    if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
+    if (result != DTRAIN_OK) return result;
+    dtrain__scalars_load(load);
+    if (!load->desc.values_only) dtrain__note_residuals(load);
+    return dtrain_state_changed(load->state);
+}
+
+/* ---- Which checkpoint -------------------------------------------------------------------------*/
+
+/* Rank 0: find out whether the path is a checkpoint, or list those below it. */
+static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const char *path,
+                                              bool *is_one, dtrain__steps *steps)
+{
+    const dtrain_storage *storage = load->desc.storage;
+    char manifest[2 * DTRAIN__PATH];
+    memset(steps, 0, sizeof *steps);
+    steps->allocator = &load->state->allocator;
+    snprintf(manifest, sizeof manifest, "%s/manifest.json", path);
+    const int file = dtrain__storage_try(storage, manifest, DTRAIN_STORAGE_READ);
+    *is_one = file >= 0;
+    if (file >= 0) return (void)storage->close(storage->user, file), DTRAIN_OK;
+    DTRAIN__TRY(dtrain__steps_list(storage, &load->state->allocator, path, "", steps));
+    if (steps->count) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "there is no checkpoint in %s", path);
+}
+
+/* Load the newest of the steps that can be read whole. */
+static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
+                                         const dtrain__steps *steps)
+{
+    const dtrain_state *state = load->state;
+    char passed[256] = "";
+    for (size_t i = 0;; i++) {
+        int64_t step = i < steps->count ? steps->steps[i] : -1; /* rank 0 knows */
+        bool differs;
+        char why[DTRAIN__ERROR_BYTES];
+        DTRAIN__TRY(dtrain_broadcast(state->comm, &step, 1, DTRAIN_DTYPE_I64, 0, NULL));
+        if (step < 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "no checkpoint in %s can be read; the last one "
+                               "that was tried: %s",
+                               path, passed);
+        dtrain__step_path(load->directory, path, step, "");
+        const dtrain_result result = dtrain__load_one(load, &differs);
+        if (result == DTRAIN_OK && passed[0])
+            dtrain__load_note(load, "newer ones were passed over: %s", passed);
+        if (result == DTRAIN_OK || differs) return result;
+        snprintf(why, sizeof why, "%s", dtrain_last_error());
+        int32_t damaged = result == DTRAIN_ERROR_DATA || result == DTRAIN_ERROR_FILE;
+        DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
+                                      DTRAIN_REDUCE_MIN, NULL));
+        dtrain__set_last_error(why);
+        if (!damaged) return result;
+        dtrain__manifest_free(&load->manifest);
+        snprintf(passed, sizeof passed, "%.250s", dtrain__bare(why));
+        if (dtrain_comm_rank(state->comm) == 0)
+            dtrain_log(state->world, DTRAIN_LOG_WARNING,
+                       "%s is passed over, and an older checkpoint is tried: %s", load->directory,
+                       dtrain__bare(why));
+    }
+}
+
+/* Fill in what was loaded. */
+static void dtrain__load_report(const dtrain__load *load, double start, dtrain_load_info *info)
+{
+    const dtrain__manifest *m = &load->manifest;
+    info->step = m->step;
+    info->ranks = m->ranks;
+    snprintf(info->strategy, sizeof info->strategy, "%s", m->strategy);
+    snprintf(info->path, sizeof info->path, "%.*s", (int)sizeof info->path - 1, load->directory);
+    info->bytes = load->bytes;
+    info->values = load->values;
+    info->metric = m->has_metric ? m->metric : DTRAIN__NAN;
+    info->seconds = dtrain_seconds() - start;
+    memcpy(info->note, load->note, sizeof info->note);
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
+                                                const dtrain_load_desc *desc,
+                                                dtrain_load_info *info)
+{
+    const char *const call = "dtrain_checkpoint_load";
+    dtrain_load_info ignored;
+    dtrain__load load;
+    dtrain__steps steps;
+    bool is_one = false, differs;
+    if (!info) info = &ignored;
+    memset(info, 0, sizeof *info);
+    info->step = -1;
+    DTRAIN__TRY(dtrain__state_check(state, call));
+    memset(&load, 0, sizeof load);
+    memset(&steps, 0, sizeof steps);
+    load.state = state;
+    steps.allocator = &state->allocator;
+    if (desc) load.desc = *desc;
+    if (!load.desc.storage) load.desc.storage = dtrain_file_storage();
+    const double start = dtrain_seconds();
+    dtrain_result result = dtrain__between_backwards(state->desc.strategy, call);
+    if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
+        result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
+                             call, DTRAIN__PATH - 128);
+    if (result == DTRAIN_OK) {
+        load.block = (char *)dtrain__alloc(&state->allocator, DTRAIN__BLOCK, 1, "a block");
+        if (!load.block) result = DTRAIN_ERROR_MEMORY;
+    }
+    if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
+        result = dtrain__find_checkpoints(&load, path, &is_one, &steps);
+    int32_t one = is_one;
+    result = dtrain__agree(state->comm, result);
+    if (result == DTRAIN_OK)
+        result = dtrain_broadcast(state->comm, &one, 1, DTRAIN_DTYPE_I32, 0, NULL);
+    if (result == DTRAIN_OK && one) {
+        snprintf(load.directory, sizeof load.directory, "%s", path);
+        result = dtrain__load_one(&load, &differs);
+    } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);
+    if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
+    dtrain__manifest_free(&load.manifest);
+    dtrain__steps_free(&steps);
+    dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
+    dtrain__free(&state->allocator, load.block, DTRAIN__BLOCK, 1);
+    return result;
+}

@@ -1,0 +1,550 @@
+/* Manifests: what a checkpoint holds and where, as JSON
+ *
+ *     {"format": "dtrain checkpoint", "version": 1, "library": "0.2.0", "step": 1000, "ranks": 2,
+ *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
+ *      "commit": "...", "config": "...", "block": 1048576,
+ *      "scalars": [{"name": "optimizer.step", "type": "u64", "value": 1000}, ...],
+ *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
+ *                   "own": false}, ...],
+ *      "files": [{"name": "model-00000-00.safetensors", "bytes": 131192, "rank": 0,
+ *                 "pieces": [[0, 0, 16384, 120, "8a9136aa"], ...]}, ...],
+ *      "crc32c": "e3069283"}
+ *
+ * A piece is: tensor (its place in the list), first element, elements, first byte in the file, and
+ * the checksum of each block of DTRAIN__BLOCK bytes. A float is given by its bits. The last member
+ * is the checksum of all bytes before its comma: the seal. A rank's part of the list is sealed in
+ * the same way. What has its seal is still checked like any input. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "strategy/strategy_internal.h"
+#include "state/checkpoint_internal.h"
+#include "state/safetensors_internal.h"
+#include "state/state_internal.h"
+#include "state/storage_internal.h"
+
+#define DTRAIN__MANIFEST_FORMAT "dtrain checkpoint"
+#define DTRAIN__SEAL_FORM ", \"crc32c\": \"%08x\"}\n"
+#define DTRAIN__SEAL_BYTES 24
+
+static const char *const dtrain__scalar_names[DTRAIN_SCALAR_TYPES] = {"u32", "u64", "i64", "f32"};
+
+/* ---- Seals ------------------------------------------------------------------------------------*/
+
+/* End an object with the checksum of what there is of it. */
+DTRAIN__PRIVATE void dtrain__seal(dtrain__text *text)
+{
+    if (!text->failed)
+        dtrain__text_add(text, DTRAIN__SEAL_FORM, dtrain__crc32c(0, text->at, text->bytes));
+}
+
+/* Check the seal of a text, and close its object without it. */
+DTRAIN__PRIVATE dtrain_result dtrain__unseal(const char *path, char *text, size_t *bytes)
+{
+    char expected[DTRAIN__SEAL_BYTES + 1];
+    if (*bytes > DTRAIN__SEAL_BYTES) {
+        const size_t rest = *bytes - DTRAIN__SEAL_BYTES;
+        snprintf(expected, sizeof expected, DTRAIN__SEAL_FORM, dtrain__crc32c(0, text, rest));
+        if (memcmp(text + rest, expected, DTRAIN__SEAL_BYTES) == 0) {
+            text[rest] = '}';
+            *bytes = rest + 1;
+            return DTRAIN_OK;
+        }
+    }
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s does not have the checksum (CRC-32C) that it ends with: it is damaged, "
+                       "or not all of it was written",
+                       path);
+}
+
+/* ---- Writing ----------------------------------------------------------------------------------*/
+
+static void dtrain__write_scalars(dtrain__text *text, const dtrain_state *state)
+{
+    for (size_t i = 0; i < state->scalar_count; i++) {
+        const dtrain_state_scalar *scalar = &state->scalars[i];
+        const uint64_t bits = dtrain__scalar_get(scalar);
+        dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
+        dtrain__text_add_string(text, scalar->name);
+        dtrain__text_add(text,
+                         ", \"type\": \"%s\", \"value\": ", dtrain__scalar_names[scalar->type]);
+        if (scalar->type == DTRAIN_SCALAR_I64) dtrain__text_add(text, "%lld}", (long long)bits);
+        else dtrain__text_add(text, "%llu}", (unsigned long long)bits);
+    }
+}
+
+static void dtrain__write_tensors(dtrain__text *text, const dtrain_state *state)
+{
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        dtrain__text_add(text, "%s\n  {\"name\": ", i ? "," : "");
+        dtrain__text_add_string(text, tensor->name);
+        dtrain__text_add(text, ", \"kind\": \"%s\", \"dtype\": \"%s\", \"shape\": [",
+                         dtrain__state_kind_name(tensor->kind), dtrain__stored_name(tensor->dtype));
+        for (int d = 0; d < 4 && (d == 0 || tensor->shape[d]); d++)
+            dtrain__text_add(text, "%s%lld", d ? ", " : "", (long long)tensor->shape[d]);
+        dtrain__text_add(text, "], \"own\": %s}", tensor->own ? "true" : "false");
+    }
+}
+
+/* Write a manifest up to its list of files. */
+DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_state *state,
+                                           int64_t step, double metric, const char *config,
+                                           const char *commit)
+{
+    const dtrain_strategy *strategy = state->desc.strategy;
+    uint64_t bits;
+    memcpy(&bits, &metric, sizeof bits);
+    dtrain__text_add(text,
+                     "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld,"
+                     "\n \"ranks\": %d, \"strategy\": \"%s\", \"hierarchical\": %s, \"block\": %zu",
+                     DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, dtrain_version(),
+                     (long long)step, strategy->layout.all, strategy->kind->name,
+                     strategy->layout.node_ranks > 1 ? "true" : "false", DTRAIN__BLOCK);
+    if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
+        dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
+    dtrain__text_add(text, ",\n \"commit\": ");
+    dtrain__text_add_string(text, commit ? commit : "");
+    dtrain__text_add(text, ",\n \"config\": ");
+    dtrain__text_add_string(text, config ? config : "");
+    dtrain__text_add(text, ",\n \"scalars\": [");
+    dtrain__write_scalars(text, state);
+    dtrain__text_add(text, "],\n \"tensors\": [");
+    dtrain__write_tensors(text, state);
+    dtrain__text_add(text, "],\n \"files\": [");
+}
+
+/* ---- Reading ----------------------------------------------------------------------------------*/
+
+/* Make room for one more item of an array that doubles. */
+static bool dtrain__one_more(dtrain__manifest *m, dtrain__json *json, void **array, size_t count,
+                             size_t *room, size_t item_bytes)
+{
+    if (count < *room) return true;
+    const size_t more = *room ? 2 * *room : 64;
+    void *larger = dtrain__alloc(m->allocator, more, item_bytes, "a manifest's lists");
+    if (!larger) {
+        json->result = DTRAIN_ERROR_MEMORY;
+        return false;
+    }
+    if (count) memcpy(larger, *array, count * item_bytes);
+    dtrain__free(m->allocator, *array, *room, item_bytes);
+    *array = larger;
+    *room = more;
+    return true;
+}
+
+/* Read a string that stays: decoded it is no longer than in the text. */
+static bool dtrain__read_name(dtrain__manifest *m, dtrain__json *json, const char **name)
+{
+    char *at = m->names + m->names_bytes;
+    *name = at;
+    if (!dtrain__json_string(json, at, DTRAIN__TENSOR_NAME)) return false;
+    m->names_bytes += strlen(at) + 1;
+    return true;
+}
+
+/* Read a string that must be one of a list; *which is its place. */
+static bool dtrain__read_word(dtrain__json *json, const char *what,
+                              const char *(*word_of)(uint32_t), uint32_t count, uint32_t *which)
+{
+    char word[32];
+    if (!dtrain__json_string(json, word, sizeof word)) return false;
+    for (*which = 0; *which < count; ++*which)
+        if (strcmp(word, word_of(*which)) == 0) return true;
+    return dtrain__json_fail(json, "%s \"%s\" is unknown", what, word);
+}
+
+static const char *dtrain__scalar_name(uint32_t type) { return dtrain__scalar_names[type]; }
+
+static bool dtrain__read_scalar(dtrain__manifest *m, dtrain__json *json)
+{
+    char name[16];
+    dtrain__saved_scalar *scalar = &m->scalars[m->scalar_count];
+    memset(scalar, 0, sizeof *scalar);
+    if (m->scalar_count + 1 == sizeof m->scalars / sizeof m->scalars[0])
+        return dtrain__json_fail(json, "there are more scalars than any version has");
+    if (!dtrain__json_enter(json, '{')) return false;
+    while (dtrain__json_member(json, name, sizeof name)) {
+        if (strcmp(name, "name") == 0) dtrain__json_string(json, scalar->name, sizeof scalar->name);
+        else if (strcmp(name, "type") == 0)
+            dtrain__read_word(json, "type", dtrain__scalar_name, DTRAIN_SCALAR_TYPES,
+                              &scalar->type);
+        else if (strcmp(name, "value") != 0) dtrain__json_skip(json);
+        else if (scalar->type == DTRAIN_SCALAR_I64) {
+            int64_t value = 0;
+            dtrain__json_i64(json, &value);
+            scalar->bits = (uint64_t)value;
+        } else dtrain__json_u64(json, &scalar->bits);
+    }
+    m->scalar_count++;
+    return json->result == DTRAIN_OK;
+}
+
+/* Read a shape, and multiply it out without overflow. */
+static bool dtrain__read_shape(dtrain__json *json, dtrain__saved_tensor *tensor)
+{
+    int dims = 0;
+    tensor->total = 1;
+    if (!dtrain__json_enter(json, '[')) return false;
+    while (dtrain__json_item(json)) {
+        uint64_t n;
+        if (!dtrain__json_u64(json, &n)) return false;
+        if (dims == 4 || n > INT64_MAX / 8 || (n && tensor->total > INT64_MAX / 8 / (int64_t)n))
+            return dtrain__json_fail(json, "a shape has more than 4 dimensions or is too large");
+        tensor->shape[dims++] = (int64_t)n;
+        tensor->total *= (int64_t)n;
+    }
+    if (json->result == DTRAIN_OK && dims == 0) return dtrain__json_fail(json, "a shape is empty");
+    return json->result == DTRAIN_OK;
+}
+
+static bool dtrain__read_tensor(dtrain__manifest *m, dtrain__json *json)
+{
+    char name[16];
+    dtrain__saved_tensor tensor;
+    memset(&tensor, 0, sizeof tensor);
+    tensor.total = -1;
+    if (!dtrain__one_more(m, json, (void **)&m->tensors, m->tensor_count, &m->tensor_room,
+                          sizeof tensor) ||
+        !dtrain__json_enter(json, '{'))
+        return false;
+    while (dtrain__json_member(json, name, sizeof name)) {
+        if (strcmp(name, "name") == 0) dtrain__read_name(m, json, &tensor.name);
+        else if (strcmp(name, "kind") == 0)
+            dtrain__read_word(json, "kind", dtrain__state_kind_name, DTRAIN_STATE_KINDS,
+                              &tensor.kind);
+        else if (strcmp(name, "dtype") == 0)
+            dtrain__read_word(json, "dtype", dtrain__stored_name, DTRAIN_STATE_BYTES + 1,
+                              &tensor.dtype);
+        else if (strcmp(name, "shape") == 0) dtrain__read_shape(json, &tensor);
+        else if (strcmp(name, "own") == 0) dtrain__json_bool(json, &tensor.own);
+        else dtrain__json_skip(json);
+    }
+    if (json->result != DTRAIN_OK) return false;
+    if (!tensor.name || !tensor.name[0] || tensor.total < 0)
+        return dtrain__json_fail(json, "a tensor has no name or no shape");
+    m->tensors[m->tensor_count++] = tensor;
+    return true;
+}
+
+/* Read the checksums of a piece: they stay where they are in the text. */
+static bool dtrain__read_crc(dtrain__json *json, uint64_t bytes, const char **crc)
+{
+    const uint64_t blocks = bytes / DTRAIN__BLOCK + (bytes % DTRAIN__BLOCK != 0);
+    if (dtrain__json_peek(json) != '"') return dtrain__json_fail(json, "a piece has no checksums");
+    *crc = json->at + 1;
+    if (!dtrain__json_skip(json)) return false;
+    const size_t digits = (size_t)(json->at - 1 - *crc);
+    if (digits == blocks * DTRAIN__CRC_DIGITS && strspn(*crc, "0123456789abcdef") >= digits)
+        return true;
+    return dtrain__json_fail(json, "expected %llu checksums of 8 hexadecimal digits",
+                             (unsigned long long)blocks);
+}
+
+static bool dtrain__read_piece(dtrain__manifest *m, dtrain__json *json, int rank)
+{
+    dtrain__saved_piece piece;
+    uint64_t number[4] = {0, 0, 0, 0}; /* tensor, offset, count, at */
+    memset(&piece, 0, sizeof piece);
+    if (!dtrain__one_more(m, json, (void **)&m->pieces, m->piece_count, &m->piece_room,
+                          sizeof piece) ||
+        !dtrain__json_enter(json, '['))
+        return false;
+    for (int i = 0; i < 4; i++)
+        if (!dtrain__json_item(json) || !dtrain__json_u64(json, &number[i]))
+            return dtrain__json_fail(json, "a piece is not four numbers and checksums");
+    if (number[0] >= m->tensor_count)
+        return dtrain__json_fail(json, "there is no tensor %llu", (unsigned long long)number[0]);
+    const dtrain__saved_tensor *tensor = &m->tensors[number[0]];
+    const uint64_t total = (uint64_t)tensor->total, bytes = dtrain__state_bytes(tensor->dtype);
+    const uint64_t end = m->files[m->file_count].bytes;
+    if (number[2] == 0 || number[2] > total || number[1] > total - number[2] || number[3] > end ||
+        number[2] > (end - number[3]) / bytes)
+        return dtrain__json_fail(json, "a piece of \"%.100s\" is not in it, or not in its file",
+                                 tensor->name);
+    piece.tensor = (uint32_t)number[0];
+    piece.file = (uint32_t)m->file_count;
+    piece.rank = rank;
+    piece.offset = (int64_t)number[1];
+    piece.count = (int64_t)number[2];
+    piece.at = number[3];
+    if (!dtrain__json_item(json) || !dtrain__read_crc(json, number[2] * bytes, &piece.crc))
+        return dtrain__json_fail(json, "a piece is not four numbers and checksums");
+    if (dtrain__json_item(json)) return dtrain__json_fail(json, "a piece has too many items");
+    m->pieces[m->piece_count++] = piece;
+    return json->result == DTRAIN_OK;
+}
+
+/* Tell whether a name is one of a file in the directory, and nothing else. */
+static bool dtrain__plain_name(const char *name)
+{
+    return name[0] && name[0] != '.' && !strchr(name, '/') && strlen(name) < 64;
+}
+
+/* Read a file's entry. Its name, size and rank come before its pieces. */
+static bool dtrain__read_file(dtrain__manifest *m, dtrain__json *json)
+{
+    char name[16];
+    const uint64_t ranks = (uint64_t)m->ranks;
+    uint64_t rank = ranks; /* not known yet */
+    if (!dtrain__one_more(m, json, (void **)&m->files, m->file_count, &m->file_room,
+                          sizeof *m->files) ||
+        !dtrain__json_enter(json, '{'))
+        return false;
+    dtrain__saved_file *file = &m->files[m->file_count];
+    memset(file, 0, sizeof *file);
+    while (dtrain__json_member(json, name, sizeof name)) {
+        if (strcmp(name, "name") == 0) dtrain__read_name(m, json, &file->name);
+        else if (strcmp(name, "bytes") == 0) dtrain__json_u64(json, &file->bytes);
+        else if (strcmp(name, "rank") == 0) dtrain__json_u64(json, &rank);
+        else if (strcmp(name, "pieces") != 0) dtrain__json_skip(json);
+        else if (rank < ranks && dtrain__json_enter(json, '['))
+            while (dtrain__json_item(json)) dtrain__read_piece(m, json, (int)rank);
+        else break;
+    }
+    if (json->result == DTRAIN_OK && (rank >= ranks || file->bytes > INT64_MAX))
+        return dtrain__json_fail(json, "a file comes without the rank that wrote it");
+    if (json->result == DTRAIN_OK && (!file->name || !dtrain__plain_name(file->name)))
+        return dtrain__json_fail(json, "a file has no name, or one that is not in the directory");
+    m->file_count++;
+    return json->result == DTRAIN_OK;
+}
+
+/* The members of a manifest, in an order in which each needs only those before it. */
+enum {
+    DTRAIN__IN_FORMAT,
+    DTRAIN__IN_VERSION,
+    DTRAIN__IN_LIBRARY,
+    DTRAIN__IN_STEP,
+    DTRAIN__IN_RANKS,
+    DTRAIN__IN_STRATEGY,
+    DTRAIN__IN_HIERARCHICAL,
+    DTRAIN__IN_BLOCK,
+    DTRAIN__IN_SCALARS,
+    DTRAIN__IN_TENSORS,
+    DTRAIN__IN_FILES,
+    DTRAIN__REQUIRED,
+    DTRAIN__IN_METRIC = DTRAIN__REQUIRED,
+    DTRAIN__MEMBERS
+};
+static const char *const dtrain__members[DTRAIN__MEMBERS] = {
+    "format",       "version", "library", "step",    "ranks", "strategy",
+    "hierarchical", "block",   "scalars", "tensors", "files", "metric_bits"};
+
+/* Read a member that is one value, and check it. */
+static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int member)
+{
+    char word[32];
+    uint64_t number = 0;
+    switch (member) {
+    case DTRAIN__IN_FORMAT:
+        return dtrain__json_string(json, word, sizeof word) &&
+               (strcmp(word, DTRAIN__MANIFEST_FORMAT) == 0 ||
+                dtrain__json_fail(json, "the format is \"%s\", expected \"%s\"", word,
+                                  DTRAIN__MANIFEST_FORMAT));
+    case DTRAIN__IN_VERSION:
+        return dtrain__json_u64(json, &number) &&
+               (number == DTRAIN__MANIFEST_VERSION ||
+                dtrain__json_fail(json,
+                                  "it has version %llu of the format, and this is dtrain %s, which "
+                                  "reads version %d",
+                                  (unsigned long long)number, dtrain_version(),
+                                  DTRAIN__MANIFEST_VERSION));
+    case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, m->library, sizeof m->library);
+    case DTRAIN__IN_STRATEGY: return dtrain__json_string(json, m->strategy, sizeof m->strategy);
+    case DTRAIN__IN_STEP: return dtrain__json_i64(json, &m->step);
+    case DTRAIN__IN_HIERARCHICAL: return dtrain__json_bool(json, &m->hierarchical);
+    case DTRAIN__IN_METRIC:
+        if (!dtrain__json_u64(json, &number)) return false;
+        memcpy(&m->metric, &number, sizeof number);
+        return m->has_metric = true;
+    case DTRAIN__IN_BLOCK:
+        return dtrain__json_u64(json, &number) &&
+               (number == DTRAIN__BLOCK ||
+                dtrain__json_fail(json, "blocks have %llu bytes, expected %zu",
+                                  (unsigned long long)number, DTRAIN__BLOCK));
+    default: /* DTRAIN__IN_RANKS */
+        if (!dtrain__json_u64(json, &number)) return false;
+        if (number < 1 || number > INT32_MAX)
+            return dtrain__json_fail(json, "ranks is %llu", (unsigned long long)number);
+        m->ranks = (int)number;
+        return true;
+    }
+}
+
+static bool dtrain__read_list(dtrain__manifest *m, dtrain__json *json, int member)
+{
+    if (!dtrain__json_enter(json, '[')) return false;
+    while (dtrain__json_item(json)) {
+        if (member == DTRAIN__IN_SCALARS) dtrain__read_scalar(m, json);
+        else if (member == DTRAIN__IN_TENSORS) dtrain__read_tensor(m, json);
+        else dtrain__read_file(m, json);
+    }
+    return json->result == DTRAIN_OK;
+}
+
+/* Read all members. Each comes once, and none before one that it needs. */
+static bool dtrain__read_members(dtrain__manifest *m, dtrain__json *json)
+{
+    char name[32];
+    bool seen[DTRAIN__MEMBERS];
+    memset(seen, 0, sizeof seen);
+    if (!dtrain__json_enter(json, '{')) return false;
+    while (dtrain__json_member(json, name, sizeof name)) {
+        int member = 0;
+        while (member < DTRAIN__MEMBERS && strcmp(name, dtrain__members[member]) != 0) member++;
+        if (member == DTRAIN__MEMBERS) { /* of people, or of a later library */
+            dtrain__json_skip(json);
+            continue;
+        }
+        if (seen[member]) return dtrain__json_fail(json, "\"%s\" comes twice", name);
+        seen[member] = true;
+        if (member == DTRAIN__IN_FILES && !(seen[DTRAIN__IN_TENSORS] && seen[DTRAIN__IN_RANKS]))
+            return dtrain__json_fail(json, "\"files\" comes before \"tensors\" or \"ranks\"");
+        if (member >= DTRAIN__IN_SCALARS && member <= DTRAIN__IN_FILES)
+            dtrain__read_list(m, json, member);
+        else dtrain__read_plain(m, json, member);
+    }
+    for (int member = 0; member < DTRAIN__REQUIRED && json->result == DTRAIN_OK; member++)
+        if (!seen[member])
+            return dtrain__json_fail(json, "there is no \"%s\"", dtrain__members[member]);
+    return json->result == DTRAIN_OK;
+}
+
+/* ---- What has been read, in order -------------------------------------------------------------*/
+
+static int dtrain__by_kind_and_name(const void *left, const void *right)
+{
+    const dtrain__saved_tensor *a = *(const dtrain__saved_tensor *const *)left;
+    const dtrain__saved_tensor *b = *(const dtrain__saved_tensor *const *)right;
+    if (a->kind != b->kind) return a->kind < b->kind ? -1 : 1;
+    return strcmp(a->name, b->name);
+}
+
+/* Pieces of a tensor that all ranks share, whose rank is -1, come in the order of its elements,
+ * others rank by rank. */
+static int dtrain__by_place(const void *left, const void *right)
+{
+    const dtrain__saved_piece *a = (const dtrain__saved_piece *)left;
+    const dtrain__saved_piece *b = (const dtrain__saved_piece *)right;
+    if (a->tensor != b->tensor) return a->tensor < b->tensor ? -1 : 1;
+    if (a->rank != b->rank) return a->rank < b->rank ? -1 : 1;
+    return a->offset < b->offset ? -1 : a->offset > b->offset;
+}
+
+/* Check that the pieces of a tensor that all ranks share make it up, one behind the other, and that
+ * those of one rank do not overlap. */
+static dtrain_result dtrain__check_pieces(const dtrain__manifest *m, const char *path,
+                                          const dtrain__saved_tensor *tensor)
+{
+    const dtrain__saved_piece *piece = m->pieces + tensor->first_piece;
+    int64_t next = 0;
+    int rank = -1;
+    for (size_t i = 0; i < tensor->piece_count; i++, piece++) {
+        if (piece->rank != rank) next = 0;
+        rank = piece->rank;
+        if (piece->offset < next || (!tensor->own && piece->offset > next))
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "%s: the pieces of the %s of \"%.100s\" overlap or leave a hole at "
+                               "element %lld",
+                               path, dtrain__state_kind_name(tensor->kind), tensor->name,
+                               (long long)next);
+        next = piece->offset + piece->count;
+    }
+    if (tensor->own || next == tensor->total) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s: the pieces of the %s of \"%.100s\" end at element %lld of %lld", path,
+                       dtrain__state_kind_name(tensor->kind), tensor->name, (long long)next,
+                       (long long)tensor->total);
+}
+
+/* Sort pieces by their places and tensors by their names, and check both. */
+static dtrain_result dtrain__index(dtrain__manifest *m, const char *path)
+{
+    for (size_t i = 0; i < m->piece_count; i++)
+        if (!m->tensors[m->pieces[i].tensor].own) m->pieces[i].rank = -1;
+    if (m->piece_count) qsort(m->pieces, m->piece_count, sizeof *m->pieces, dtrain__by_place);
+    for (size_t i = 0; i < m->piece_count; i++) {
+        dtrain__saved_tensor *tensor = &m->tensors[m->pieces[i].tensor];
+        if (tensor->piece_count++ == 0) tensor->first_piece = i;
+    }
+    m->by_name = (dtrain__saved_tensor **)dtrain__alloc(m->allocator, m->tensor_count,
+                                                        sizeof *m->by_name, "names of tensors");
+    if (!m->by_name) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < m->tensor_count; i++) m->by_name[i] = &m->tensors[i];
+    if (m->tensor_count)
+        qsort(m->by_name, m->tensor_count, sizeof *m->by_name, dtrain__by_kind_and_name);
+    for (size_t i = 0; i < m->tensor_count; i++) {
+        if (i && dtrain__by_kind_and_name(&m->by_name[i - 1], &m->by_name[i]) == 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: the %s of \"%.100s\" is there twice", path,
+                               dtrain__state_kind_name(m->by_name[i]->kind), m->by_name[i]->name);
+        DTRAIN__TRY(dtrain__check_pieces(m, path, m->by_name[i]));
+    }
+    return DTRAIN_OK;
+}
+
+/* Read a manifest from a text, sealed, which goes into the hands of *out in any case. */
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_parse(const char *path, char *text, size_t bytes,
+                                                     dtrain__manifest *out)
+{
+    out->text = text;
+    out->text_bytes = bytes;
+    out->names = (char *)dtrain__alloc(out->allocator, bytes + 1, 1, "names of a manifest");
+    if (!out->names) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__unseal(path, text, &bytes));
+    dtrain__json json = dtrain__json_begin(path, text, bytes);
+    dtrain__read_members(out, &json);
+    DTRAIN__TRY(dtrain__json_end(&json));
+    return dtrain__index(out, path);
+}
+
+/* Read the manifest of a checkpoint's directory. After an error nothing is left to free. */
+DTRAIN__PRIVATE dtrain_result dtrain__manifest_read(const dtrain_storage *storage,
+                                                    const dtrain_allocator *allocator,
+                                                    const char *directory, dtrain__manifest *out)
+{
+    char path[DTRAIN__PATH], *text;
+    size_t bytes;
+    memset(out, 0, sizeof *out);
+    out->allocator = allocator;
+    snprintf(path, sizeof path, "%s/manifest.json", directory);
+    DTRAIN__TRY(
+        dtrain__storage_get(storage, allocator, path, DTRAIN__MANIFEST_MOST, &text, &bytes));
+    const dtrain_result result = dtrain__manifest_parse(path, text, bytes, out);
+    if (result != DTRAIN_OK) dtrain__manifest_free(out);
+    return result;
+}
+
+DTRAIN__PRIVATE void dtrain__manifest_free(dtrain__manifest *m)
+{
+    if (!m->allocator) return;
+    dtrain__free(m->allocator, m->by_name, m->tensor_count, sizeof *m->by_name);
+    dtrain__free(m->allocator, m->tensors, m->tensor_room, sizeof *m->tensors);
+    dtrain__free(m->allocator, m->pieces, m->piece_room, sizeof *m->pieces);
+    dtrain__free(m->allocator, m->files, m->file_room, sizeof *m->files);
+    dtrain__free(m->allocator, m->names, m->text_bytes + 1, 1);
+    dtrain__free(m->allocator, m->text, m->text_bytes + 1, 1);
+    memset(m, 0, sizeof *m);
+}
+
+/* Find a tensor; NULL: there is none. */
+DTRAIN__PRIVATE const dtrain__saved_tensor *dtrain__manifest_find(const dtrain__manifest *m,
+                                                                  uint32_t kind, const char *name)
+{
+    size_t low = 0, high = m->tensor_count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        const dtrain__saved_tensor *tensor = m->by_name[middle];
+        const int order =
+            tensor->kind != kind ? (tensor->kind < kind ? -1 : 1) : strcmp(tensor->name, name);
+        if (order == 0) return tensor;
+        if (order < 0) low = middle + 1;
+        else high = middle;
+    }
+    return NULL;
+}

@@ -1,0 +1,366 @@
+/* safetensors
+ *
+ * The format of Hugging Face (github.com/huggingface/safetensors): tensors by name, which programs
+ * in most languages read, and which cannot carry code.
+ *
+ *     8 bytes    N, little endian
+ *     N bytes    {"__metadata__": {"key": "text"},
+ *                 "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+ *     the rest   values, row-major, little endian; offsets count from here
+ *
+ * A header is read twice, first to check and count: what is allocated then is exact, and at most
+ * five times the header. What reading lets through means the same to every reader: the tensors
+ * cover the data without holes or overlaps, no name occurs twice, and sizes are what shapes say.
+ * Our own limits come on top: 16 dimensions, names of 511 bytes without control characters. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "state/json_internal.h"
+#include "state/safetensors_internal.h"
+#include "state/storage.h"
+#include "state/storage_internal.h"
+
+#define DTRAIN__HEADER_BYTES 100000000u /* at most: the limit of the reference reader */
+#define DTRAIN__LENGTH_BYTES 8u
+
+/* Types of the format, ours first, in the order of their numbers. */
+static const struct {
+    const char *name;
+    uint32_t bits;
+} dtrain__stored_types[] = {{"F32", 32},        {"BF16", 16},      {"F16", 16},    {"I32", 32},
+                            {"I64", 64},        {"U8", 8},         {"F64", 64},    {"BOOL", 8},
+                            {"I8", 8},          {"I16", 16},       {"U16", 16},    {"U32", 32},
+                            {"U64", 64},        {"C64", 64},       {"F8_E4M3", 8}, {"F8_E5M2", 8},
+                            {"F8_E8M0", 8},     {"F6_E2M3", 6},    {"F6_E3M2", 6}, {"F4", 4},
+                            {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}};
+#define DTRAIN__STORED_TYPES (sizeof dtrain__stored_types / sizeof *dtrain__stored_types)
+
+DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype)
+{
+    return dtype < DTRAIN__STORED_OTHER ? dtrain__stored_types[dtype].bits / 8 : 0;
+}
+
+DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype)
+{
+    return dtype < DTRAIN__STORED_OTHER ? dtrain__stored_types[dtype].name : "?";
+}
+
+/* ---- Writing ----------------------------------------------------------------------------------*/
+
+static void dtrain__header_add_metadata(dtrain__text *text, const char *const *pairs)
+{
+    dtrain__text_add(text, "\"__metadata__\":{");
+    for (size_t i = 0; pairs[i]; i++) {
+        if (i > 0) dtrain__text_add(text, i % 2 ? ":" : ",");
+        dtrain__text_add_string(text, pairs[i]);
+    }
+    dtrain__text_add(text, "}");
+}
+
+static void dtrain__header_add_tensor(dtrain__text *text, const dtrain__stored *tensor)
+{
+    dtrain__text_add_string(text, tensor->name);
+    dtrain__text_add(text, ":{\"dtype\":\"%s\",\"shape\":[", dtrain__stored_name(tensor->dtype));
+    for (int d = 0; d < tensor->dims; d++)
+        dtrain__text_add(text, "%s%lld", d ? "," : "", (long long)tensor->shape[d]);
+    dtrain__text_add(text, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)tensor->begin,
+                     (unsigned long long)tensor->end);
+}
+
+/* The header is read again before it leaves: no file is written that would not be read. */
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
+                                                        const dtrain__stored *tensors, size_t count,
+                                                        const char *const *metadata)
+{
+    const size_t start = text->bytes, header = start + DTRAIN__LENGTH_BYTES;
+    dtrain__text_add(text, "%8s{", ""); /* the length takes the place of the blanks */
+    if (metadata) dtrain__header_add_metadata(text, metadata);
+    for (size_t i = 0; i < count; i++) {
+        if (i > 0 || metadata) dtrain__text_add(text, ",");
+        dtrain__header_add_tensor(text, &tensors[i]);
+    }
+    dtrain__text_add(text, "}");
+    dtrain__text_add(text, "%*s",
+                     (int)(dtrain__round_up(text->bytes - start, 8) + start - text->bytes), "");
+    if (text->failed) return DTRAIN_ERROR_MEMORY;
+    const size_t bytes = text->bytes - header;
+    for (size_t i = 0; i < DTRAIN__LENGTH_BYTES; i++)
+        text->at[start + i] = (char)(bytes >> (8 * i) & 255);
+    dtrain__tensor_file check;
+    DTRAIN__TRY(dtrain__safetensors_parse("a new file", text->at + header, bytes,
+                                          DTRAIN__LENGTH_BYTES + bytes +
+                                              (count ? tensors[count - 1].end : 0),
+                                          text->allocator, &check));
+    dtrain__safetensors_free(&check);
+    return DTRAIN_OK;
+}
+
+/* ---- Reading: one tensor ----------------------------------------------------------------------*/
+
+/* Read the type: its row of the table. */
+static size_t dtrain__header_dtype(dtrain__json *json, dtrain__stored *tensor)
+{
+    char name[32];
+    size_t row = 0;
+    if (!dtrain__json_string(json, name, sizeof name)) return 0;
+    while (row < DTRAIN__STORED_TYPES && strcmp(name, dtrain__stored_types[row].name) != 0) row++;
+    if (row == DTRAIN__STORED_TYPES)
+        return dtrain__json_fail(json, "its dtype \"%s\" is not one of the format", name), 0;
+    tensor->dtype = row < DTRAIN__STORED_OTHER ? (uint32_t)row : (uint32_t)DTRAIN__STORED_OTHER;
+    return row;
+}
+
+static void dtrain__header_shape(dtrain__json *json, dtrain__stored *tensor)
+{
+    if (!dtrain__json_enter(json, '[')) return;
+    while (dtrain__json_item(json)) {
+        int64_t size;
+        if (tensor->dims == DTRAIN__TENSOR_DIMS) {
+            dtrain__json_fail(json, "more than %d dimensions", DTRAIN__TENSOR_DIMS);
+            return;
+        }
+        if (!dtrain__json_i64(json, &size)) return;
+        if (size < 0) dtrain__json_fail(json, "a dimension of %lld", (long long)size);
+        tensor->shape[tensor->dims++] = size;
+    }
+}
+
+static void dtrain__header_offsets(dtrain__json *json, dtrain__stored *tensor)
+{
+    uint64_t *const offsets[2] = {&tensor->begin, &tensor->end};
+    if (!dtrain__json_enter(json, '[')) return;
+    for (int i = 0; i < 2; i++)
+        if (!dtrain__json_item(json) || !dtrain__json_u64(json, offsets[i])) {
+            dtrain__json_fail(json, "data_offsets has %d of 2 numbers", i);
+            return;
+        }
+    if (dtrain__json_item(json)) dtrain__json_fail(json, "data_offsets has a third number");
+}
+
+/* Compare the place of a tensor with what shape and type say, and with the file. */
+static bool dtrain__header_check(dtrain__json *json, const dtrain__stored *tensor, uint32_t bits,
+                                 uint64_t data_bytes)
+{
+    size_t size = 1;
+    bool fits = true;
+    for (int d = 0; d < tensor->dims; d++)
+        fits = fits && dtrain__size_mul(size, (size_t)tensor->shape[d], &size);
+    if (!fits || !dtrain__size_mul(size, bits, &size))
+        return dtrain__json_fail(json, "its shape has more elements than fit any memory");
+    if (size % 8) return dtrain__json_fail(json, "its %zu bits are not whole bytes", size);
+    if (tensor->begin > tensor->end)
+        return dtrain__json_fail(json, "it ends at %llu, before it begins at %llu",
+                                 (unsigned long long)tensor->end,
+                                 (unsigned long long)tensor->begin);
+    if (tensor->end - tensor->begin != size / 8)
+        return dtrain__json_fail(json, "data_offsets leave it %llu bytes, expected %zu",
+                                 (unsigned long long)(tensor->end - tensor->begin), size / 8);
+    if (tensor->end > data_bytes)
+        return dtrain__json_fail(json,
+                                 "it ends at byte %llu of the data, and the file has %llu: it was "
+                                 "truncated",
+                                 (unsigned long long)tensor->end, (unsigned long long)data_bytes);
+    return true;
+}
+
+/* Read what stands behind a tensor's name. Members that the format does not have are stepped over,
+ * as the reference reader does. */
+static bool dtrain__header_tensor(dtrain__json *json, dtrain__stored *tensor, uint64_t data_bytes)
+{
+    static const char *const fields[3] = {"dtype", "shape", "data_offsets"};
+    bool seen[3] = {false, false, false};
+    char key[DTRAIN__TENSOR_NAME];
+    size_t row = 0;
+    if (!dtrain__json_enter(json, '{')) return false;
+    while (dtrain__json_member(json, key, sizeof key)) {
+        int field = 0;
+        while (field < 3 && strcmp(key, fields[field]) != 0) field++;
+        if (field < 3 && seen[field]) return dtrain__json_fail(json, "a second \"%s\"", key);
+        if (field == 0) row = dtrain__header_dtype(json, tensor);
+        else if (field == 1) dtrain__header_shape(json, tensor);
+        else if (field == 2) dtrain__header_offsets(json, tensor);
+        else (void)dtrain__json_skip(json);
+        if (field < 3) seen[field] = true;
+    }
+    for (int field = 0; field < 3; field++)
+        if (!seen[field]) return dtrain__json_fail(json, "it has no \"%s\"", fields[field]);
+    return dtrain__header_check(json, tensor, dtrain__stored_types[row].bits, data_bytes);
+}
+
+/* ---- Reading: all of them ---------------------------------------------------------------------*/
+
+/* Check the length of a header before anything is made of it. */
+static dtrain_result dtrain__header_fits(const char *path, uint64_t bytes, uint64_t file_bytes)
+{
+    if (bytes > DTRAIN__HEADER_BYTES)
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: its header has %llu bytes, expected at most %u",
+                           path, (unsigned long long)bytes, DTRAIN__HEADER_BYTES);
+    if (file_bytes < DTRAIN__LENGTH_BYTES + bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s has %llu bytes, expected at least %llu, the header and its length: "
+                           "it was truncated",
+                           path, (unsigned long long)file_bytes,
+                           (unsigned long long)(DTRAIN__LENGTH_BYTES + bytes));
+    return DTRAIN_OK;
+}
+
+/* Check that all metadata are strings, and keep the text. */
+static bool dtrain__header_metadata(dtrain__json *json, dtrain__tensor_file *out)
+{
+    if (out->metadata) return dtrain__json_fail(json, "a second \"__metadata__\"");
+    (void)dtrain__json_peek(json);
+    const char *start = json->at;
+    if (!dtrain__json_enter(json, '{')) return false;
+    while (dtrain__json_member(json, NULL, 0)) (void)dtrain__json_string(json, NULL, 0);
+    if (json->result != DTRAIN_OK) return false;
+    out->metadata_bytes = (size_t)(json->at - start);
+    out->metadata = (char *)dtrain__alloc(out->allocator, out->metadata_bytes + 1, 1, "metadata");
+    if (out->metadata) memcpy(out->metadata, start, out->metadata_bytes);
+    else json->result = DTRAIN_ERROR_MEMORY;
+    return out->metadata != NULL;
+}
+
+/* Read the header. The first time, before there is memory for tensors, everything is checked and
+ * counted, and the metadata are kept; the second time tensors and names are. To count members
+ * unchecked would not do: as tensors, {"":0,"":0,...} would need thirty times its own size. */
+static dtrain_result dtrain__header_read(dtrain__json json, uint64_t data_bytes,
+                                         dtrain__tensor_file *out)
+{
+    char name[DTRAIN__TENSOR_NAME];
+    size_t count = 0, names_bytes = 0;
+    (void)dtrain__json_enter(&json, '{');
+    while (dtrain__json_member(&json, name, sizeof name)) {
+        for (const char *c = name; *c; c++)
+            if ((unsigned char)*c < 0x20 || *c == 0x7f)
+                dtrain__json_fail(&json, "a name with control characters");
+        json.inside = name;
+        if (strcmp(name, "__metadata__") != 0) {
+            dtrain__stored one, *tensor = out->tensors ? &out->tensors[count] : &one;
+            memset(tensor, 0, sizeof *tensor);
+            (void)dtrain__header_tensor(&json, tensor, data_bytes);
+            const size_t bytes = strlen(name) + 1;
+            if (out->names) tensor->name = (char *)memcpy(out->names + names_bytes, name, bytes);
+            names_bytes += bytes;
+            count++;
+        } else if (out->tensors) (void)dtrain__json_skip(&json);
+        else (void)dtrain__header_metadata(&json, out);
+        if (json.result != DTRAIN_OK) return json.result;
+        json.inside = NULL;
+    }
+    out->count = count;
+    out->names_bytes = names_bytes;
+    return dtrain__json_end(&json);
+}
+
+/* Order tensors by their place, empty ones before what begins there. */
+static int dtrain__stored_by_place(const void *a, const void *b)
+{
+    const dtrain__stored *x = (const dtrain__stored *)a, *y = (const dtrain__stored *)b;
+    if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
+    return (x->end > y->end) - (x->end < y->end);
+}
+
+static int dtrain__stored_by_name(const void *a, const void *b)
+{
+    return strcmp(((const dtrain__stored *)a)->name, ((const dtrain__stored *)b)->name);
+}
+
+/* Check what single tensors cannot show: that they cover the data, and have names of their own. */
+static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_bytes,
+                                              dtrain__tensor_file *file)
+{
+    uint64_t end = 0;
+    qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_place);
+    for (size_t i = 0; i < file->count; end = file->tensors[i++].end)
+        if (file->tensors[i].begin != end)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "%s: \"%.200s\" begins at byte %llu of the data, expected %llu: %s",
+                               path, file->tensors[i].name,
+                               (unsigned long long)file->tensors[i].begin, (unsigned long long)end,
+                               file->tensors[i].begin < end ? "it overlaps another tensor"
+                                                            : "no tensor has the bytes between");
+    if (end != data_bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s has %llu bytes of data, expected %llu: nothing else may follow",
+                           path, (unsigned long long)data_bytes, (unsigned long long)end);
+    qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_name);
+    for (size_t i = 1; i < file->count; i++)
+        if (strcmp(file->tensors[i - 1].name, file->tensors[i].name) == 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
+                               file->tensors[i].name);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const char *header,
+                                                        size_t bytes, uint64_t file_bytes,
+                                                        const dtrain_allocator *allocator,
+                                                        dtrain__tensor_file *out)
+{
+    memset(out, 0, sizeof *out);
+    out->allocator = allocator;
+    DTRAIN__TRY(dtrain__header_fits(path, bytes, file_bytes));
+    out->data = DTRAIN__LENGTH_BYTES + bytes;
+    const dtrain__json json = dtrain__json_begin(path, header, bytes);
+    dtrain_result result = dtrain__header_read(json, file_bytes - out->data, out);
+    if (result == DTRAIN_OK) {
+        out->tensors = (dtrain__stored *)dtrain__alloc(allocator, out->count, sizeof *out->tensors,
+                                                       "the tensors of a file");
+        out->names = (char *)dtrain__alloc(allocator, out->names_bytes, 1, "names of tensors");
+        result = DTRAIN_ERROR_MEMORY;
+    }
+    if (out->tensors && out->names) result = dtrain__header_read(json, file_bytes - out->data, out);
+    if (result == DTRAIN_OK) result = dtrain__header_check_all(path, file_bytes - out->data, out);
+    if (result != DTRAIN_OK) dtrain__safetensors_free(out);
+    return result;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage, int file,
+                                                       const char *path,
+                                                       const dtrain_allocator *allocator,
+                                                       dtrain__tensor_file *out)
+{
+    unsigned char length[DTRAIN__LENGTH_BYTES];
+    uint64_t bytes = 0;
+    memset(out, 0, sizeof *out);
+    const int64_t size = storage->size(storage->user, file);
+    if (size < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path, strerror((int)-size));
+    DTRAIN__TRY(dtrain__storage_read(storage, file, path, length, sizeof length, 0));
+    for (size_t i = 0; i < sizeof length; i++) bytes |= (uint64_t)length[i] << (8 * i);
+    DTRAIN__TRY(dtrain__header_fits(path, bytes, (uint64_t)size));
+    char *header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
+    if (!header) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result =
+        dtrain__storage_read(storage, file, path, header, (size_t)bytes, sizeof length);
+    if (result == DTRAIN_OK)
+        result =
+            dtrain__safetensors_parse(path, header, (size_t)bytes, (uint64_t)size, allocator, out);
+    dtrain__free(allocator, header, (size_t)bytes, 1);
+    return result;
+}
+
+DTRAIN__PRIVATE const dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
+                                                               const char *name)
+{
+    size_t low = 0, high = file->count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        const int order = strcmp(name, file->tensors[middle].name);
+        if (order == 0) return &file->tensors[middle];
+        if (order < 0) high = middle;
+        else low = middle + 1;
+    }
+    return NULL;
+}
+
+DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file)
+{
+    dtrain__free(file->allocator, file->tensors, file->count, sizeof *file->tensors);
+    dtrain__free(file->allocator, file->names, file->names_bytes, 1);
+    dtrain__free(file->allocator, file->metadata, file->metadata_bytes + 1, 1);
+    memset(file, 0, sizeof *file);
+}

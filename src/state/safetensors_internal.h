@@ -1,0 +1,65 @@
+/* safetensors: headers of tensor files, written and read. */
+
+#pragma once
+
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "state/json_internal.h"
+#include "state/storage.h"
+
+#define DTRAIN__TENSOR_DIMS 16
+#define DTRAIN__TENSOR_NAME 512 /* bytes of a name, its 0 included */
+
+/* Types of the format: those of dtrain_dtype have the same numbers, others follow. */
+enum {
+    DTRAIN__STORED_U8 = 5,
+    DTRAIN__STORED_F64 = 6,
+    DTRAIN__STORED_OTHER = 7 /* known to the format, and nothing that we read */
+};
+
+/* One tensor of a file. */
+typedef struct dtrain__stored {
+    const char *name;
+    uint32_t dtype; /* dtrain_dtype or DTRAIN__STORED_* */
+    int dims;
+    int64_t shape[DTRAIN__TENSOR_DIMS];
+    uint64_t begin, end; /* bytes, from the beginning of the data */
+} dtrain__stored;
+
+/* What a file holds. */
+typedef struct dtrain__tensor_file {
+    const dtrain_allocator *allocator;
+    dtrain__stored *tensors; /* (count), sorted by name */
+    size_t count;
+    char *names;
+    size_t names_bytes;
+    uint64_t data;  /* where the data begins in the file */
+    char *metadata; /* the text of __metadata__, or NULL */
+    size_t metadata_bytes;
+} dtrain__tensor_file;
+
+/* Append the beginning of a file to the text: length and header, padded with blanks to a multiple
+ * of 8. tensors (count) follow each other in the order of their data, from 0 on; metadata: pairs of
+ * strings that end with NULL, or NULL. The header is read again at once: what would not be read
+ * later, a name that occurs twice for example, is DTRAIN_ERROR_DATA. */
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_write(dtrain__text *text,
+                                                        const dtrain__stored *tensors, size_t count,
+                                                        const char *const *metadata);
+/* Read the header of an open file and check all of it; the file goes on belonging to the caller.
+ * After an error nothing is left to free. */
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *storage, int file,
+                                                       const char *path,
+                                                       const dtrain_allocator *allocator,
+                                                       dtrain__tensor_file *out);
+/* The same for a header that is in memory: header (bytes), of a file of file_bytes. */
+DTRAIN__PRIVATE dtrain_result dtrain__safetensors_parse(const char *path, const char *header,
+                                                        size_t bytes, uint64_t file_bytes,
+                                                        const dtrain_allocator *allocator,
+                                                        dtrain__tensor_file *out);
+/* Find a tensor by name: NULL when there is none. */
+DTRAIN__PRIVATE const dtrain__stored *dtrain__safetensors_find(const dtrain__tensor_file *file,
+                                                               const char *name);
+DTRAIN__PRIVATE void dtrain__safetensors_free(dtrain__tensor_file *file);
+/* Bytes of an element of a stored type, 0 for OTHER; and its name in the format ("F32"). */
+DTRAIN__PRIVATE size_t dtrain__stored_bytes(uint32_t dtype);
+DTRAIN__PRIVATE const char *dtrain__stored_name(uint32_t dtype);

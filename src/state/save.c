@@ -1,0 +1,597 @@
+/* Saving
+ *
+ *     every rank       wait for the save before | plan, snapshot |                  agree
+ *     its thread                                                 | write | list |
+ *     rank 0's thread                                            | write | list | lists of all,
+ *                                                                  manifest, rename, old ones go
+ *
+ * Without a thread the same steps follow each other. A thread cannot call a collective, which would
+ * come between those of training: rank 0's looks for the lists in the directory, which all ranks
+ * share, and the ranks agree at the next call. When one of them has failed there is no list of it,
+ * and rank 0 gives up as soon as it hears of that. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/world_internal.h"
+#include "comm/comm.h"
+#include "strategy/strategy_internal.h"
+#include "train/trainer_internal.h"
+#include "state/checkpoint_internal.h"
+#include "state/state_internal.h"
+#include "state/storage_internal.h"
+
+#define DTRAIN__LOOK_MS 10     /* between two looks for another rank's list */
+#define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
+
+static dtrain_result dtrain__save_settle(dtrain_checkpoint *c);
+static dtrain_result dtrain__save_begin(dtrain_checkpoint *c);
+static void dtrain__save_run(dtrain_checkpoint *c);
+static dtrain_result dtrain__publish(dtrain_checkpoint *c);
+
+/* ---- Save -------------------------------------------------------------------------------------*/
+
+/* Check that all ranks stand between the same two steps, save the same step, and have all that a
+ * save needs. */
+static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step)
+{
+    const char *const call = "dtrain_checkpoint_save";
+    const dtrain_state *state = c->desc.state;
+    DTRAIN__TRY(dtrain__between_backwards(state->desc.strategy, call));
+    if (state->desc.strategy->accumulated ||
+        (state->desc.trainer && state->desc.trainer->micro != 0))
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: a step is under way, whose micro-batches are not all done; save "
+                           "between two steps",
+                           call);
+    if (step >= 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: step is %lld, expected 0 or more", call,
+                       (long long)step);
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
+                                                double metric)
+{
+    dtrain_checkpoint *c = checkpoint;
+    int64_t same[2] = {step, ~step};
+    if (!c) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
+    const double start = dtrain_seconds();
+    DTRAIN__TRY(dtrain__save_settle(c));
+    DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
+    DTRAIN__TRY(
+        dtrain_all_reduce(c->comm, same, same, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    if (same[0] != ~same[1])
+        return dtrain_fail(DTRAIN_ERROR_MISMATCH,
+                           "dtrain_checkpoint_save: step is %lld here, and the ranks have %lld to "
+                           "%lld",
+                           (long long)step, (long long)~same[1], (long long)same[0]);
+    c->step = step;
+    c->metric = metric;
+    c->begun = start;
+    c->phase = DTRAIN__SAVE_IDLE;
+    c->cancel = false;
+    c->outstanding = true;
+    c->written = c->published = DTRAIN_OK;
+    const dtrain_result begun = dtrain__agree(c->comm, dtrain__save_begin(c));
+    if (begun != DTRAIN_OK) { /* nobody writes */
+        c->written = begun;
+        snprintf(c->written_text, sizeof c->written_text, "%s", dtrain_last_error());
+        c->phase = DTRAIN__SAVE_WRITTEN;
+    } else dtrain__save_run(c);
+    const dtrain_result result =
+        c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c);
+    c->info.stall_seconds = dtrain_seconds() - start;
+    return result;
+}
+
+/* Do what comes before the first byte is written: plan, snapshot, and on rank 0 the directory and
+ * the beginning of the manifest. */
+static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
+{
+    char path[DTRAIN__PATH];
+    DTRAIN__TRY(dtrain__save_plan(c));
+    if (c->desc.background) DTRAIN__TRY(dtrain__save_snapshot(c));
+    if (c->rank != 0) return DTRAIN_OK;
+    dtrain__text_free(&c->head);
+    c->head.failed = false;
+    dtrain__manifest_head(&c->head, c->desc.state, c->step, c->metric, c->desc.config,
+                          c->desc.commit);
+    if (c->head.failed) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__remove_unfinished(c->desc.storage, &c->allocator, c->desc.directory));
+    dtrain__step_path(path, c->desc.directory, c->step, ".tmp");
+    const int code = c->desc.storage->make_directory(c->desc.storage->user, path);
+    if (code >= 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", path,
+                       strerror(-code));
+}
+
+/* ---- The thread that writes -------------------------------------------------------------------*/
+
+/* Go to a phase, with a result and its sentence. */
+static void dtrain__phase_set(dtrain_checkpoint *c, uint32_t phase, dtrain_result result)
+{
+    char *text = phase == DTRAIN__SAVE_WRITTEN ? c->written_text : c->published_text;
+    pthread_mutex_lock(&c->mutex);
+    if (phase == DTRAIN__SAVE_WRITTEN) c->written = result;
+    else c->published = result;
+    snprintf(text, DTRAIN__ERROR_BYTES, "%s", result == DTRAIN_OK ? "" : dtrain_last_error());
+    c->phase = phase;
+    pthread_cond_broadcast(&c->moved);
+    pthread_mutex_unlock(&c->mutex);
+}
+
+static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
+{
+    const dtrain_result result = dtrain__save_write(c);
+    c->written_at = dtrain_seconds();
+    dtrain__phase_set(c, DTRAIN__SAVE_WRITTEN, result);
+    return result;
+}
+
+static void *dtrain__save_thread(void *argument)
+{
+    dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
+    const dtrain_result result = dtrain__write_own(c);
+    if (c->rank == 0)
+        dtrain__phase_set(c, DTRAIN__SAVE_DONE, result == DTRAIN_OK ? dtrain__publish(c) : result);
+    return NULL;
+}
+
+/* Write in a thread, in which no signal of the host's is handled, or here. */
+static void dtrain__save_run(dtrain_checkpoint *c)
+{
+    sigset_t all, before;
+    c->phase = DTRAIN__SAVE_WRITING;
+    if (!c->desc.background) {
+        dtrain__write_own(c);
+        return;
+    }
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int error = pthread_create(&c->thread, NULL, dtrain__save_thread, c);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    c->threaded = error == 0;
+    if (error)
+        dtrain__phase_set(c, DTRAIN__SAVE_WRITTEN,
+                          dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                                      "a thread that writes the checkpoint could not be made: %s",
+                                      strerror(error)));
+}
+
+/* Read the list of a rank's files. It is there when all ranks have written, unless this host sees
+ * it later than the one that has written it. */
+static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *directory, int rank,
+                                        double deadline, char **text, size_t *bytes, size_t *room)
+{
+    char path[2 * DTRAIN__PATH];
+    snprintf(path, sizeof path, "%s/rank-%05d.json", directory, rank);
+    for (;;) {
+        struct timespec nap = {0, DTRAIN__LOOK_MS * 1000000L};
+        dtrain_result result = dtrain__storage_get(c->desc.storage, &c->allocator, path,
+                                                   DTRAIN__MANIFEST_MOST, text, bytes);
+        *room = *bytes + 1;
+        if (result == DTRAIN_OK) {
+            result = dtrain__unseal(path, *text, bytes);
+            if (result == DTRAIN_OK) return DTRAIN_OK;
+            dtrain__free(&c->allocator, *text, *room, 1);
+        }
+        pthread_mutex_lock(&c->mutex);
+        const bool cancel = c->cancel;
+        pthread_mutex_unlock(&c->mutex);
+        if (cancel || dtrain_seconds() > deadline) return result;
+        nanosleep(&nap, NULL);
+    }
+}
+
+/* Append what every rank has listed to the manifest. A list is the text of an object with one
+ * member, {"files": [...]}: what is between the brackets is copied. */
+static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *directory,
+                                        dtrain__text *manifest)
+{
+    const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
+    const double patience =
+        c->threaded ? 1e-9 * (double)c->world->timeout_ns : 1e-3 * DTRAIN__SHARED_MS;
+    const double deadline = dtrain_seconds() + patience;
+    bool any = false;
+    for (int r = 0; r < c->ranks; r++) {
+        char path[2 * DTRAIN__PATH], *text;
+        size_t bytes, room;
+        DTRAIN__TRY(dtrain__list_await(c, directory, r, deadline, &text, &bytes, &room));
+        if (bytes > before + after) {
+            dtrain__text_add(manifest, "%s%.*s", any ? "," : "", (int)(bytes - before - after),
+                             text + before);
+            any = true;
+        }
+        dtrain__free(&c->allocator, text, room, 1);
+        snprintf(path, sizeof path, "%s/rank-%05d.json", directory, r);
+        const int code = c->desc.storage->remove(c->desc.storage->user, path);
+        if (code < 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path,
+                               strerror(-code));
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- What stays -------------------------------------------------------------------------------*/
+
+/* Read the metric of a checkpoint; false: it has none, or cannot be read. */
+static bool dtrain__metric_of(const dtrain_checkpoint *c, int64_t step, double *metric)
+{
+    char path[DTRAIN__PATH];
+    dtrain__manifest manifest;
+    dtrain__step_path(path, c->desc.directory, step, "");
+    if (dtrain__manifest_read(c->desc.storage, &c->allocator, path, &manifest) != DTRAIN_OK)
+        return false;
+    const bool has = manifest.has_metric;
+    *metric = manifest.metric;
+    dtrain__manifest_free(&manifest);
+    return has;
+}
+
+/* Tell whether a checkpoint is one of the best: how many are better is counted. Of equal ones the
+ * newer is. */
+static bool dtrain__is_best(const dtrain_checkpoint *c, const double *metrics, const bool *known,
+                            size_t count, size_t i)
+{
+    uint32_t better = 0;
+    if (!known[i]) return false;
+    for (size_t k = 0; k < count; k++) {
+        if (k == i || !known[k]) continue;
+        const bool ahead =
+            c->desc.larger_is_better ? metrics[k] > metrics[i] : metrics[k] < metrics[i];
+        better += ahead || (k < i && !(metrics[k] < metrics[i]) && !(metrics[k] > metrics[i]));
+    }
+    return better < c->desc.keep_best;
+}
+
+/* Remove the checkpoints that no rule keeps. What cannot be removed stays, with a warning: the new
+ * checkpoint is there. */
+static dtrain_result dtrain__retain(dtrain_checkpoint *c)
+{
+    dtrain__steps list;
+    if (c->desc.keep == DTRAIN_KEEP_ALL) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__steps_list(c->desc.storage, &c->allocator, c->desc.directory, "", &list));
+    double *metrics =
+        (double *)dtrain__alloc(&c->allocator, list.count, sizeof *metrics, "metrics");
+    bool *known = (bool *)dtrain__alloc(&c->allocator, list.count, sizeof *known, "metrics");
+    if (metrics && known) {
+        for (size_t i = 0; i < list.count && c->desc.keep_best; i++)
+            known[i] = dtrain__metric_of(c, list.steps[i], &metrics[i]);
+        for (size_t i = c->desc.keep; i < list.count; i++) {
+            const uint64_t step = (uint64_t)list.steps[i], every = c->desc.keep_every;
+            if ((every && step % every == 0) || list.steps[i] == c->step ||
+                dtrain__is_best(c, metrics, known, list.count, i))
+                continue;
+            if (dtrain__step_remove(c->desc.storage, &c->allocator, c->desc.directory,
+                                    list.steps[i]) != DTRAIN_OK)
+                dtrain_log(c->world, DTRAIN_LOG_WARNING, "an old checkpoint stays: %s",
+                           dtrain__bare(dtrain_last_error()));
+        }
+    }
+    dtrain__free(&c->allocator, known, list.count, sizeof *known);
+    dtrain__free(&c->allocator, metrics, list.count, sizeof *metrics);
+    dtrain__steps_free(&list);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: write the manifest when every rank's list is there, and make it a checkpoint. */
+static dtrain_result dtrain__publish(dtrain_checkpoint *c)
+{
+    char directory[DTRAIN__PATH], path[2 * DTRAIN__PATH];
+    dtrain__text *manifest = &c->head;
+    dtrain__step_path(directory, c->desc.directory, c->step, ".tmp");
+    snprintf(path, sizeof path, "%s/manifest.json", directory);
+    DTRAIN__TRY(dtrain__lists_join(c, directory, manifest));
+    dtrain__text_add(manifest, "]");
+    dtrain__seal(manifest);
+    if (manifest->failed) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__storage_put(c->desc.storage, path, manifest->at, manifest->bytes));
+    DTRAIN__TRY(
+        dtrain__directory_publish(c->desc.storage, &c->allocator, c->desc.directory, c->step));
+    return dtrain__retain(c);
+}
+
+/* ---- Agreement --------------------------------------------------------------------------------*/
+
+/* Wait until the thread has come to a phase, at most until the deadline of all waits. */
+static dtrain_result dtrain__phase_await(dtrain_checkpoint *c, uint32_t phase)
+{
+    struct timespec end;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec += (time_t)(c->world->timeout_ns / 1000000000u) + 1;
+    int error = 0;
+    pthread_mutex_lock(&c->mutex);
+    while (c->phase < phase && error != ETIMEDOUT)
+        error = pthread_cond_timedwait(&c->moved, &c->mutex, &end);
+    const bool there = c->phase >= phase;
+    pthread_mutex_unlock(&c->mutex);
+    if (!there)
+        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                           "checkpoint of step %lld: rank %d has not written its files in %.1f s; "
+                           "is the disk still there?",
+                           (long long)c->step, c->rank, 1e-9 * (double)c->world->timeout_ns);
+    const bool written = phase == DTRAIN__SAVE_WRITTEN;
+    const dtrain_result result = written ? c->written : c->published;
+    if (result != DTRAIN_OK) dtrain__set_last_error(written ? c->written_text : c->published_text);
+    return result;
+}
+
+/* End the thread. One that does not come to its end, on a disk that does not answer, is left. */
+static void dtrain__thread_end(dtrain_checkpoint *c, bool ended)
+{
+    if (!c->threaded) return;
+    if (ended) pthread_join(c->thread, NULL);
+    else pthread_detach(c->thread);
+    c->abandoned = !ended;
+    c->threaded = false;
+}
+
+/* Bring the save under way to an end on all ranks: it is there, or one error says why not. */
+static dtrain_result dtrain__save_agree(dtrain_checkpoint *c)
+{
+    const dtrain_result mine = dtrain__phase_await(c, DTRAIN__SAVE_WRITTEN);
+    dtrain_result result = dtrain__agree(c->comm, mine), published = DTRAIN_OK;
+    char text[DTRAIN__ERROR_BYTES];
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    if (result != DTRAIN_OK) {
+        pthread_mutex_lock(&c->mutex);
+        c->cancel = true;
+        pthread_mutex_unlock(&c->mutex);
+    }
+    if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_DONE);
+    else if (c->rank == 0 && result == DTRAIN_OK) published = dtrain__publish(c);
+    dtrain__thread_end(c, mine != DTRAIN_ERROR_TIMEOUT && published != DTRAIN_ERROR_TIMEOUT);
+    if (result == DTRAIN_OK) return dtrain__agree(c->comm, published);
+    dtrain__set_last_error(text);
+    return result;
+}
+
+/* Clear away what a save that failed has written: that may be what filled the disk. */
+static void dtrain__save_clear(const dtrain_checkpoint *c)
+{
+    char before[DTRAIN__ERROR_BYTES];
+    if (c->rank != 0 || c->abandoned) return;
+    snprintf(before, sizeof before, "%s", dtrain_last_error());
+    (void)dtrain__remove_unfinished(c->desc.storage, &c->allocator, c->desc.directory);
+    dtrain__set_last_error(before);
+}
+
+/* Settle the save under way, if there is one, count it, and judge a failure: a warning, or with too
+ * many in a row an error. Errors of the communicator are errors in any case. */
+static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
+{
+    if (!c->outstanding) return DTRAIN_OK;
+    const dtrain_result result = dtrain__save_agree(c);
+    c->outstanding = false;
+    c->info.bytes = c->bytes;
+    c->info.write_seconds = c->written_at - c->begun;
+    if (result == DTRAIN_OK) {
+        c->info.saved++;
+        c->info.last_step = c->step;
+        c->failures = 0;
+        return DTRAIN_OK;
+    }
+    c->info.failed++;
+    dtrain__save_clear(c);
+    const bool tolerated = c->failures++ < c->desc.failures && result != DTRAIN_ERROR_PEER &&
+                           result != DTRAIN_ERROR_MISMATCH && result != DTRAIN_ERROR_TIMEOUT;
+    if (!tolerated) return result;
+    if (c->rank == 0)
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "the checkpoint of step %lld was not saved, and training goes on: %s",
+                   (long long)c->step, dtrain__bare(dtrain_last_error()));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
+{
+    if (!checkpoint)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_wait: checkpoint is NULL");
+    return dtrain__save_settle(checkpoint);
+}
+
+DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
+                                        dtrain_checkpoint_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (checkpoint) *info = checkpoint->info;
+}
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+/* Bring the name of a directory that was made to the disk, or all that is saved in it could be gone
+ * after a loss of power. */
+static dtrain_result dtrain__sync_above(const dtrain_checkpoint *c)
+{
+    char above[DTRAIN__PATH];
+    size_t end = strlen(c->desc.directory);
+    while (end > 1 && c->desc.directory[end - 1] == '/') end--;
+    while (end > 0 && c->desc.directory[end - 1] != '/') end--;
+    snprintf(above, sizeof above, "%.*s", (int)end, c->desc.directory);
+    return dtrain__storage_sync_directory(c->desc.storage, end ? above : ".");
+}
+
+/* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
+static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
+{
+    const dtrain_storage *storage = c->desc.storage;
+    char path[DTRAIN__PATH];
+    const int made = storage->make_directory(storage->user, c->desc.directory);
+    if (made < 0 && made != -EEXIST)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "the directory %s cannot be made: %s; the one above it must be there",
+                           c->desc.directory, strerror(-made));
+    if (made >= 0) DTRAIN__TRY(dtrain__sync_above(c));
+    snprintf(path, sizeof path, "%s/lock", c->desc.directory);
+    c->lock = dtrain__storage_try(storage, path, DTRAIN_STORAGE_LOCK);
+    if (c->lock == -EAGAIN)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "another run saves checkpoints to %s (its lock is held); end it, or use "
+                           "another directory",
+                           c->desc.directory);
+    if (c->lock < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path, strerror(-c->lock));
+    return dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory);
+}
+
+/* Write a small file, look whether rank 0's is there too, and remove it again. */
+static dtrain_result dtrain__directory_probe(const dtrain_checkpoint *c, int64_t token)
+{
+    const dtrain_storage *storage = c->desc.storage;
+    char path[DTRAIN__PATH], text[64];
+    snprintf(path, sizeof path, "%s/probe-%llx-%05d", c->desc.directory, (unsigned long long)token,
+             c->rank);
+    snprintf(text, sizeof text, "rank %d can write here\n", c->rank);
+    dtrain_result result = dtrain__storage_put(storage, path, text, strlen(text));
+    const double deadline = dtrain_seconds() + 1e-3 * DTRAIN__SHARED_MS;
+    int file = -1;
+    if (result == DTRAIN_OK && c->rank) {
+        struct timespec nap = {0, DTRAIN__LOOK_MS * 1000000L};
+        char first[DTRAIN__PATH];
+        snprintf(first, sizeof first, "%s/probe-%llx-%05d", c->desc.directory,
+                 (unsigned long long)token, 0);
+        while ((file = dtrain__storage_try(storage, first, DTRAIN_STORAGE_READ)) < 0 &&
+               dtrain_seconds() < deadline)
+            nanosleep(&nap, NULL);
+        if (file >= 0) (void)storage->close(storage->user, file);
+        else
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "rank %d does not see what rank 0 has written to %s: checkpoints "
+                                 "need a directory that all hosts share",
+                                 c->rank, c->desc.directory);
+    }
+    return result;
+}
+
+static void dtrain__probe_remove(const dtrain_checkpoint *c, int64_t token)
+{
+    char path[DTRAIN__PATH];
+    snprintf(path, sizeof path, "%s/probe-%llx-%05d", c->desc.directory, (unsigned long long)token,
+             c->rank);
+    (void)c->desc.storage->remove(c->desc.storage->user, path);
+}
+
+/* Take the directory: the lock, then every rank's probe. */
+static dtrain_result dtrain__directory_open(dtrain_checkpoint *c)
+{
+    int64_t token = (int64_t)(dtrain__now_ns() ^ ((uint64_t)getpid() << 40));
+    const dtrain_result taken = c->rank == 0 ? dtrain__directory_take(c) : DTRAIN_OK;
+    DTRAIN__TRY(dtrain__agree(c->comm, taken));
+    DTRAIN__TRY(dtrain_broadcast(c->comm, &token, 1, DTRAIN_DTYPE_I64, 0, NULL));
+    const dtrain_result result = dtrain__agree(c->comm, dtrain__directory_probe(c, token));
+    dtrain__probe_remove(c, token);
+    return result;
+}
+
+/* Copy a text of the desc behind those before it. */
+static const char *dtrain__keep_text(char **next, const char *text)
+{
+    if (!text) return NULL;
+    char *copy = (char *)memcpy(*next, text, strlen(text) + 1);
+    *next += strlen(text) + 1;
+    return copy;
+}
+
+/* Resolve the desc: defaults, and texts that are kept. */
+static dtrain_result dtrain__checkpoint_resolve(dtrain_checkpoint *c,
+                                                const dtrain_checkpoint_desc *desc)
+{
+    const char *texts[3] = {desc->directory, desc->config, desc->commit};
+    for (int i = 0; i < 3; i++) c->texts_bytes += texts[i] ? strlen(texts[i]) + 1 : 0;
+    c->texts = (char *)dtrain__alloc(&c->allocator, c->texts_bytes, 1, "texts of checkpoints");
+    if (!c->texts) return DTRAIN_ERROR_MEMORY;
+    char *next = c->texts;
+    c->desc.directory = dtrain__keep_text(&next, desc->directory);
+    c->desc.config = dtrain__keep_text(&next, desc->config);
+    c->desc.commit = dtrain__keep_text(&next, desc->commit);
+    if (!c->desc.keep) c->desc.keep = 3;
+    if (!c->desc.file_bytes) c->desc.file_bytes = (uint64_t)4 << 30;
+    if (!c->desc.storage) c->desc.storage = dtrain_file_storage();
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__checkpoint_check(dtrain_world *world,
+                                              const dtrain_checkpoint_desc *desc,
+                                              dtrain_checkpoint **out)
+{
+    const char *const call = "dtrain_checkpoint_open";
+    if (!world || !desc || !out || !desc->state || !desc->directory || !desc->directory[0])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: world, desc, out, or the desc's state or directory is NULL", call);
+    if (strlen(desc->directory) > DTRAIN__PATH - 128 ||
+        (desc->config && strlen(desc->config) > DTRAIN__TEXT_MOST) ||
+        (desc->commit && strlen(desc->commit) > DTRAIN__TEXT_MOST))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the directory has more than %d bytes, or config or commit more "
+                           "than %d",
+                           call, DTRAIN__PATH - 128, DTRAIN__TEXT_MOST);
+    if (desc->file_bytes && desc->file_bytes < 4096)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: file_bytes is %llu, expected at least 4096",
+                           call, (unsigned long long)desc->file_bytes);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
+                                                const dtrain_checkpoint_desc *desc,
+                                                dtrain_checkpoint **out)
+{
+    dtrain_checkpoint *c = NULL;
+    if (out) *out = NULL;
+    dtrain_result result = dtrain__checkpoint_check(world, desc, out);
+    if (!desc || !desc->state) return result; /* there is no communicator to agree over */
+    dtrain_comm *comm = desc->state->comm;
+    if (result == DTRAIN_OK) {
+        c = (dtrain_checkpoint *)dtrain__alloc(&world->allocator, 1, sizeof *c, "checkpoints");
+        result = c ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    }
+    if (c) {
+        c->allocator = world->allocator;
+        c->world = world;
+        c->desc = *desc;
+        c->comm = comm;
+        c->rank = dtrain_comm_rank(comm);
+        c->ranks = dtrain_comm_size(comm);
+        c->lock = -1;
+        c->info.last_step = -1;
+        c->head.allocator = &c->allocator;
+        pthread_condattr_t monotonic;
+        pthread_condattr_init(&monotonic);
+        pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+        pthread_mutex_init(&c->mutex, NULL);
+        pthread_cond_init(&c->moved, &monotonic);
+        pthread_condattr_destroy(&monotonic);
+        result = dtrain__checkpoint_resolve(c, desc);
+    }
+    result = dtrain__agree(comm, result);
+    if (result == DTRAIN_OK) result = dtrain__directory_open(c);
+    if (result == DTRAIN_OK) *out = c;
+    else (void)dtrain_checkpoint_close(c);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
+{
+    dtrain_checkpoint *c = checkpoint;
+    if (!c) return DTRAIN_OK;
+    const dtrain_allocator allocator = c->allocator;
+    dtrain_device *device = c->desc.state->device;
+    char before[DTRAIN__ERROR_BYTES];
+    snprintf(before, sizeof before, "%s", dtrain_last_error());
+    const dtrain_result result = dtrain__save_settle(c);
+    if (result == DTRAIN_OK) dtrain__set_last_error(before);
+    if (c->abandoned) return result; /* its thread still writes from this memory */
+    if (c->lock >= 0) (void)c->desc.storage->close(c->desc.storage->user, c->lock);
+    if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
+    pthread_cond_destroy(&c->moved);
+    pthread_mutex_destroy(&c->mutex);
+    dtrain__text_free(&c->head);
+    dtrain__free(&allocator, c->pieces, c->piece_room, sizeof *c->pieces);
+    dtrain__free(&allocator, c->files, c->file_room, sizeof *c->files);
+    dtrain__free(&allocator, c->texts, c->texts_bytes, 1);
+    dtrain__free(&allocator, c, 1, sizeof *c);
+    return result;
+}

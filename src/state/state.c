@@ -1,0 +1,350 @@
+/* State: the list of what must survive
+ *
+ * Made once, from the tables of those who own the memory: nothing is copied here, and no address in
+ * the list changes during a run. Which of several ranks that hold the same piece writes it is for
+ * checkpoints to choose; this list only says how many they are. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/world_internal.h"
+#include "comm/comm.h"
+#include "strategy/compression.h"
+#include "strategy/strategy_internal.h"
+#include "optim/optim_internal.h"
+#include "train/data_internal.h"
+#include "train/trainer_internal.h"
+#include "state/state.h"
+#include "state/state_internal.h"
+
+DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
+{
+    return dtype == DTRAIN_STATE_BYTES ? 1 : dtrain_dtype_bytes((dtrain_dtype)dtype);
+}
+
+/* Return the name of a kind, as it is in manifests and files. */
+DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
+{
+    static const char *const names[DTRAIN_STATE_KINDS] = {
+        "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity", "q", "host"};
+    return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call)
+{
+    if (!state) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: state is NULL", call);
+    return DTRAIN_OK;
+}
+
+/* ---- Tensors ----------------------------------------------------------------------------------*/
+
+/* Append a tensor of fp32 that nothing is known of yet but its name; NULL: no memory. */
+static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char *name,
+                                                 dtrain_state_kind kind)
+{
+    if (state->tensor_count == state->tensor_room) {
+        const size_t room = 2 * state->tensor_room + 16;
+        dtrain_state_tensor *more = (dtrain_state_tensor *)dtrain__alloc(
+            &state->allocator, room, sizeof *more, "a list of state");
+        if (!more) return NULL;
+        if (state->tensor_count) memcpy(more, state->tensors, state->tensor_count * sizeof *more);
+        dtrain__free(&state->allocator, state->tensors, state->tensor_room, sizeof *more);
+        state->tensors = more;
+        state->tensor_room = room;
+    }
+    dtrain_state_tensor *tensor = &state->tensors[state->tensor_count++];
+    memset(tensor, 0, sizeof *tensor);
+    tensor->name = name;
+    tensor->kind = (uint32_t)kind;
+    tensor->dtype = DTRAIN_DTYPE_F32;
+    tensor->copies = 1;
+    return tensor;
+}
+
+/* Append a tensor that has the shape of a parameter, and of which this rank has what it has of the
+ * parameter. */
+static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard *shard,
+                                        dtrain_state_kind kind, float *memory, float *mirror)
+{
+    const dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[shard->param->state.index];
+    dtrain_state_tensor *tensor = dtrain__state_append(state, shard->param->name, kind);
+    if (!tensor) return DTRAIN_ERROR_MEMORY;
+    memcpy(tensor->shape, shard->param->shape, sizeof tensor->shape);
+    tensor->total = shard->param->count;
+    tensor->offset = shard->offset;
+    tensor->count = shard->count;
+    tensor->memory = memory;
+    tensor->mirror = mirror == memory ? NULL : mirror;
+    const bool whole = dtrain__value_is_whole(layout, entry);
+    tensor->copies = whole ? layout->all : layout->all / layout->ranks;
+    tensor->copy = whole ? layout->all_rank : layout->all_rank / layout->ranks;
+    return DTRAIN_OK;
+}
+
+/* Find the optimizer's view of this rank's piece of a parameter; NULL: there is none. Tensors
+ * follow shards, without the empty ones. */
+static const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
+                                                         const dtrain_param *param)
+{
+    size_t at = 0;
+    if (!optimizer) return NULL;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (shard->param == param) return shard->count > 0 ? &optimizer->tensors[at] : NULL;
+        at += shard->count > 0;
+    }
+    return NULL;
+}
+
+/* Append the values of all parameters, then each class of the optimizer's state. An offloaded
+ * update has a master copy of values that are on the device: both are the same between steps. */
+static dtrain_result dtrain__state_params(dtrain_state *state)
+{
+    const dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_optimizer *optimizer = state->desc.optimizer;
+    const bool adamw = optimizer && optimizer->desc.kind == DTRAIN_OPTIMIZER_ADAMW;
+    const bool momentum = optimizer && !adamw && optimizer->desc.momentum > 0;
+    for (int class_ = 0; class_ < 3; class_++) {
+        if ((class_ == 1 && !adamw && !momentum) || (class_ == 2 && !adamw)) continue;
+        for (size_t i = 0; i < strategy->param_count; i++) {
+            dtrain_shard shard;
+            if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+            if (class_ && !strategy->layout.entries[i].trainable) continue;
+            dtrain__shard_of(strategy, i, &shard);
+            const dtrain_optimizer_tensor *moments = dtrain__moments_of(optimizer, shard.param);
+            float *memory = shard.value, *mirror = moments ? moments->value : NULL;
+            if (class_) memory = !moments ? NULL : class_ == 1 ? moments->m : moments->v;
+            const dtrain_state_kind kind = !class_       ? DTRAIN_STATE_VALUE
+                                           : !adamw      ? DTRAIN_STATE_MOMENTUM
+                                           : class_ == 1 ? DTRAIN_STATE_EXP_AVG
+                                                         : DTRAIN_STATE_EXP_AVG_SQ;
+            DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, class_ ? NULL : mirror));
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* Append what compression keeps of a parameter. */
+static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
+                                              const dtrain_compression_state *kept)
+{
+    const dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_compression_desc *how = strategy->layout.compression;
+    dtrain_shard piece = {param, 0, 0, NULL, NULL};
+    if (kept) piece.offset = kept->offset;
+    if (kept) piece.count = kept->count;
+    for (uint32_t kind = DTRAIN_STATE_RESIDUAL; kind <= DTRAIN_STATE_VELOCITY; kind++) {
+        const bool residual = kind == DTRAIN_STATE_RESIDUAL;
+        if (residual ? how->no_error_feedback : !(how->topk_momentum > 0)) continue;
+        float *memory = !kept ? NULL : residual ? kept->residual : kept->velocity;
+        DTRAIN__TRY(dtrain__state_like(state, &piece, (dtrain_state_kind)kind, memory, NULL));
+        dtrain_state_tensor *tensor = &state->tensors[state->tensor_count - 1];
+        tensor->own = true;
+        tensor->copies = 1;
+        tensor->copy = 0;
+    }
+    if (!kept || !kept->q) return DTRAIN_OK;
+    dtrain_state_tensor *q = dtrain__state_append(state, param->name, DTRAIN_STATE_Q);
+    if (!q) return DTRAIN_ERROR_MEMORY;
+    q->shape[0] = kept->q_rows;
+    q->shape[1] = (int64_t)how->powersgd_rank;
+    q->total = q->count = q->shape[0] * q->shape[1];
+    q->memory = kept->q;
+    q->copies = strategy->layout.all;
+    q->copy = strategy->layout.all_rank;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__state_compression(dtrain_state *state)
+{
+    const dtrain_strategy *strategy = state->desc.strategy;
+    for (size_t i = 0; strategy->layout.compression && i < strategy->param_count; i++) {
+        const dtrain_param *param = &strategy->params[i];
+        const dtrain_compression_state *kept = NULL;
+        if (param->state.storage != param || !strategy->layout.entries[i].trainable) continue;
+        for (size_t k = 0; k < strategy->state_count && !kept; k++)
+            if (strategy->states[k].param == param) kept = &strategy->states[k];
+        DTRAIN__TRY(dtrain__state_compressed(state, param, kept));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_state_item *item)
+{
+    const char *const call = "dtrain_state_add";
+    DTRAIN__TRY(dtrain__state_check(state, call));
+    if (!item || !item->name || !item->name[0] || item->count < 0 ||
+        (item->count && !item->memory) || !dtrain__state_bytes(item->dtype))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: expected an item with a name, a dtype (found %u), count >= 0 "
+                           "(found %lld) and memory",
+                           call, item ? item->dtype : 0, item ? (long long)item->count : 0);
+    for (size_t i = 0; i < state->tensor_count; i++)
+        if (state->tensors[i].kind == DTRAIN_STATE_HOST &&
+            strcmp(state->tensors[i].name, item->name) == 0)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: there is an item by the name of \"%.100s\" already", call,
+                               item->name);
+    dtrain_state_tensor *tensor = dtrain__state_append(state, item->name, DTRAIN_STATE_HOST);
+    if (!tensor) return DTRAIN_ERROR_MEMORY;
+    tensor->dtype = item->dtype;
+    tensor->shape[0] = tensor->total = tensor->count = item->count;
+    tensor->memory = item->memory;
+    tensor->own = item->own;
+    if (item->own) return DTRAIN_OK;
+    tensor->copies = dtrain_comm_size(state->comm);
+    tensor->copy = dtrain_comm_rank(state->comm);
+    return DTRAIN_OK;
+}
+
+/* ---- Scalars ----------------------------------------------------------------------------------*/
+
+static void dtrain__state_scalar_add(dtrain_state *state, const char *name, dtrain_scalar_type type,
+                                     void *memory)
+{
+    dtrain_state_scalar *scalar = &state->scalars[state->scalar_count++];
+    scalar->name = name;
+    scalar->type = (uint32_t)type;
+    scalar->memory = memory;
+}
+
+/* List what has no array. What compression does depends on the strategy's step; a schedule and the
+ * seeds of dropout on the trainer's. */
+static void dtrain__state_list_scalars(dtrain_state *state)
+{
+    const dtrain_state_desc *desc = &state->desc;
+    dtrain_trainer *trainer = desc->trainer;
+    dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
+    dtrain__state_scalar_add(state, "strategy.step", DTRAIN_SCALAR_U64,
+                             &desc->strategy->sync_count);
+    if (desc->optimizer)
+        dtrain__state_scalar_add(state, "optimizer.step", DTRAIN_SCALAR_U64,
+                                 &desc->optimizer->step_count);
+    if (trainer) {
+        dtrain__state_scalar_add(state, "trainer.step", DTRAIN_SCALAR_I64, &trainer->step);
+        dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN_SCALAR_U64, &trainer->tokens);
+        dtrain__state_scalar_add(state, "trainer.seed", DTRAIN_SCALAR_U64, &trainer->desc.seed);
+    }
+    if (scaler) {
+        dtrain__state_scalar_add(state, "scaler.scale", DTRAIN_SCALAR_F32, &scaler->scale);
+        dtrain__state_scalar_add(state, "scaler.good_steps", DTRAIN_SCALAR_U32,
+                                 &scaler->good_steps);
+        dtrain__state_scalar_add(state, "scaler.bad_left", DTRAIN_SCALAR_U32, &scaler->bad_left);
+        dtrain__state_scalar_add(state, "scaler.bad_steps", DTRAIN_SCALAR_U32, &scaler->bad_steps);
+        dtrain__state_scalar_add(state, "scaler.skipped_steps", DTRAIN_SCALAR_U64,
+                                 &scaler->skipped_steps);
+    }
+    if (desc->loader) {
+        dtrain__state_scalar_add(state, "loader.position", DTRAIN_SCALAR_U64,
+                                 &desc->loader->position);
+        dtrain__state_scalar_add(state, "loader.seed", DTRAIN_SCALAR_U64, &desc->loader->desc.seed);
+    }
+}
+
+/* Return a scalar as an integer: of a float its bits. */
+DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain_state_scalar *scalar)
+{
+    uint32_t narrow;
+    uint64_t wide;
+    if (scalar->type == DTRAIN_SCALAR_U32 || scalar->type == DTRAIN_SCALAR_F32) {
+        memcpy(&narrow, scalar->memory, sizeof narrow);
+        return narrow;
+    }
+    memcpy(&wide, scalar->memory, sizeof wide);
+    return wide;
+}
+
+DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain_state_scalar *scalar, uint64_t bits)
+{
+    const uint32_t narrow = (uint32_t)bits;
+    if (scalar->type == DTRAIN_SCALAR_U32 || scalar->type == DTRAIN_SCALAR_F32)
+        memcpy(scalar->memory, &narrow, sizeof narrow);
+    else memcpy(scalar->memory, &bits, sizeof bits);
+}
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_state_desc *desc,
+                                             dtrain_state **out)
+{
+    const char *const call = "dtrain_state_create";
+    if (out) *out = NULL;
+    if (!world || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: world, desc or out is NULL", call);
+    if (!desc->strategy)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: desc has no strategy", call);
+    if (desc->trainer && ((desc->optimizer && desc->trainer->desc.optimizer != desc->optimizer) ||
+                          desc->trainer->desc.strategy != desc->strategy))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the trainer has another strategy or optimizer than desc", call);
+    dtrain_state *state =
+        (dtrain_state *)dtrain__alloc(&world->allocator, 1, sizeof *state, "a list of state");
+    if (!state) return DTRAIN_ERROR_MEMORY;
+    state->world = world;
+    state->allocator = world->allocator;
+    state->desc = *desc;
+    if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
+    state->comm = desc->strategy->comm;
+    state->device = desc->strategy->device;
+    dtrain__state_list_scalars(state);
+    dtrain_result result = dtrain__state_params(state);
+    if (result == DTRAIN_OK) result = dtrain__state_compression(state);
+    if (result == DTRAIN_OK) *out = state;
+    else dtrain_state_destroy(state);
+    return result;
+}
+
+DTRAIN_API void dtrain_state_destroy(dtrain_state *state)
+{
+    if (!state) return;
+    const dtrain_allocator allocator = state->allocator;
+    dtrain__free(&allocator, state->tensors, state->tensor_room, sizeof *state->tensors);
+    dtrain__free(&allocator, state, 1, sizeof *state);
+}
+
+DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
+                                              const dtrain_state_tensor **tensors, size_t *count)
+{
+    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_tensors"));
+    if (!tensors || !count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_state_tensors: tensors or count is NULL");
+    *tensors = state->tensors;
+    *count = state->tensor_count;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
+                                              const dtrain_state_scalar **scalars, size_t *count)
+{
+    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_scalars"));
+    if (!scalars || !count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_state_scalars: scalars or count is NULL");
+    *scalars = state->scalars;
+    *count = state->scalar_count;
+    return DTRAIN_OK;
+}
+
+/* Bring values to their mirrors and to the next forward. A loader makes its epoch's order anew, as
+ * the seed may be another one; a strategy decides anew how its buckets travel, which with
+ * compression depends on its step, and forgets micro-batches of a step under way. */
+DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
+{
+    DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        if (tensor->mirror)
+            result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
+                                        (size_t)tensor->count * sizeof(float));
+    }
+    if (state->desc.loader) state->desc.loader->entered = false;
+    if (state->desc.trainer) state->desc.trainer->micro = 0;
+    dtrain__rewind(state->desc.strategy, true);
+    DTRAIN__TRY(dtrain__strategy_keep(state->desc.strategy, result));
+    return dtrain_strategy_publish(state->desc.strategy);
+}

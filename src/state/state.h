@@ -1,0 +1,109 @@
+/* State
+ *
+ * Everything of a run that must survive it, in one list: what strategy, optimizer, trainer and
+ * loader keep, and what the program adds. Checkpoints walk this list, and so can a program that
+ * has its own way to store things:
+ *
+ *     tensors   values of parameters, moments, momentum; residuals, velocities and Q of
+ *               compression; arrays of the program's own
+ *     scalars   steps of optimizer, strategy and trainer, tokens seen, the loss scaler, position
+ *               and seed of the loader, the seed of dropout
+ *
+ * A tensor is the same to all ranks, and each of them holds a piece of it: where a strategy shards,
+ * everybody another one; where it does not, everybody all of it. */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+#include "optim/optimizer.h"
+#include "optim/scaler.h"
+#include "train/data.h"
+#include "train/trainer.h"
+
+typedef struct dtrain_state dtrain_state;
+
+typedef enum dtrain_state_kind {
+    DTRAIN_STATE_VALUE = 0,      /* of a parameter */
+    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments */
+    DTRAIN_STATE_EXP_AVG_SQ = 2, /* AdamW's second moments */
+    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
+    DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
+    DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
+    DTRAIN_STATE_Q = 6,          /* PowerSGD */
+    DTRAIN_STATE_HOST = 7,       /* added by the program */
+    DTRAIN_STATE_KINDS = 8
+} dtrain_state_kind;
+
+#define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
+
+typedef struct dtrain_state_tensor {
+    const char *name; /* of the parameter, or as it was added; unique in its kind */
+    uint32_t kind;    /* dtrain_state_kind */
+    uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
+    int64_t shape[4]; /* of the whole tensor; leading non-zero entries, all zero = no element */
+    int64_t total;    /* its elements */
+    int64_t offset;   /* this rank's piece: the first element, in row-major order, ... */
+    int64_t count;    /* ... and how many */
+    void *memory;     /* (count) the host's or the device's: dtrain_device_copy reaches both */
+    void *mirror;     /* a second place that must have the same values, or NULL */
+    int copies, copy; /* so many ranks hold the same piece; the number of this one among them */
+    bool own;         /* every rank has a tensor of its own by this name */
+} dtrain_state_tensor;
+
+typedef enum dtrain_scalar_type {
+    DTRAIN_SCALAR_U32 = 0,
+    DTRAIN_SCALAR_U64 = 1,
+    DTRAIN_SCALAR_I64 = 2,
+    DTRAIN_SCALAR_F32 = 3,
+    DTRAIN_SCALAR_TYPES = 4
+} dtrain_scalar_type;
+
+typedef struct dtrain_state_scalar {
+    const char *name; /* "optimizer.step" */
+    uint32_t type;    /* dtrain_scalar_type */
+    void *memory;     /* (1) host memory */
+} dtrain_state_scalar;
+
+/* What a run consists of. Everything but the strategy may be NULL, and must outlive the state. */
+typedef struct dtrain_state_desc {
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_loss_scaler *scaler; /* of a loop without trainer */
+    dtrain_loader *loader;      /* of the training data */
+} dtrain_state_desc;
+
+/* Make the list. Local. */
+DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_state_desc *desc,
+                                             dtrain_state **out);
+/* Free the list, and nothing that is in it; NULL is ignored. */
+DTRAIN_API void dtrain_state_destroy(dtrain_state *state);
+
+/* An array of the program's own, in host or device memory, which must stay where it is: a random
+ * generator, counters, statistics. */
+typedef struct dtrain_state_item {
+    const char *name; /* unique; kept by pointer */
+    uint32_t dtype;   /* dtrain_dtype or DTRAIN_STATE_BYTES */
+    int64_t count;
+    void *memory; /* (count) */
+    bool own;     /* every rank has its own; false: all have the same values */
+} dtrain_state_item;
+
+/* Add an array. Local; every rank adds the same ones. */
+DTRAIN_API dtrain_result dtrain_state_add(dtrain_state *state, const dtrain_state_item *item);
+
+/* List the tensors: the same ones in the same order on every rank, some with count 0 here. Local;
+ * valid until dtrain_state_add or destroy. What is in memory is whole between two steps. */
+DTRAIN_API dtrain_result dtrain_state_tensors(const dtrain_state *state,
+                                              const dtrain_state_tensor **tensors, size_t *count);
+/* List the scalars, whose values are the same on every rank. Likewise. */
+DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
+                                              const dtrain_state_scalar **scalars, size_t *count);
+/* Say that values in memory were replaced, as a program does that has loaded them by itself: every
+ * rank's parameters are brought to where the next forward reads them, and what follows from the
+ * scalars is made anew. Collective. */
+DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state);

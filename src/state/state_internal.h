@@ -1,0 +1,26 @@
+/* The structure of a state, for checkpoints. */
+
+#pragma once
+
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "state/state.h"
+
+struct dtrain_state {
+    dtrain_world *world;
+    dtrain_allocator allocator;
+    dtrain_state_desc desc;
+    dtrain_comm *comm; /* the strategy's */
+    dtrain_device *device;
+    dtrain_state_tensor *tensors; /* (tensor_room), tensor_count in use */
+    size_t tensor_count, tensor_room;
+    dtrain_state_scalar scalars[16];
+    size_t scalar_count;
+};
+
+/* state/state.c */
+DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);
+DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
+DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, const char *call);
+DTRAIN__PRIVATE uint64_t dtrain__scalar_get(const dtrain_state_scalar *scalar);
+DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain_state_scalar *scalar, uint64_t bits);

@@ -1,0 +1,261 @@
+/* Storage: the table of the file system, and whole reads and writes over any table
+ *
+ * Short and interrupted transfers are continued here, and nowhere else. An error of fsync or close
+ * is final: the kernel may have dropped what it could not write, and a second fsync would then
+ * succeed without it. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "state/storage.h"
+#include "state/storage_internal.h"
+
+#include <dirent.h>
+#include <sys/file.h>
+
+/* ---- The file system --------------------------------------------------------------------------*/
+
+static int dtrain__or_errno(int result) { return result < 0 ? -errno : result; }
+
+/* A lock of flock belongs to the open file, and the kernel ends it with the last process that has
+ * it open: there is no stale lock, whatever process ids are used again. */
+static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode mode)
+{
+    static const int flags[DTRAIN_STORAGE_MODES] = {O_RDONLY | O_NONBLOCK,
+                                                    O_WRONLY | O_CREAT | O_EXCL, O_RDWR | O_CREAT,
+                                                    O_RDONLY | O_DIRECTORY};
+    (void)user;
+    const int file = open(path, flags[mode] | O_CLOEXEC | O_NOFOLLOW, 0666);
+    if (file < 0) return -errno;
+    if (mode == DTRAIN_STORAGE_LOCK && flock(file, LOCK_EX | LOCK_NB) < 0) {
+        const int error = errno;
+        close(file);
+        return -error;
+    }
+    return file;
+}
+
+static int64_t dtrain__file_read(void *user, int file, void *to, size_t bytes, uint64_t offset)
+{
+    (void)user;
+    const ssize_t done = pread(file, to, bytes, (off_t)offset);
+    return done < 0 ? -errno : done;
+}
+
+static int64_t dtrain__file_write(void *user, int file, const void *from, size_t bytes,
+                                  uint64_t offset)
+{
+    (void)user;
+    const ssize_t done = pwrite(file, from, bytes, (off_t)offset);
+    return done < 0 ? -errno : done;
+}
+
+static int64_t dtrain__file_size(void *user, int file)
+{
+    struct stat info;
+    (void)user;
+    if (fstat(file, &info) < 0) return -errno;
+    return S_ISREG(info.st_mode) ? (int64_t)info.st_size : -EINVAL;
+}
+
+static int dtrain__file_sync(void *user, int file)
+{
+    (void)user;
+    return dtrain__or_errno(fsync(file));
+}
+
+static int dtrain__file_close(void *user, int file)
+{
+    (void)user;
+    return dtrain__or_errno(close(file));
+}
+
+static int dtrain__file_rename(void *user, const char *from, const char *to)
+{
+    (void)user;
+    return dtrain__or_errno(rename(from, to));
+}
+
+static int dtrain__file_remove(void *user, const char *path)
+{
+    (void)user;
+    if (unlink(path) == 0) return 0;
+    return errno == EISDIR || errno == EPERM ? dtrain__or_errno(rmdir(path)) : -errno;
+}
+
+static int dtrain__file_make_directory(void *user, const char *path)
+{
+    (void)user;
+    return dtrain__or_errno(mkdir(path, 0777));
+}
+
+static int dtrain__file_list(void *user, const char *path,
+                             void (*name)(void *list, const char *entry), void *list)
+{
+    (void)user;
+    DIR *directory = opendir(path);
+    if (!directory) return -errno;
+    for (;;) {
+        errno = 0;
+        const struct dirent *entry = readdir(directory);
+        if (!entry) break;
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            name(list, entry->d_name);
+    }
+    const int error = errno;
+    closedir(directory);
+    return -error;
+}
+
+DTRAIN_API const dtrain_storage *dtrain_file_storage(void)
+{
+    static const dtrain_storage table = {NULL,
+                                         dtrain__file_open,
+                                         dtrain__file_read,
+                                         dtrain__file_write,
+                                         dtrain__file_size,
+                                         dtrain__file_sync,
+                                         dtrain__file_close,
+                                         dtrain__file_rename,
+                                         dtrain__file_remove,
+                                         dtrain__file_make_directory,
+                                         dtrain__file_list};
+    return &table;
+}
+
+/* ---- Over any table ---------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__storage_fail(const char *path, const char *what, int64_t code)
+{
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be %s: %s", path, what, strerror((int)-code));
+}
+
+/* Open a file: its number, or a negated errno. */
+DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
+                                        dtrain_storage_mode mode)
+{
+    int file;
+    do file = storage->open(storage->user, path, mode);
+    while (file == -EINTR);
+    return file;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,
+                                                   dtrain_storage_mode mode, int *file)
+{
+    *file = dtrain__storage_try(storage, path, mode);
+    if (*file >= 0) return DTRAIN_OK;
+    return dtrain__storage_fail(path, mode == DTRAIN_STORAGE_CREATE ? "created" : "opened", *file);
+}
+
+/* Read all of the bytes: a file that ends before them is an error. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage, int file,
+                                                   const char *path, void *to, size_t bytes,
+                                                   uint64_t offset)
+{
+    for (size_t done = 0; done < bytes;) {
+        const int64_t count =
+            storage->read(storage->user, file, (char *)to + done, bytes - done, offset + done);
+        if (count == -EINTR) continue;
+        if (count < 0) return dtrain__storage_fail(path, "read", count);
+        if (count == 0)
+            return dtrain_fail(
+                DTRAIN_ERROR_DATA, "%s ends at byte %llu, expected %llu bytes: it was truncated",
+                path, (unsigned long long)(offset + done), (unsigned long long)(offset + bytes));
+        done += (size_t)count;
+    }
+    return DTRAIN_OK;
+}
+
+/* Write all of the bytes. A write of nothing is taken for a full disk: it would be tried for
+ * ever. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
+                                                    const char *path, const void *from,
+                                                    size_t bytes, uint64_t offset)
+{
+    for (size_t done = 0; done < bytes;) {
+        const int64_t count = storage->write(storage->user, file, (const char *)from + done,
+                                             bytes - done, offset + done);
+        if (count == -EINTR) continue;
+        if (count <= 0) return dtrain__storage_fail(path, "written", count ? count : -ENOSPC);
+        done += (size_t)count;
+    }
+    return DTRAIN_OK;
+}
+
+/* Close a file, which is done in any case; with sync, after it is on the disk. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
+                                                     const char *path, bool sync)
+{
+    int synced = 0;
+    if (sync) {
+        do synced = storage->sync(storage->user, file);
+        while (synced == -EINTR);
+    }
+    const int closed = storage->close(storage->user, file);
+    if (synced < 0) return dtrain__storage_fail(path, "brought to the disk (fsync)", synced);
+    if (closed < 0 && closed != -EINTR) return dtrain__storage_fail(path, "closed", closed);
+    return DTRAIN_OK;
+}
+
+/* Bring the names in a directory to the disk. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storage *storage,
+                                                             const char *path)
+{
+    int file;
+    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_DIRECTORY, &file));
+    return dtrain__storage_finish(storage, file, path, true);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
+                                                     const char *from, const char *to)
+{
+    const int code = storage->rename(storage->user, from, to);
+    if (code >= 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be renamed to %s: %s", from, to,
+                       strerror(-code));
+}
+
+/* Write a whole new file, and bring it to the disk. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
+                                                  const void *from, size_t bytes)
+{
+    int file;
+    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_CREATE, &file));
+    const dtrain_result written = dtrain__storage_write(storage, file, path, from, bytes, 0);
+    const dtrain_result closed = dtrain__storage_finish(storage, file, path, written == DTRAIN_OK);
+    return written == DTRAIN_OK ? closed : written;
+}
+
+/* Read a whole file of at most `most` bytes into new memory, with a 0 behind it: *bytes + 1 of them
+ * are to be freed. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
+                                                  const dtrain_allocator *allocator,
+                                                  const char *path, uint64_t most, char **text,
+                                                  size_t *bytes)
+{
+    int file;
+    *text = NULL;
+    *bytes = 0;
+    DTRAIN__TRY(dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &file));
+    const int64_t size = storage->size(storage->user, file);
+    dtrain_result result = DTRAIN_OK;
+    if (size < 0) result = dtrain__storage_fail(path, "read", size);
+    else if ((uint64_t)size > most)
+        result = dtrain_fail(DTRAIN_ERROR_DATA, "%s has %lld bytes, expected at most %llu", path,
+                             (long long)size, (unsigned long long)most);
+    if (result == DTRAIN_OK) {
+        *text = (char *)dtrain__alloc(allocator, (size_t)size + 1, 1, "the text of a file");
+        result = *text ? dtrain__storage_read(storage, file, path, *text, (size_t)size, 0)
+                       : DTRAIN_ERROR_MEMORY;
+    }
+    (void)storage->close(storage->user, file);
+    if (result == DTRAIN_OK) *bytes = (size_t)size;
+    else {
+        dtrain__free(allocator, *text, (size_t)size + 1, 1);
+        *text = NULL;
+    }
+    return result;
+}

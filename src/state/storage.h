@@ -1,0 +1,39 @@
+/* Storage
+ *
+ * The calls through which checkpoints reach their files: a table, so that tests can fail any of
+ * them, and a program can keep its checkpoints elsewhere than in a file system. */
+
+#pragma once
+
+#include "core/api.h"
+
+typedef enum dtrain_storage_mode {
+    DTRAIN_STORAGE_READ = 0,
+    DTRAIN_STORAGE_CREATE = 1,    /* to write; a file that is there already is EEXIST */
+    DTRAIN_STORAGE_LOCK = 2,      /* made if it is not there, and locked: EAGAIN when another has
+                                     it. The lock ends with close, or with the process */
+    DTRAIN_STORAGE_DIRECTORY = 3, /* for sync */
+    DTRAIN_STORAGE_MODES = 4
+} dtrain_storage_mode;
+
+/* Every call returns 0 or more, or a negated errno. Reads and writes may be short, and may be
+ * interrupted (-EINTR): whoever calls goes on. Calls come from several threads, those for one file
+ * from one at a time. */
+typedef struct dtrain_storage {
+    void *user;
+    int (*open)(void *user, const char *path, dtrain_storage_mode mode); /* returns the file */
+    int64_t (*read)(void *user, int file, void *to, size_t bytes, uint64_t offset);
+    int64_t (*write)(void *user, int file, const void *from, size_t bytes, uint64_t offset);
+    int64_t (*size)(void *user, int file);
+    int (*sync)(void *user, int file); /* to the disk: the file, or the names in a directory */
+    int (*close)(void *user, int file);
+    int (*rename)(void *user, const char *from, const char *to); /* atomic; replaces a file */
+    int (*remove)(void *user, const char *path);                 /* a file, or an empty directory */
+    int (*make_directory)(void *user, const char *path);
+    /* Calls name(list, entry) for every entry but "." and "..". */
+    int (*list)(void *user, const char *path, void (*name)(void *list, const char *entry),
+                void *list);
+} dtrain_storage;
+
+/* Return the table of the file system. */
+DTRAIN_API const dtrain_storage *dtrain_file_storage(void);

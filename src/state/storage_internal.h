@@ -1,0 +1,30 @@
+/* What the room of state calls of storage, besides its table. */
+
+#pragma once
+
+#include "core/core_internal.h"
+#include "state/storage.h"
+
+/* state/storage.c */
+DTRAIN__PRIVATE int dtrain__storage_try(const dtrain_storage *storage, const char *path,
+                                        dtrain_storage_mode mode);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_open(const dtrain_storage *storage, const char *path,
+                                                   dtrain_storage_mode mode, int *file);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_read(const dtrain_storage *storage, int file,
+                                                   const char *path, void *to, size_t bytes,
+                                                   uint64_t offset);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_write(const dtrain_storage *storage, int file,
+                                                    const char *path, const void *from,
+                                                    size_t bytes, uint64_t offset);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_finish(const dtrain_storage *storage, int file,
+                                                     const char *path, bool sync);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storage *storage,
+                                                             const char *path);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
+                                                     const char *from, const char *to);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
+                                                  const void *from, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
+                                                  const dtrain_allocator *allocator,
+                                                  const char *path, uint64_t most, char **text,
+                                                  size_t *bytes);

@@ -1,0 +1,305 @@
+/* Writing a rank's files
+ *
+ *     plan        who writes which piece, into which file, at which place
+ *     snapshot    copy these pieces to host memory, for a save in the background
+ *     write       files, block by block with their checksums, and the list of what they hold
+ *
+ * Nothing here communicates: every rank plans for itself, and those that hold the same piece come
+ * to the same choice of who writes it. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "strategy/strategy_internal.h"
+#include "state/checkpoint_internal.h"
+#include "state/safetensors_internal.h"
+#include "state/state_internal.h"
+#include "state/storage_internal.h"
+
+/* ---- Plan -------------------------------------------------------------------------------------*/
+
+/* Bytes given so far to each of those who hold the same pieces: all ranks, or the replicas of a
+ * shard. */
+typedef struct dtrain__loads {
+    uint64_t all[DTRAIN_MAX_RANKS], replicas[DTRAIN_MAX_RANKS];
+} dtrain__loads;
+
+/* Tell whether this rank writes its piece: it is given to the holder with the least so far. */
+static bool dtrain__is_writer(const dtrain_checkpoint *c, const dtrain_state_tensor *tensor,
+                              dtrain__loads *loads)
+{
+    uint64_t *load = tensor->copies == c->ranks ? loads->all : loads->replicas;
+    int least = 0;
+    if (tensor->copies == 1) return true;
+    for (int i = 1; i < tensor->copies; i++)
+        if (load[i] < load[least]) least = i;
+    load[least] += (uint64_t)tensor->count * dtrain__state_bytes(tensor->dtype);
+    return least == tensor->copy;
+}
+
+/* Make room for one more item of an array that doubles. */
+static dtrain_result dtrain__plan_room(dtrain_checkpoint *c, void **array, size_t count,
+                                       size_t *room, size_t item_bytes)
+{
+    if (count < *room) return DTRAIN_OK;
+    const size_t more = 2 * *room + 64;
+    void *larger = dtrain__alloc(&c->allocator, more, item_bytes, "the plan of a save");
+    if (!larger) return DTRAIN_ERROR_MEMORY;
+    if (count) memcpy(larger, *array, count * item_bytes);
+    dtrain__free(&c->allocator, *array, *room, item_bytes);
+    *array = larger;
+    *room = more;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int number)
+{
+    DTRAIN__TRY(
+        dtrain__plan_room(c, (void **)&c->files, c->file_count, &c->file_room, sizeof *c->files));
+    dtrain__write_file *file = &c->files[c->file_count++];
+    memset(file, 0, sizeof *file);
+    snprintf(file->name, sizeof file->name, "%s-%05d-%02d.safetensors", values ? "model" : "state",
+             c->rank, number);
+    file->first = c->piece_count;
+    return DTRAIN_OK;
+}
+
+/* Put a tensor's piece at the end of the last file; what does not fit goes to a new one, and is cut
+ * only when it is larger than a file may be. */
+static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_index, bool values,
+                                        int *number)
+{
+    const dtrain_state_tensor *tensor = &c->desc.state->tensors[tensor_index];
+    const uint64_t each = dtrain__state_bytes(tensor->dtype), limit = c->desc.file_bytes;
+    for (int64_t done = 0; done < tensor->count;) {
+        const uint64_t rest = (uint64_t)(tensor->count - done) * each;
+        dtrain__write_file *file = *number ? &c->files[c->file_count - 1] : NULL;
+        if (!file || (file->bytes && rest > limit - file->bytes)) {
+            DTRAIN__TRY(dtrain__plan_file(c, values, (*number)++));
+            continue;
+        }
+        DTRAIN__TRY(dtrain__plan_room(c, (void **)&c->pieces, c->piece_count, &c->piece_room,
+                                      sizeof *c->pieces));
+        dtrain__write_piece *piece = &c->pieces[c->piece_count++];
+        piece->tensor = tensor_index;
+        piece->file = (uint32_t)(c->file_count - 1);
+        piece->offset = tensor->offset + done;
+        piece->count = (int64_t)((rest < limit ? rest : limit) / each);
+        piece->at = file->bytes;
+        piece->from = (const char *)tensor->memory + (uint64_t)done * each;
+        file->bytes += (uint64_t)piece->count * each;
+        file->count++;
+        done += piece->count;
+    }
+    return DTRAIN_OK;
+}
+
+/* Plan all files of this rank: values, which are read alone as well, in files of their own. Wide
+ * elements come first, so that all are aligned. */
+DTRAIN__PRIVATE dtrain_result dtrain__save_plan(dtrain_checkpoint *c)
+{
+    const dtrain_state *state = c->desc.state;
+    dtrain__loads loads;
+    memset(&loads, 0, sizeof loads);
+    c->piece_count = c->file_count = 0;
+    for (int values = 1; values >= 0; values--) {
+        int number = 0; /* of files */
+        for (size_t each = 8; each; each /= 2)
+            for (uint32_t i = 0; i < state->tensor_count; i++) {
+                const dtrain_state_tensor *tensor = &state->tensors[i];
+                if ((tensor->kind == DTRAIN_STATE_VALUE) != (values == 1) || !tensor->count ||
+                    dtrain__state_bytes(tensor->dtype) != each ||
+                    !dtrain__is_writer(c, tensor, &loads))
+                    continue;
+                DTRAIN__TRY(dtrain__plan_piece(c, i, values == 1, &number));
+            }
+    }
+    return DTRAIN_OK;
+}
+
+static uint64_t dtrain__piece_bytes(const dtrain_checkpoint *c, const dtrain__write_piece *piece)
+{
+    return (uint64_t)piece->count *
+           dtrain__state_bytes(c->desc.state->tensors[piece->tensor].dtype);
+}
+
+/* ---- Snapshot ---------------------------------------------------------------------------------*/
+
+/* Copy all pieces to memory that stays as it is: all that a step pays. The memory is kept for the
+ * next save. */
+DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
+{
+    dtrain_device *device = c->desc.state->device;
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < c->file_count; i++) bytes += c->files[i].bytes;
+    if (bytes > c->snapshot_bytes) {
+        void *memory;
+        if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
+        c->snapshot = NULL;
+        c->info.snapshot_bytes = c->snapshot_bytes = 0;
+        DTRAIN__TRY(device->ops->host_alloc(device, (size_t)bytes, &memory));
+        c->snapshot = (char *)memory;
+        c->info.snapshot_bytes = c->snapshot_bytes = (size_t)bytes;
+    }
+    char *next = c->snapshot;
+    for (size_t i = 0; i < c->piece_count; i++) {
+        const size_t count = (size_t)dtrain__piece_bytes(c, &c->pieces[i]);
+        DTRAIN__TRY(dtrain_device_copy(device, next, c->pieces[i].from, count));
+        c->pieces[i].from = next;
+        next += count;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Write ------------------------------------------------------------------------------------*/
+
+/* Write the name of a piece in its file: a tensor that is whole by its own, others with their
+ * elements; what is no value with its kind. */
+static dtrain_result dtrain__piece_name(const dtrain_state_tensor *tensor,
+                                        const dtrain__write_piece *piece,
+                                        char name[DTRAIN__TENSOR_NAME])
+{
+    char kind[32] = "", range[64] = "";
+    if (tensor->kind != DTRAIN_STATE_VALUE)
+        snprintf(kind, sizeof kind, "%s.", dtrain__state_kind_name(tensor->kind));
+    if (piece->count != tensor->total)
+        snprintf(range, sizeof range, "[%lld:%lld]", (long long)piece->offset,
+                 (long long)(piece->offset + piece->count));
+    const int length = snprintf(name, DTRAIN__TENSOR_NAME, "%s%s%s", kind, tensor->name, range);
+    if (length > 0 && length < DTRAIN__TENSOR_NAME) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "the name \"%.100s...\" is too long for a file of tensors, which takes %d "
+                       "bytes with what is added here",
+                       tensor->name, DTRAIN__TENSOR_NAME - 1);
+}
+
+/* Write the header of a file: what it holds, and the metadata by which readers know it. */
+static dtrain_result dtrain__file_header(const dtrain_checkpoint *c, const dtrain__write_file *file,
+                                         dtrain__text *text)
+{
+    const char *metadata[] = {"format", "pt", "writer", "dtrain checkpoint", NULL};
+    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
+        &c->allocator, file->count, sizeof *stored, "the header of a file");
+    char(*names)[DTRAIN__TENSOR_NAME] = (char(*)[DTRAIN__TENSOR_NAME])dtrain__alloc(
+        &c->allocator, file->count, sizeof *names, "the header of a file");
+    dtrain_result result = stored && names ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < file->count && result == DTRAIN_OK; i++) {
+        const dtrain__write_piece *piece = &c->pieces[file->first + i];
+        const dtrain_state_tensor *tensor = &c->desc.state->tensors[piece->tensor];
+        result = dtrain__piece_name(tensor, piece, names[i]);
+        stored[i].name = names[i];
+        stored[i].dtype = tensor->dtype;
+        stored[i].begin = piece->at;
+        stored[i].end = piece->at + dtrain__piece_bytes(c, piece);
+        stored[i].shape[0] = piece->count;
+        stored[i].dims = 1;
+        if (piece->count != tensor->total) continue;
+        memcpy(stored[i].shape, tensor->shape, sizeof tensor->shape);
+        while (stored[i].dims < 4 && tensor->shape[stored[i].dims]) stored[i].dims++;
+    }
+    if (result == DTRAIN_OK)
+        result = dtrain__safetensors_write(text, stored, file->count, metadata);
+    dtrain__free(&c->allocator, names, file->count, sizeof *names);
+    dtrain__free(&c->allocator, stored, file->count, sizeof *stored);
+    return result;
+}
+
+/* Write a piece, block by block, with the checksums into the list. A block that is in a device's
+ * memory comes through `bounce`; NULL: none is. */
+static dtrain_result dtrain__piece_write(const dtrain_checkpoint *c, int file, const char *path,
+                                         uint64_t data, const dtrain__write_piece *piece,
+                                         char *bounce, dtrain__text *list)
+{
+    const uint64_t bytes = dtrain__piece_bytes(c, piece);
+    for (uint64_t done = 0; done < bytes; done += DTRAIN__BLOCK) {
+        const size_t count = bytes - done < DTRAIN__BLOCK ? (size_t)(bytes - done) : DTRAIN__BLOCK;
+        const char *block = (const char *)piece->from + done;
+        if (bounce) {
+            DTRAIN__TRY(dtrain_device_copy(c->desc.state->device, bounce, block, count));
+            block = bounce;
+        }
+        dtrain__text_add(list, "%08x", dtrain__crc32c(0, block, count));
+        DTRAIN__TRY(dtrain__storage_write(c->desc.storage, file, path, block, count,
+                                          data + piece->at + done));
+    }
+    return DTRAIN_OK;
+}
+
+/* Write a file, bring it to the disk, and add it to the list. */
+static dtrain_result dtrain__tensors_write(dtrain_checkpoint *c, const char *directory,
+                                           const dtrain__write_file *plan, char *bounce,
+                                           dtrain__text *list)
+{
+    char path[2 * DTRAIN__PATH];
+    dtrain__text header;
+    int file;
+    memset(&header, 0, sizeof header);
+    header.allocator = &c->allocator;
+    snprintf(path, sizeof path, "%s/%s", directory, plan->name);
+    dtrain_result result = dtrain__file_header(c, plan, &header);
+    if (result == DTRAIN_OK)
+        result = dtrain__storage_open(c->desc.storage, path, DTRAIN_STORAGE_CREATE, &file);
+    if (result == DTRAIN_OK) {
+        dtrain__text_add(list,
+                         "%s\n  {\"name\": \"%s\", \"bytes\": %llu, \"rank\": %d, "
+                         "\"pieces\": [",
+                         plan == c->files ? "" : ",", plan->name,
+                         (unsigned long long)(header.bytes + plan->bytes), c->rank);
+        result = dtrain__storage_write(c->desc.storage, file, path, header.at, header.bytes, 0);
+        for (size_t i = 0; i < plan->count && result == DTRAIN_OK; i++) {
+            const dtrain__write_piece *piece = &c->pieces[plan->first + i];
+            dtrain__text_add(list, "%s\n   [%u, %lld, %lld, %llu, \"", i ? "," : "", piece->tensor,
+                             (long long)piece->offset, (long long)piece->count,
+                             (unsigned long long)(header.bytes + piece->at));
+            result = dtrain__piece_write(c, file, path, header.bytes, piece, bounce, list);
+            dtrain__text_add(list, "\"]");
+        }
+        dtrain__text_add(list, "]}");
+        const dtrain_result closed =
+            dtrain__storage_finish(c->desc.storage, file, path, result == DTRAIN_OK);
+        if (result == DTRAIN_OK) result = closed;
+        c->bytes += header.bytes + plan->bytes;
+    }
+    dtrain__text_free(&header);
+    return result;
+}
+
+/* Put this rank's list of files where rank 0 looks for it, by a rename: what has the name is
+ * whole. */
+static dtrain_result dtrain__list_write(const dtrain_checkpoint *c, const char *directory,
+                                        const dtrain__text *list)
+{
+    char path[2 * DTRAIN__PATH], tmp[2 * DTRAIN__PATH];
+    if (list->failed) return DTRAIN_ERROR_MEMORY;
+    snprintf(path, sizeof path, "%s/rank-%05d.json", directory, c->rank);
+    snprintf(tmp, sizeof tmp, "%s/rank-%05d.tmp", directory, c->rank);
+    DTRAIN__TRY(dtrain__storage_put(c->desc.storage, tmp, list->at, list->bytes));
+    return dtrain__storage_rename(c->desc.storage, tmp, path);
+}
+
+/* Write what was planned to step-N.tmp, which is there. */
+DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
+{
+    char directory[DTRAIN__PATH], *bounce = NULL;
+    dtrain__text list;
+    const bool direct = c->desc.background || c->desc.state->device->ops->host_memory;
+    dtrain_result result = DTRAIN_OK;
+    memset(&list, 0, sizeof list);
+    list.allocator = &c->allocator;
+    c->bytes = 0;
+    dtrain__step_path(directory, c->desc.directory, c->step, ".tmp");
+    if (!direct) {
+        bounce = (char *)dtrain__alloc(&c->allocator, DTRAIN__BLOCK, 1, "a bounce buffer");
+        if (!bounce) return DTRAIN_ERROR_MEMORY;
+    }
+    dtrain__text_add(&list, "{\"files\": [");
+    for (size_t i = 0; i < c->file_count && result == DTRAIN_OK; i++)
+        result = dtrain__tensors_write(c, directory, &c->files[i], bounce, &list);
+    dtrain__text_add(&list, "]");
+    dtrain__seal(&list);
+    if (result == DTRAIN_OK) result = dtrain__list_write(c, directory, &list);
+    dtrain__text_free(&list);
+    dtrain__free(&c->allocator, bounce, DTRAIN__BLOCK, 1);
+    return result;
+}

@@ -1,0 +1,504 @@
+/* test_checkpoint.c: what is saved is loaded: exactly when a run goes on as it was, resharded under any other number
+ * of ranks, strategy and precision; retention, locks, damage, refusals. Faults of the disk: test_storage_faults.c. */
+#include "test.h"
+#include "dtrain.h"
+#include "ranks.h"
+#include "saved_run.h"
+
+static char folder[64];
+
+static void folder_make(void)
+{
+    snprintf(folder, sizeof folder, "/tmp/dtrain_checkpoint_XXXXXX");
+    if (!mkdtemp(folder)) exit(3);
+}
+
+static void shell(const char *format, ...)
+{
+    char command[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(command, sizeof command, format, args);
+    va_end(args);
+    CHECK_MSG(system(command) == 0, "%s", command);
+}
+
+static void folder_remove(void) { shell("rm -rf %s", folder); }
+
+/* ---- exact resume ---- */
+
+typedef struct variant {
+    const char *name;
+    uint32_t kind;
+    int ranks;
+    uint32_t micro, tape_flags, param_dtype, reduce_dtype, compression;
+    bool sgd, background, hierarchical;
+    float dropout;
+} variant;
+
+static saved_run *variant_run(const variant *v)
+{
+    saved_run *r = saved_new(v->ranks, v->kind);
+    r->micro = v->micro ? v->micro : 1;
+    r->tape_flags = v->tape_flags;
+    r->strategy.param_dtype = v->param_dtype;
+    r->strategy.reduce_dtype = v->reduce_dtype;
+    r->strategy.hierarchical = v->hierarchical;
+    if (v->hierarchical || v->kind == DTRAIN_STRATEGY_HYBRID_SHARD) r->strategy.node_size = 2;
+    r->compression.kind = v->compression;
+    r->compression.dense_steps = 2;
+    r->compression.dense_below = 1;
+    r->compression.topk_ratio = 0.05f;
+    r->sgd = v->sgd;
+    r->momentum = 0.9f;
+    r->background = v->background;
+    r->dropout = v->dropout;
+    if (v->compression == DTRAIN_COMPRESSION_TOPK) {
+        r->compression.topk_momentum = v->sgd ? 0.5f : 0;
+        r->momentum = 0;
+        r->compression.warmup_steps = 4;
+    }
+    return r;
+}
+
+/* N + M steps, and N steps, save, load, M steps: the same bits. */
+static void resume(const variant *v)
+{
+    char what[200];
+    snprintf(what, sizeof what, "%s, %d ranks", v->name, v->ranks);
+    folder_make();
+    saved_run *whole = variant_run(v), *first = variant_run(v), *second = variant_run(v);
+    first->steps = first->save_every = 3;
+    first->save = second->load = folder;
+    if (saved_go(whole, what) && saved_go(first, what) && saved_go(second, what)) {
+        CHECK_MSG(second->from[0] == 3, "%s: resumed at %lld", what, (long long)second->from[0]);
+        CHECK_MSG(!second->loaded[0].note[0], "%s: %s", what, second->loaded[0].note);
+        saved_compare(whole, second, 3, what);
+    }
+    folder_remove();
+}
+
+static void test_resume(void)
+{
+    static const variant list[] = {
+        {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0},
+        {"ddp", DTRAIN_STRATEGY_DDP, 2, 3, 0, 0, 0, 0, false, true, false, 0.1f},
+        {"ddp, fp16", DTRAIN_STRATEGY_DDP, 2, 1, DTRAIN_TAPE_F16, 0, 0, 0, false, true, false,
+         0.1f},
+        {"ddp, sgd", DTRAIN_STRATEGY_DDP, 3, 2, 0, 0, 0, 0, true, false, false, 0.1f},
+        {"ddp, bf16 on the wire", DTRAIN_STRATEGY_DDP, 4, 1, DTRAIN_TAPE_BF16, 0, DTRAIN_DTYPE_BF16,
+         0, false, true, false, 0.1f},
+        {"ddp, hierarchical", DTRAIN_STRATEGY_DDP, 4, 1, 0, 0, 0, 0, false, false, true, 0},
+        {"ddp, top-k", DTRAIN_STRATEGY_DDP, 3, 2, 0, 0, 0, DTRAIN_COMPRESSION_TOPK, false, true,
+         false, 0.1f},
+        {"ddp, top-k with momentum", DTRAIN_STRATEGY_DDP, 2, 1, 0, 0, 0, DTRAIN_COMPRESSION_TOPK,
+         true, false, false, 0},
+        {"ddp, top-k, hierarchical", DTRAIN_STRATEGY_DDP, 4, 1, 0, 0, 0, DTRAIN_COMPRESSION_TOPK,
+         false, false, true, 0},
+        {"ddp, PowerSGD", DTRAIN_STRATEGY_DDP, 3, 1, 0, 0, 0, DTRAIN_COMPRESSION_POWERSGD, false,
+         true, false, 0},
+        {"zero1", DTRAIN_STRATEGY_ZERO1, 3, 2, 0, 0, 0, 0, false, false, false, 0.1f},
+        {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, 2, 0, 0, 0, 0, false, true, false,
+         0.1f},
+        {"full_shard", DTRAIN_STRATEGY_FULL_SHARD, 3, 2, 0, 0, 0, 0, false, true, false, 0.1f},
+        {"full_shard, bf16", DTRAIN_STRATEGY_FULL_SHARD, 2, 1, DTRAIN_TAPE_BF16, DTRAIN_DTYPE_BF16,
+         DTRAIN_DTYPE_BF16, 0, false, false, false, 0.1f},
+        {"full_shard, fp16", DTRAIN_STRATEGY_FULL_SHARD, 4, 2, DTRAIN_TAPE_F16, 0, 0, 0, false,
+         true, false, 0.1f},
+        {"zero3", DTRAIN_STRATEGY_ZERO3, 3, 2, 0, 0, 0, 0, true, false, false, 0.1f},
+        {"zero3", DTRAIN_STRATEGY_ZERO3, 8, 1, 0, 0, 0, 0, false, true, false, 0.1f},
+        {"hybrid_shard", DTRAIN_STRATEGY_HYBRID_SHARD, 4, 2, 0, 0, 0, 0, false, true, false, 0.1f},
+    };
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) resume(&list[i]);
+}
+
+/* ---- resharding ---- */
+
+/* Save at step 3 as `from`, load as `to` and look at the state, before any further step. */
+static void reshard(const variant *from, const variant *to, const char *how)
+{
+    char what[200];
+    snprintf(what, sizeof what, "%s on %d ranks to %s on %d (%s)", from->name, from->ranks,
+             to->name, to->ranks, how);
+    folder_make();
+    saved_run *first = variant_run(from), *second = variant_run(to);
+    first->steps = first->save_every = second->steps = 3;
+    first->save = second->load = folder;
+    first->keep.file_bytes = 4096; /* several files a rank, and tensors cut between them */
+    if (saved_go(first, what) && saved_go(second, what)) {
+        CHECK_MSG(second->loaded[0].ranks == from->ranks && second->from[0] == 3,
+                  "%s: %d ranks, step %lld", what, second->loaded[0].ranks,
+                  (long long)second->from[0]);
+        CHECK_MSG(first->hash[0] == second->hash[0], "%s: parameters differ", what);
+        saved_compare_state(first, second, what, false);
+        for (int i = 0; i < 16; i++)
+            CHECK_MSG(
+                first->tape_flags != second->tape_flags || first->scalars[i] == second->scalars[i],
+                "%s: scalar %d is %llu and %llu", what, i, (unsigned long long)first->scalars[i],
+                (unsigned long long)second->scalars[i]);
+    }
+    folder_remove();
+    munmap(first, sizeof *first);
+    munmap(second, sizeof *second);
+}
+
+static void test_reshard(void)
+{
+    static const variant list[] = {
+        {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0},
+        {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, true, false, 0},
+        {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, 1, 0, 0, 0, 0, false, false, false, 0},
+        {"full_shard", DTRAIN_STRATEGY_FULL_SHARD, 4, 1, 0, 0, 0, 0, false, true, false, 0},
+        {"full_shard, bf16", DTRAIN_STRATEGY_FULL_SHARD, 5, 1, DTRAIN_TAPE_BF16, DTRAIN_DTYPE_BF16,
+         0, 0, false, false, false, 0},
+        {"zero3", DTRAIN_STRATEGY_ZERO3, 8, 1, 0, 0, 0, 0, false, false, false, 0},
+        {"hybrid_shard", DTRAIN_STRATEGY_HYBRID_SHARD, 6, 1, 0, 0, 0, 0, false, true, false, 0},
+        {"zero1, hierarchical", DTRAIN_STRATEGY_ZERO1, 4, 1, 0, 0, 0, 0, false, false, true, 0},
+    };
+    const size_t count = sizeof list / sizeof list[0];
+    for (size_t a = 0; a < count; a++)
+        for (size_t b = 0; b < count; b++)
+            if (test_full() || a == b || (a + b) % 3 == 0) reshard(&list[a], &list[b], "AdamW");
+}
+
+/* Residuals that cannot be taken as they are: the mean over the ranks that saved them, zeros between nodes, left out
+ * where there are none. */
+static void test_residuals(void)
+{
+    variant topk = {"top-k", DTRAIN_STRATEGY_DDP,     3,    1,     0,     0,
+                    0,       DTRAIN_COMPRESSION_TOPK, true, false, false, 0};
+    folder_make();
+    saved_run *first = variant_run(&topk);
+    first->steps = first->save_every = 4;
+    first->save = folder;
+    if (!saved_go(first, "top-k")) return;
+    static const struct {
+        int ranks;
+        bool hierarchical, compressed;
+        const char *says;
+    } list[] = {{2, false, true, "the mean over"},
+                {4, true, true, "begin with zeros: they are those of nodes"},
+                {3, false, false, "left out"},
+                {3, false, true, ""}};
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
+        variant v = topk;
+        int compared = 0;
+        v.ranks = list[i].ranks;
+        v.hierarchical = list[i].hierarchical;
+        if (!list[i].compressed) v.compression = 0;
+        saved_run *second = variant_run(&v);
+        if (!list[i].compressed) second->momentum = 0;
+        second->steps = 4;
+        second->load = folder;
+        if (!saved_go(second, list[i].says)) continue;
+        CHECK_MSG(list[i].says[0] ? strstr(second->loaded[1].note, list[i].says) != NULL
+                                  : !second->loaded[1].note[0],
+                  "\"%s\", expected \"%s\"", second->loaded[1].note, list[i].says);
+        for (size_t t = 0; t < second->tensor_count && i == 0; t++) {
+            size_t f = 0;
+            if (second->tensors[t].kind != DTRAIN_STATE_RESIDUAL &&
+                second->tensors[t].kind != DTRAIN_STATE_VELOCITY)
+                continue;
+            while (first->tensors[f].kind != second->tensors[t].kind ||
+                   strcmp(first->tensors[f].name, second->tensors[t].name) != 0)
+                f++;
+            const uint64_t bytes = first->tensors[f].bytes;
+            for (uint64_t e = 0; e < bytes / 4; e++) {
+                float sum = 0, one, got[2];
+                for (int r = 0; r < 3; r++) {
+                    memcpy(&one, first->image + first->tensors[f].at + (uint64_t)r * bytes + 4 * e,
+                           4);
+                    sum += one;
+                }
+                for (int r = 0; r < 2; r++)
+                    memcpy(&got[r],
+                           second->image + second->tensors[t].at + (uint64_t)r * bytes + 4 * e, 4);
+                sum *= 1.0f / 3;
+                compared += sum != 0;
+                CHECK(memcmp(&got[0], &sum, 4) == 0 && memcmp(&got[1], &sum, 4) == 0);
+            }
+        }
+        CHECK(i || compared > 100);
+    }
+    folder_remove();
+}
+
+/* Other precision, values alone, a model that has changed: what is carried, and what is said. */
+static void test_does_not_fit(void)
+{
+    variant v = {"ddp", DTRAIN_STRATEGY_DDP, 2, 1, 0, 0, 0, 0, false, false, false, 0};
+    folder_make();
+    saved_run *first = variant_run(&v);
+    first->steps = first->save_every = 2;
+    first->save = folder;
+    saved_go(first, "first");
+
+    v.tape_flags = DTRAIN_TAPE_F16; /* there was no loss scale */
+    saved_run *half = variant_run(&v);
+    half->steps = 2;
+    half->load = folder;
+    if (saved_go(half, "fp16")) CHECK(strstr(half->loaded[0].note, "scaler.scale begins anew"));
+    v.tape_flags = 0;
+
+    v.sgd = true; /* there is no momentum in it */
+    saved_run *other = variant_run(&v);
+    other->steps = 2;
+    other->load = folder;
+    CHECK(saved_launch(other) != DTRAIN_OK);
+    CHECK_MSG(strstr(other->error[0], "missing in it: momentum \"wte\"") &&
+                  strstr(other->error[1], "missing in it"),
+              "%s", other->error[0]);
+    other->how.partial = true;
+    if (saved_go(other, "partial"))
+        CHECK(strstr(other->loaded[0].note, "not in the checkpoint: momentum"));
+    other->how.partial = false;
+    other->how.values_only = true;
+    if (saved_go(other, "values only")) {
+        CHECK(other->hash[0] == first->hash[0] && !other->loaded[0].note[0]);
+        CHECK(other->scalars[0] == 0); /* strategy.step */
+    }
+    folder_remove();
+}
+
+/* ---- what stays in a directory ---- */
+
+static int steps_of(int64_t *steps, int room)
+{
+    struct dirent **names;
+    const int count = scandir(folder, &names, NULL, alphasort);
+    int found = 0;
+    for (int i = 0; i < count; i++) {
+        long long step;
+        char rest[8] = "";
+        if (strlen(names[i]->d_name) == 17 &&
+            sscanf(names[i]->d_name, "step-%lld%7s", &step, rest) == 1 && found < room)
+            steps[found++] = step;
+        CHECK_MSG(!strstr(names[i]->d_name, ".tmp") && !strstr(names[i]->d_name, ".old") &&
+                      !strstr(names[i]->d_name, "probe"),
+                  "%s is left", names[i]->d_name);
+        free(names[i]);
+    }
+    free(names);
+    return found;
+}
+
+static void check_steps(const char *what, const int64_t *expected, int count)
+{
+    int64_t steps[40];
+    const int found = steps_of(steps, 40);
+    char text[200] = "";
+    for (int i = 0; i < found; i++)
+        snprintf(text + strlen(text), sizeof text - strlen(text), " %lld", (long long)steps[i]);
+    CHECK_MSG(found == count && memcmp(steps, expected, (size_t)count * sizeof *steps) == 0,
+              "%s: there are%s", what, text);
+}
+
+static void test_retention(void)
+{
+    static const int64_t last[] = {8, 9, 10}, two[] = {9, 10}, every[] = {4, 8, 10},
+                         all[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
+    variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, true, false, 0};
+    for (int i = 0; i < 6; i++) {
+        folder_make();
+        saved_run *r = variant_run(&v);
+        r->steps = 10;
+        r->save_every = 1;
+        r->save = folder;
+        if (i == 1) r->keep.keep = 2;
+        if (i == 2) r->keep.keep = 1, r->keep.keep_every = 4;
+        if (i == 3) r->keep.keep = DTRAIN_KEEP_ALL;
+        if (i >= 4) r->keep.keep = 1, r->keep.keep_best = 2, r->keep.larger_is_better = i == 5;
+        saved_go(r, "retention");
+        if (i == 0) check_steps("default", last, 3);
+        if (i == 1) check_steps("two", two, 2);
+        if (i == 2) check_steps("every fourth", every, 3);
+        if (i == 3) check_steps("all", all, 10);
+        if (i >= 4) { /* the best two so far at any time, and the last: the rest by a naive rule */
+            bool kept[11] = {false};
+            for (int step = 1; step <= 10; step++) {
+                kept[step] = true;
+                for (int old = 1; old < step; old++) {
+                    int better = 0;
+                    for (int k = 1; k <= step; k++)
+                        if (kept[k] && k != old)
+                            better += i == 5
+                                          ? r->records[0][k - 1].loss > r->records[0][old - 1].loss
+                                          : r->records[0][k - 1].loss < r->records[0][old - 1].loss;
+                    if (kept[old] && better >= 2) kept[old] = false;
+                }
+            }
+            int64_t expected[11];
+            int count = 0;
+            for (int step = 1; step <= 10; step++)
+                if (kept[step]) expected[count++] = step;
+            check_steps(i == 5 ? "largest" : "smallest", expected, count);
+        }
+        CHECK(r->info[0].saved == 10 && r->info[0].last_step == 10 && r->info[1].failed == 0);
+        shell("grep -qx step-000000000010 %s/latest", folder);
+        folder_remove();
+    }
+}
+
+/* Files of others are not touched, and a directory with one in it stays. */
+static void test_foreign_files(void)
+{
+    static const int64_t expected[] = {1, 3, 4};
+    variant v = {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0};
+    folder_make();
+    saved_run *r = variant_run(&v);
+    r->keep.keep = 2;
+    r->steps = 1;
+    r->save_every = 1;
+    r->save = folder;
+    saved_go(r, "first");
+    shell("echo mine > %s/step-000000000001/notes.txt; mkdir %s/step-000000000007.tmp %s/step-1 "
+          "%s/step-000000000002.x;"
+          "echo mine > %s/step-000000000007.tmp/model-0.safetensors.bak",
+          folder, folder, folder, folder, folder);
+    r->load = folder;
+    r->steps = 4;
+    CHECK(saved_launch(r) != DTRAIN_OK); /* what is left of step 7 is not ours to remove */
+    CHECK_MSG(strstr(r->error[0], "files in it that no checkpoint has"), "%s", r->error[0]);
+    shell("rm -r %s/step-000000000007.tmp", folder);
+    saved_go(r, "second");
+    check_steps("foreign", expected, 3);
+    shell("test -f %s/step-000000000001/notes.txt && test -d %s/step-1 && test -d "
+          "%s/step-000000000002.x",
+          folder, folder, folder);
+    folder_remove();
+}
+
+/* ---- two runs, and directories that will not do ---- */
+
+/* Wait until the other run has been refused, at most ten seconds. */
+static int await_other(dtrain_world *world, saved_run *r, int64_t step)
+{
+    char path[128];
+    (void)world;
+    snprintf(path, sizeof path, "%s/done", r->save);
+    for (int i = 0; step == 1 && i < 1000 && access(path, F_OK) != 0; i++) ranks_sleep_us(10000);
+    return 0;
+}
+
+static void test_lock(void)
+{
+    folder_make();
+    saved_run *r = saved_new(2, DTRAIN_STRATEGY_DDP), *other = saved_new(1, DTRAIN_STRATEGY_DDP);
+    r->steps = r->save_every = 2;
+    r->save = other->save = folder;
+    r->during = await_other;
+    other->steps = 1;
+    pid_t child = fork();
+    if (child == 0) {
+        char path[128];
+        snprintf(path, sizeof path, "%s/lock", folder);
+        for (int i = 0; i < 1000 && access(path, F_OK) != 0; i++) ranks_sleep_us(10000);
+        ranks_sleep_us(50000);
+        const bool refused = saved_launch(other) != DTRAIN_OK &&
+                             strstr(other->error[0], "another run saves") != NULL;
+        shell("touch %s/done", folder);
+        _exit(refused ? 0 : 1);
+    }
+    dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_PROCESSES);
+    CHECK(dtrain_launch(&desc, saved_main, r, NULL) == DTRAIN_OK);
+    int status = 1;
+    waitpid(child, &status, 0);
+    CHECK_MSG(status == 0, "the second run: %s", other->error[0]);
+    r->during = NULL;
+    r->load = folder;
+    r->steps = 4;
+    saved_go(r, "after it"); /* the lock is free again */
+    r->mode = DTRAIN_LAUNCH_PROCESSES;
+    r->steps = 6;
+    saved_go(r, "and again"); /* also with forked ranks */
+    folder_remove();
+}
+
+static void test_directories(void)
+{
+    char path[200];
+    folder_make();
+    saved_run *r = saved_new(2, DTRAIN_STRATEGY_DDP);
+    r->steps = r->save_every = 1;
+    r->save = path;
+    snprintf(path, sizeof path, "%s/a/b", folder);
+    CHECK(saved_launch(r) != DTRAIN_OK && strstr(r->error[0], "cannot be made"));
+    snprintf(path, sizeof path, "%s/a", folder);
+    saved_go(r, "made");
+    shell("test -f %s/a/step-000000000001/manifest.json", folder);
+    shell("echo x > %s/file", folder);
+    snprintf(path, sizeof path, "%s/file", folder);
+    CHECK(saved_launch(r) != DTRAIN_OK && strstr(r->error[0], "cannot be"));
+    r->save = NULL;
+    r->load = path;
+    CHECK(saved_launch(r) != DTRAIN_OK && r->ended[1] == DTRAIN_ERROR_FILE);
+    snprintf(path, sizeof path, "%s/none", folder);
+    CHECK(saved_launch(r) != DTRAIN_OK && r->ended[0] == DTRAIN_ERROR_FILE &&
+          r->loaded[0].step == -1);
+    shell("mkdir %s/none", folder);
+    CHECK(saved_launch(r) != DTRAIN_OK && strstr(r->error[1], "there is no checkpoint in"));
+    folder_remove();
+}
+
+/* ---- damage ---- */
+
+/* Damage the newest of two checkpoints: it is passed over, with a warning and a note; by its own path it is an error
+ * that names the file. */
+static void test_damage(void)
+{
+    static const char *const damages[][2] = {
+        {"truncate -s -1 $N/model-00000-00.safetensors", "model-00000-00.safetensors"},
+        {"truncate -s 0 $N/state-00001-00.safetensors", "state-00001-00.safetensors"},
+        {"rm $N/model-00001-00.safetensors", "model-00001-00.safetensors"},
+        {"printf x | dd of=$N/model-00000-00.safetensors bs=1 seek=1500 conv=notrunc 2>/dev/null",
+         "is damaged"},
+        {"printf x | dd of=$N/manifest.json bs=1 seek=700 conv=notrunc 2>/dev/null",
+         "manifest.json"},
+        {"truncate -s -5 $N/manifest.json", "manifest.json"},
+        {"truncate -s 10 $N/manifest.json", "manifest.json"},
+        {"truncate -s 0 $N/manifest.json", "manifest.json"},
+        {"rm $N/manifest.json", ""},
+        {"mv $N/state-00000-00.safetensors $N/x; ln -s x $N/state-00000-00.safetensors",
+         "state-00000-00"},
+        {"sed -i 's/\"version\": 1/\"version\": 2/' $N/manifest.json", "manifest.json"},
+        {"cp $O/manifest.json $N/manifest.json", ""}};
+    variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, false, false, 0};
+    for (size_t i = 0; i < sizeof damages / sizeof damages[0]; i++) {
+        char newest[128];
+        folder_make();
+        saved_run *r = variant_run(&v), *again = variant_run(&v);
+        r->steps = 4;
+        r->save_every = 2;
+        r->save = again->load = folder;
+        again->steps = 2;
+        saved_go(r, "two checkpoints");
+        shell("N=%s/step-000000000004; O=%s/step-000000000002; %s", folder, folder, damages[i][0]);
+        if (saved_go(again, damages[i][0])) {
+            CHECK_MSG(again->from[0] == 2 && again->from[1] == 2, "%s: resumed at %lld",
+                      damages[i][0], (long long)again->from[0]);
+            CHECK_MSG(strstr(again->loaded[0].note, "passed over") &&
+                          strstr(again->loaded[0].note, damages[i][1]),
+                      "%s: %s", damages[i][0], again->loaded[0].note);
+        }
+        snprintf(newest, sizeof newest, "%s/step-000000000004", folder);
+        again->load = newest;
+        CHECK_MSG(saved_launch(again) != DTRAIN_OK && strstr(again->error[0], damages[i][1]),
+                  "%s: %s", damages[i][0], again->error[0]);
+        folder_remove();
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    RUN(test_resume);
+    RUN(test_reshard);
+    RUN(test_residuals);
+    RUN(test_does_not_fit);
+    RUN(test_retention);
+    RUN(test_foreign_files);
+    RUN(test_lock);
+    RUN(test_directories);
+    RUN(test_damage);
+    return test_summary();
+}
