@@ -3121,10 +3121,11 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  * Pages are committed when touched. Each rank hands out its own arena and keeps the book in private
  * memory: no lock is shared, so no rank can die holding one.
  *
- * The launcher installs no signal handler (a rank does if it is asked to: signals.c). It blocks SIGCHLD and the signals it forwards and sleeps
- * in sigtimedwait; a rank's death is in the control page some 100 us after it happened, where the
- * waiting ranks see it. Invariant: whatever happens, every rank that was started has been reaped
- * when dtrain_launch returns, and before they are started again (restart.c). */
+ * The launcher installs no signal handler (a rank does if it is asked to: signals.c). It blocks
+ * SIGCHLD and the signals it forwards and sleeps in sigtimedwait; a rank's death is in the control
+ * page some 100 us after it happened, where the waiting ranks see it. Invariant: whatever happens,
+ * every rank that was started has been reaped when dtrain_launch returns, and before ranks are
+ * started again (restart.c). */
 
 /* ================================================================================================
  * src/world/world_internal.h

@@ -179,6 +179,31 @@ static void test_restart_threads(void)
     check_restart(2, THREADS, DISAGREES);
 }
 
+/* A rank that outlives the grace period is killed in the attempt that failed, and not in the next one. */
+static int rank_outlives(dtrain_world *world, void *user)
+{
+    int32_t *came = (int32_t *)user;
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    ranks_count(came);
+    if (info.restart_count == 0 && info.rank == 1) return 4;
+    if (info.restart_count == 0) pause();
+    ranks_sleep_us(300000);
+    return dtrain_world_all_gather(world, NULL, 0, NULL) == DTRAIN_OK ? 0 : 41;
+}
+static void test_grace_begins_anew(void)
+{
+    int32_t *came = (int32_t *)ranks_shared(sizeof *came);
+    dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
+    dtrain_launch_info info;
+    desc.restarts = 1;
+    desc.backoff_ms = 1;
+    desc.grace_ms = 50;
+    CHECK_MSG(ranks_launch(&desc, rank_outlives, came, &info) == DTRAIN_OK, "%s",
+              dtrain_last_error());
+    CHECK(info.restart_count == 1 && *came == 6);
+}
+
 static void test_without_restarts(void)
 {
     plan *p = new_plan(1, 1);
@@ -263,20 +288,28 @@ static void test_progress(void)
 static int rank_misuses_progress(dtrain_world *world, void *user)
 {
     int32_t *came = (int32_t *)user;
+    const int32_t before = __atomic_fetch_add(came, 1, __ATOMIC_ACQ_REL);
     int status = 0;
     pid_t child;
     dtrain_world_progress(NULL, 1);
-    if (ranks_mix((uint64_t)*came) && __atomic_fetch_add(came, 1, __ATOMIC_ACQ_REL) == 0)
-        dtrain_world_progress(world, UINT64_MAX);
+    dtrain_world_progress(world, 5);
     fflush(NULL);
     child = fork();
     if (child == 0) { /* is not the rank: its progress is none */
-        dtrain_world_progress(world, UINT64_MAX);
+        dtrain_world_progress(world, (uint64_t)before + 100);
         CHECK(!dtrain_world_stop_requested(world));
         _exit(0);
     }
     waitpid(child, &status, 0);
-    return 3;
+    return before < 6 ? 3 : 0;
+}
+static int rank_goes_to_the_end(dtrain_world *world, void *user)
+{
+    int32_t *came = (int32_t *)user;
+    const int32_t before = __atomic_fetch_add(came, 1, __ATOMIC_ACQ_REL);
+    dtrain_world_progress(world, before == 1 ? UINT64_MAX : 5);
+    dtrain_world_progress(world, before > 1 ? UINT64_MAX - 1 : 0);
+    return before < 6 ? 3 : 0;
 }
 static void test_progress_misuse(void)
 {
@@ -287,6 +320,9 @@ static void test_progress_misuse(void)
     desc.backoff_ms = 1;
     CHECK(ranks_launch(&desc, rank_misuses_progress, came, &info) == DTRAIN_ERROR_RANK_FAILED);
     CHECK_MSG(info.restart_count == 1 && *came == 2, "%u restarts", info.restart_count);
+    *came = 0;
+    CHECK(ranks_launch(&desc, rank_goes_to_the_end, came, &info) == DTRAIN_ERROR_RANK_FAILED);
+    CHECK_MSG(info.restart_count == 2 && *came == 3, "%u restarts", info.restart_count);
 }
 
 /* The wait doubles with each in a row, six times, and begins anew with progress. */
@@ -499,25 +535,32 @@ typedef struct drill {
     int times;  /* how often, in a row */
     int value;  /* that ranks return in the end */
     bool in_collective; /* the signal comes while ranks wait in a collective for rank 0 */
-    bool polls;         /* by dtrain_world_stop_requested alone */
+    bool deaf;          /* ranks never ask */
 } drill;
 
 static int rank_steps(dtrain_world *world, void *user)
 {
     drill *d = (drill *)user;
     const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
-    int32_t step = 0, mine[4], all[4 * 4];
+    int32_t step = 0, mine[2], all[2 * 4];
     bool stop = false;
     d->pid[rank] = (int32_t)getpid();
-    while (!stop) {
+    if (d->deaf) {
+        ranks_count(&d->ready);
+        ranks_await(&d->told, 1);
+        step = 2;
+    }
+    while (!stop && !d->deaf) {
         if (d->in_collective && rank == 0 && step == 1) {
             ranks_count(&d->ready);
             ranks_await(&d->told, 1);
         }
         mine[0] = step;
-        RANKS_TRY(dtrain_world_all_gather(world, mine, 4, all)); /* the step's collective */
-        CHECK_MSG(all[0] == step && all[size - 1] == step, "ranks are in different steps");
+        mine[1] = __atomic_load_n(&d->told, __ATOMIC_ACQUIRE);
+        RANKS_TRY(dtrain_world_all_gather(world, mine, 8, all)); /* the step's collective */
+        CHECK_MSG(all[0] == step && all[2 * (size - 1)] == step, "ranks are in different steps");
         RANKS_TRY(dtrain_world_agree_stop(world, &stop));
+        if (d->times && !all[1]) stop = false; /* not before all signals have been sent */
         step++;
         if (!d->in_collective && step == 3) ranks_count(&d->ready);
         if (step > 3) ranks_sleep_us(200 * (rank + 1));
@@ -551,7 +594,8 @@ static void check_stop(int ranks, drill asked)
         kill(asked.target == -1   ? child
              : asked.target == -2 ? -child
                                   : d->pid[asked.target],
-             asked.number);
+             asked.number),
+            ranks_sleep_us(asked.times ? 20000 : 0);
     ranks_sleep_us(1000);
     ranks_count(&d->told);
     CHECK_MSG(test_wait(child, RANKS_SOON, &status), "the launcher did not end");
@@ -623,6 +667,10 @@ static void test_stop_and_fail(void)
     check_stop(3, d);
     d.target = -1;
     check_stop(1, d);
+    d.deaf = true; /* nor is who fails without having asked, where the launcher was told */
+    check_stop(2, d);
+    d.number = SIGUSR1;
+    check_stop(2, d);
 }
 
 /* Without catch_signals ranks die of signals, as ever; and are not restarted when they were forwarded. */
@@ -943,6 +991,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_restart_after_every_failure);
     RUN(test_restart_threads);
+    RUN(test_grace_begins_anew);
     RUN(test_without_restarts);
     RUN(test_crash_loop);
     RUN(test_progress);
