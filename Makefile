@@ -219,8 +219,8 @@ $(BUILD)/%: %.c $(BUILD)/dtrain.a
 $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(WRAPPED) $(LIBS)
-# The functions that this test defines as __wrap_NAME stand between the library and the C library.
-$(BUILD)/tests/test_system_calls: private WRAPPED = \
+# The functions that these tests define as __wrap_NAME stand between the library and the C library.
+$(BUILD)/tests/test_system_calls $(BUILD)/tests/test_restart: private WRAPPED = \
     ${shell sed -n 's/^WRAP([^,]*, \([a-z_]*\),.*/\1/p; \
         s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a

@@ -68,6 +68,9 @@
        src/world/rendezvous.c               The rendezvous: how ranks of a launcher meet
        src/world/page.c                     One host, one control page
        src/world/launch.c                   A rank's life, and dtrain_launch
+       src/world/launch_internal.h          A launch: what launch.c, restart.c and signals.c share
+       src/world/restart.c                  Restarts
+       src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
@@ -213,6 +216,8 @@
    world        all ranks of a run; world size = how many.
    node         the ranks of one host, which reach each other faster than those of other hosts; or,
                 emulated, a group of ranks that is treated so (world/world.h).
+   restart      to start all ranks of a run again after one has failed; progress is a step that the
+                ranks can go on behind, a crash loop is restarts without any.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
@@ -288,9 +293,10 @@
                       is right, or all ranks get an error.
    Memory             of parameters, gradients and optimizer state follows the table in
                       strategy/strategy.h, and is known before anything is allocated.
-   No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
-                      call that can fail returns a dtrain_result and leaves a sentence in
-                      dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
+   No surprises       never exits, aborts, writes to stdout or installs signal handlers (but those
+                      that catch_signals asks for). Every call that can fail returns a
+                      dtrain_result and leaves a sentence in dtrain_last_error(). (A forked rank
+                      ends by _exit after rank_main.)
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error with its name on every other rank; a failed communicator
                       stays failed.
@@ -676,6 +682,14 @@ typedef struct dtrain_launch_desc {
                               batches keep to. 0 = none. Not in it: the process itself and scratch
                               of kernels */
     dtrain_emulation emulation; /* all zero = none */
+    uint32_t restarts;   /* how often in a row the run is started again after a failure, if it makes
+                            no progress; see Restarts. 0 = never */
+    uint32_t backoff_ms; /* before a restart; doubled for each in a row, up to 64 times as long;
+                            0 = 1000 */
+    uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
+                            those that it has started, if they are as many; 0 = all are needed */
+    bool catch_signals;  /* SIGTERM and SIGUSR1 ask ranks to stop, instead of killing them: see
+                            dtrain_world_stop_requested */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -683,8 +697,10 @@ typedef struct dtrain_launch_info {
     uint32_t rank_count;
     int first_failed_rank; /* -1: none failed */
     int exit_code;         /* for main(): 0, the failed rank's return value, or 128 + signal */
-    int signal;            /* that ended the first failed rank, or 0; or that was forwarded */
+    int signal;            /* that ended the first failed rank, or 0; or that was forwarded, or
+                              caught by a rank */
     double seconds;
+    uint32_t restart_count; /* see dtrain_world_info */
 } dtrain_launch_info;
 
 /* The main function of a rank. Its return value is the rank's exit status: 0 = success. */
@@ -697,14 +713,33 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * Processes: call it before starting threads and before touching much memory (fork copies page
  * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
  * SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 that reach the parent are forwarded to
- * every rank; no handler is installed, and the signal mask is restored before the call returns.
- * If the parent dies, the ranks die with it (Linux).
+ * every rank; no handler is installed in the parent, and the signal mask is restored before the
+ * call returns. The second request to stop (one of the first four, more than a second after the
+ * first) kills the ranks. If the parent dies, the ranks die with it (Linux).
  * Threads: rank_main must not use non-constant globals; a rank that hangs cannot be killed.
  *
  * Joined ranks: rank_main runs in the calling process, which is one rank; the result is that rank's
  * own. Rank 0 returns when all ranks have ended, or grace_ms after a failure, and reports the first
  * failure of any. When a rank fails and TORCHELASTIC_ERROR_FILE is set, torchrun finds the sentence
  * there.
+ *
+ * Restarts: with desc->restarts, a run in which a rank fails (it returns another value than 0,
+ * crashes, is killed, or hangs until the deadline) is started again. When all ranks have ended, a
+ * warning with the sentence of the first failure is logged, and after a wait all ranks start anew,
+ * with memory as it was before the call; what they know of the run before is what they saved. When
+ * the ranks have announced a further step than any attempt before (dtrain_world_progress), the
+ * count in a row and the wait begin anew. After desc->restarts in a row without progress the call
+ * returns DTRAIN_ERROR_RANK_FAILED, and the sentence tells of the crash loop and the last failure.
+ * A run that was asked to stop by a signal is not restarted; a signal during the wait ends the run,
+ * with 128 + signal as exit code. Each restart tries to start all ranks, also after one that went
+ * on with fewer (min_ranks). Ranks that are threads are restarted too, but what they have not freed
+ * stays.
+ *
+ * Ranks of another launcher, and those that this call forks on one node of several (TrainJob), are
+ * not restarted by this call, because one node cannot start again without the others: restarts is
+ * ignored. info->exit_code is not 0 after a failure: return it from main, and that launcher starts
+ * all of them again, if it is told to: torchrun --max-restarts, backoffLimit or maxRestarts of
+ * Kubernetes, sbatch --requeue.
  *
  * desc and info may be NULL. */
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
@@ -728,6 +763,8 @@ typedef struct dtrain_world_info {
     uint32_t threads;     /* compute threads of this rank */
     uint32_t timeout_ms;  /* deadline of every wait for other ranks */
     dtrain_allocator allocator;
+    uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
+                               is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
 } dtrain_world_info;
 
 /* Fill info with where this rank stands; with zeros when world is NULL. */
@@ -754,6 +791,31 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
  * counts as gone two seconds later: an operation that it took part in may still be finishing
  * here. */
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
+
+/* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
+ * are not counted with those before: checkpoints call it when one is published. A run whose steps
+ * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
+ * rank may call it, from any of its threads, and the highest step stands. Without desc.restarts,
+ * or under another launcher, nothing is done with it. */
+DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
+
+/* Say whether SIGTERM or SIGUSR1 has come to this rank, with desc.catch_signals; false without it.
+ * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
+ * other steps: ranks may act on it only when they agree, by dtrain_world_agree_stop or by a word
+ * that they exchange anyway.
+ *
+ * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
+ * SIGTERM, more than a second after the first, ends the process at once; until then it may be the
+ * same one, sent to the process group and forwarded. The host's handlers are back when
+ * dtrain_launch returns. Processes: in ranks alone, the launcher forwards what it gets. Threads:
+ * the signal is the process's, so it comes to all ranks. A run whose ranks then return 0 has
+ * succeeded, and info.signal tells of the signal; one that fails is not restarted. */
+DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
+
+/* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
+ * Collective and blocking like dtrain_world_all_gather, which carries it: for a host with a loop of
+ * its own, once a step or every few steps. *stop is false on failure. */
+DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop);
 
 /* Send one formatted line to the log. */
 #if defined(__GNUC__)
@@ -3341,10 +3403,11 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  * Pages are committed when touched. Each rank hands out its own arena and keeps the book in private
  * memory: no lock is shared, so no rank can die holding one.
  *
- * The launcher installs no signal handler. It blocks SIGCHLD and the signals it forwards and sleeps
- * in sigtimedwait; a rank's death is in the control page some 100 us after it happened, where the
- * waiting ranks see it. Invariant: whatever happens, every rank that was started has been reaped
- * when dtrain_launch returns. */
+ * The launcher installs no signal handler (a rank does if it is asked to: signals.c). It blocks
+ * SIGCHLD and the signals it forwards and sleeps in sigtimedwait; a rank's death is in the control
+ * page some 100 us after it happened, where the waiting ranks see it. Invariant: whatever happens,
+ * every rank that was started has been reaped when dtrain_launch returns, and before ranks are
+ * started again (restart.c). */
 
 /* ================================================================================================
  * src/world/world_internal.h
@@ -3419,6 +3482,8 @@ typedef struct dtrain__lane {
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
     uint32_t ended_count;  /* atomic: exit records written */
+    int caught;            /* atomic: signal that asks the run to stop, see signals.c; 0 = none */
+    uint64_t progress;     /* atomic: 1 + the highest step announced, 0 = none */
     uint64_t promised;     /* atomic: bytes handed out by all arenas */
     uint64_t free_at_start;
     char *arenas; /* (world size, arena_bytes); NULL: no memory is shared */
@@ -3450,6 +3515,8 @@ struct dtrain_world {
     uint64_t emulated_moves; /* what the wait before saw, see dtrain__emulated_turn */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
+    bool catches;        /* signals that ask the run to stop */
+    uint32_t restart_count;
     pid_t launcher;      /* the process that forked this rank, or 0 */
     uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
     uint64_t timeout_ns;
@@ -3561,6 +3628,7 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->node_count = node ? world->size / node : world->node_count;
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
+    info->restart_count = world->restart_count;
     info->allocator = world->allocator;
 }
 
@@ -3620,6 +3688,7 @@ typedef struct dtrain__placement {
     int forks;                  /* ranks this process has to start; 0: it is a rank itself */
     char address[256];          /* of rank 0; "": the world is on one node that we fork */
     uint32_t port;              /* of the control plane */
+    uint32_t restart_count;     /* by the launcher around this process, so far */
     uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
 } dtrain__placement;
 
@@ -4607,6 +4676,19 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
     }
 }
 
+/* Read how often the launcher around this process has started it again. Whether that launcher has
+ * started one rank, a node or a shell makes no difference. */
+static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
+{
+    static const char *const names[] = {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
+    bool found = false;
+    int count = 0;
+    for (int i = 0; i < 2 && !found; i++)
+        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
+    out->restart_count = (uint32_t)count;
+    return DTRAIN_OK;
+}
+
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
  * dtrain_launch does what its desc says, as if nothing were set. */
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
@@ -4630,8 +4712,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     if (!found || out->size == 1) {
         memset(out, 0, sizeof *out);
         out->size = 1;
-        return DTRAIN_OK;
+        return dtrain__env_restarts(env, out);
     }
+    DTRAIN__TRY(dtrain__env_restarts(env, out));
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",
@@ -5670,7 +5753,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
  *         settle       who starts the ranks: this call, another launcher, or this call on its node
  *         map          the shared region, or a page of this process's own when ranks join a world
  *         run          each rank, in a process or thread: make its world, rank_main, end
- *         conclude     from the exit records: one result, one sentence, the info */
+ *         conclude     from the exit records: one result, one sentence, the info
+ *         restart      after a failure, from "map" on (restart.c) */
+
+/* ================================================================================================
+ * src/world/launch_internal.h
+ * ==============================================================================================*/
+
+/* A launch: what launch.c, restart.c and signals.c share. */
 
 typedef struct dtrain__launch {
     dtrain_launch_desc desc; /* resolved */
@@ -5686,10 +5776,39 @@ typedef struct dtrain__launch {
     pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
     int live;                     /* processes to reap */
-    int forwarded, stop_count;    /* last signal passed on; how often we were asked to stop */
+    int forwarded, stop_count;    /* last request to stop passed on; how often we were asked */
+    int passed_on;                /* last signal passed on, SIGUSR1 and SIGUSR2 included */
+    uint64_t stop_ns;             /* when we were asked to stop last */
+    bool waits_for_signals;       /* `watched` is blocked and SIGCHLD is heard, until the end */
+    bool child_was_pending;       /* as it was found: to be put back at the end */
+    struct sigaction child_action;
     sigset_t watched, old_mask;
     uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
+
+    /* Restarts. An attempt is one start of all ranks. */
+    int rank_count;         /* of a world with all its ranks */
+    uint64_t attempt_ns;    /* when this attempt began */
+    int started;            /* by this attempt; fewer than there should be: one was refused */
+    uint32_t restart_count; /* of this call */
+    uint32_t in_a_row;      /* of them, since progress was made */
+    uint64_t progress;      /* furthest of all attempts but this one: 0 none, else 1 + step */
+    uint64_t announced;     /* by this attempt */
+    int caught;             /* signal that a rank of this attempt has seen, see signals.c */
 } dtrain__launch;
+
+/* A request to stop reaches a rank twice when it is sent to the process group or to all processes
+ * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
+#define DTRAIN__ONE_REQUEST_NS 1000000000u
+
+/* world/restart.c */
+DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
+                                     dtrain_launch_info *info);
+
+/* world/signals.c */
+DTRAIN__PRIVATE void dtrain__signals_install(sigset_t *mask);
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(sigset_t *old_mask);
+DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
+DTRAIN__PRIVATE int dtrain__signal_caught(void);
 
 static uint32_t dtrain__cores(void)
 {
@@ -5755,6 +5874,8 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->log.user = desc->log_user;
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
+    world->restart_count = launch->place.restart_count + launch->restart_count;
+    world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
@@ -5857,16 +5978,22 @@ static void dtrain__reap(dtrain__launch *launch)
     }
 }
 
-/* Typed at a terminal, a signal has reached the whole process group: ranks must not get it twice.
- * The second request to stop is obeyed without asking the ranks. */
+/* Pass a signal on. Typed at a terminal, it has reached the whole process group: ranks must not get
+ * it twice. One that was sent twice within a moment is one request (see DTRAIN__ONE_REQUEST_NS);
+ * the second request to stop is obeyed without asking the ranks. */
 static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
 {
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
+    const uint64_t now = dtrain__now_ns(), before = launch->stop_ns;
+    const bool again = launch->stop_count && now - before < DTRAIN__ONE_REQUEST_NS;
+    if (stop && again && number == launch->forwarded && !from_terminal) return;
     if (!from_terminal) dtrain__signal_ranks(launch, number);
-    if (!stop) return;
+    launch->passed_on = number;
+    if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
     dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
     launch->forwarded = number;
-    if (++launch->stop_count < 2) return;
+    launch->stop_ns = now;
+    if (!stop || ++launch->stop_count < 2) return;
     launch->kill_ns = 1;
     dtrain__signal_ranks(launch, SIGKILL);
 }
@@ -5901,6 +6028,7 @@ static void dtrain__child(dtrain__launch *launch, int index)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
 #endif
     if (getppid() != launch->launcher) _exit(1);
+    if (launch->desc.catch_signals) dtrain__signals_install(&launch->old_mask);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
     const int code = dtrain__rank_run(launch, index);
     fflush(NULL);
@@ -5910,6 +6038,7 @@ static void dtrain__child(dtrain__launch *launch, int index)
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
     int i = 0, error = 0;
+    fflush(NULL); /* or each rank would write what is in the buffers now once more */
     for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
         if (pid == 0) dtrain__child(launch, i);
@@ -5918,6 +6047,7 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
         launch->live += pid > 0;
     }
     if (error) launch->kill_ns = 1;
+    launch->started = i;
     dtrain__watch(launch);
     if (!error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
@@ -5926,14 +6056,21 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
                        launch->place.rank + i, launch->place.size, strerror(error));
 }
 
-/* A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is put in
- * place while ranks run. Our last SIGCHLD is taken off the queue, or a handler of the host's would
- * wait for a child that is gone; one that was about another child is raised again. */
-static dtrain_result dtrain__launch_processes(dtrain__launch *launch)
+/* Say whether the host ignores SIGCHLD. */
+static bool dtrain__is_deaf(const dtrain__launch *launch)
 {
-    struct sigaction found, plain;
-    sigset_t only_child;
+    return launch->child_action.sa_handler == SIG_IGN ||
+           (launch->child_action.sa_flags & SA_NOCLDWAIT);
+}
+
+/* Hear of signals by sigtimedwait, from before the first rank is forked until the last restart is
+ * over. A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is
+ * put in place meanwhile. */
+static void dtrain__hear_signals(dtrain__launch *launch)
+{
+    struct sigaction plain;
     struct timespec no_time;
+    sigset_t only_child;
     siginfo_t what;
     memset(&plain, 0, sizeof plain);
     memset(&no_time, 0, sizeof no_time);
@@ -5943,20 +6080,28 @@ static dtrain_result dtrain__launch_processes(dtrain__launch *launch)
     launch->watched = only_child;
     for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
         sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
-    sigaction(SIGCHLD, NULL, &found);
-    const bool deaf = found.sa_handler == SIG_IGN || (found.sa_flags & SA_NOCLDWAIT);
+    sigaction(SIGCHLD, NULL, &launch->child_action);
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
-    const bool was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
-    if (deaf) sigaction(SIGCHLD, &plain, NULL);
+    launch->waits_for_signals = true;
+    launch->child_was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
+    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &plain, NULL);
+}
 
-    fflush(NULL); /* or each rank would write what is in the buffers now once more */
-    const dtrain_result result = dtrain__fork_all(launch);
-
+/* Leave signals to the host again. Our last SIGCHLD is taken off the queue, or a handler of the
+ * host's would wait for a child that is gone; one that was about another child is raised again. */
+static void dtrain__unhear_signals(dtrain__launch *launch)
+{
+    struct timespec no_time;
+    sigset_t only_child;
+    siginfo_t what;
+    if (!launch->waits_for_signals) return;
+    memset(&no_time, 0, sizeof no_time);
+    sigemptyset(&only_child);
+    sigaddset(&only_child, SIGCHLD);
     while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
-    if (deaf) sigaction(SIGCHLD, &found, NULL);
-    if (was_pending) kill(getpid(), SIGCHLD);
+    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
+    if (launch->child_was_pending) kill(getpid(), SIGCHLD);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-    return result;
 }
 
 /* ---- Ranks as threads -------------------------------------------------------------------------*/
@@ -5983,12 +6128,14 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
     dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
     const int count = (int)launch->desc.rank_count;
     int started = 0, error = 0;
+    dtrain__store(&launch->gate, 0u);
     for (; started < count && !error; started += !error) {
         threads[started].launch = launch;
         threads[started].rank = started;
         error =
             pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
     }
+    launch->started = started;
     dtrain__store(&launch->gate, error ? 2u : 1u);
     for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
     if (!error) return DTRAIN_OK;
@@ -6052,9 +6199,16 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
+    if (!launch->joins && (int64_t)desc->min_ranks > place->size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: min_ranks is %d, and the world has %d ranks; set it to "
+                           "at most that, or to 0: then all of them are needed",
+                           (int)desc->min_ranks, place->size);
+    launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     if (!desc->grace_ms) desc->grace_ms = 5000;
+    if (!desc->backoff_ms) desc->backoff_ms = 1000;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
     launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
     return DTRAIN_OK;
@@ -6067,13 +6221,14 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     const int first = dtrain__first_failure(control);
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
-    info->signal = launch->forwarded;
+    info->signal = launch->forwarded ? launch->forwarded : launch->caught;
     info->exit_code = 0;
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
-    double when = info->seconds;
-    if (end->ended_ns > launch->start_ns) when = 1e-9 * (double)(end->ended_ns - launch->start_ns);
+    double when = 1e-9 * (double)(dtrain__now_ns() - launch->attempt_ns);
+    if (end->ended_ns > launch->attempt_ns)
+        when = 1e-9 * (double)(end->ended_ns - launch->attempt_ns);
     const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
@@ -6109,6 +6264,51 @@ static void dtrain__write_error_file(const char *text)
     fclose(file);
 }
 
+/* Start all ranks once, see them end, and tell how. */
+static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    const uint32_t arenas = launch->joins ? 0 : launch->desc.rank_count;
+    launch->attempt_ns = dtrain__now_ns();
+    launch->kill_ns = 0;
+    launch->announced = 0;
+    launch->passed_on = 0;
+    launch->started = (int)launch->desc.rank_count;
+    info->first_failed_rank = -1;
+    info->exit_code = 1;
+    info->signal = 0;
+    dtrain_result result =
+        dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
+    if (result != DTRAIN_OK) return result;
+    dtrain__control *control = launch->region.control;
+    info->rank_count = (uint32_t)launch->place.size;
+    if (launch->here) (void)dtrain__rank_run(launch, 0);
+    else if (launch->launcher) result = dtrain__fork_all(launch);
+    else result = dtrain__launch_threads(launch);
+    launch->announced = dtrain__load(&control->progress);
+    launch->caught = dtrain__load(&control->caught);
+    if (launch->desc.catch_signals && !launch->launcher) launch->caught = dtrain__signal_caught();
+    if (result == DTRAIN_OK) result = dtrain__conclude(launch, info);
+    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+        result = dtrain_fail(launch->joined, "%s", control->exits[launch->place.rank].error);
+    munmap(control, launch->region.bytes);
+    return result;
+}
+
+/* Start all ranks, and again after a failure, as often as the desc allows. */
+static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    const bool catches = launch->desc.catch_signals && !launch->launcher;
+    sigset_t old_mask;
+    dtrain_result result;
+    if (catches) DTRAIN__TRY(dtrain__signals_begin(&old_mask));
+    if (launch->launcher) dtrain__hear_signals(launch);
+    do result = dtrain__attempt(launch, info);
+    while (dtrain__restart(launch, &result, info));
+    dtrain__unhear_signals(launch);
+    if (catches) dtrain__signals_end(&old_mask);
+    return result;
+}
+
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info)
 {
@@ -6127,24 +6327,278 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (result == DTRAIN_OK)
-        result =
-            dtrain__map_region(launch.desc.reserve_bytes, launch.joins ? 0 : launch.desc.rank_count,
-                               NULL, -1, &launch.region);
     if (result == DTRAIN_OK) {
-        info->rank_count = (uint32_t)launch.place.size;
-        if (launch.here) (void)dtrain__rank_run(&launch, 0);
-        else if (launch.launcher) result = dtrain__launch_processes(&launch);
-        else result = dtrain__launch_threads(&launch);
+        result = dtrain__run_attempts(&launch, info);
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
-        if (result == DTRAIN_OK) result = dtrain__conclude(&launch, info);
-        if (launch.joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
-            result = dtrain_fail(launch.joined, "%s",
-                                 launch.region.control->exits[launch.place.rank].error);
-        munmap(launch.region.control, launch.region.bytes);
+        info->restart_count = launch.place.restart_count + launch.restart_count;
     }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
+}
+
+/* ================================================================================================
+ * src/world/restart.c
+ * ==============================================================================================*/
+
+/* Restarts
+ *
+ * A run that fails is started again, all ranks together and from nothing: in a fresh region, so
+ * that what the dead have left there can disturb nobody. The ranks load what they saved last. Only
+ * the launcher that has started every rank of a world can do this; another launcher's ranks end
+ * with a status that makes that one do it.
+ *
+ *     start all ranks <------------------------------------------------+
+ *         | all returned 0, or the run was asked to stop --> the end   |
+ *         | a rank failed                                              |
+ *         | further than ever before: the count in a row is 0 again    |
+ *         | `restarts` of them in a row --> the end: a crash loop      |
+ *         +-- one warning; wait backoff_ms, doubled for each in a row -+
+ *
+ * Progress is a step that dtrain_world_progress has announced. The control page keeps the highest,
+ * the launcher the highest of all pages. */
+
+#define DTRAIN__BACKOFF_DOUBLINGS 6u
+
+DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
+{
+    if (!world || !world->mine || !*world->mine) return;
+    const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
+    uint64_t *highest = &world->control->progress, found = dtrain__load(highest);
+    while (found < mine && !__atomic_compare_exchange_n(highest, &found, mine, false,
+                                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
+}
+
+/* Log as the launcher, which is no rank. */
+DTRAIN__PRINTF(2, 3)
+static void dtrain__launch_warn(const dtrain__launch *launch, const char *format, ...)
+{
+    dtrain__log_sink sink;
+    va_list args;
+    memset(&sink, 0, sizeof sink);
+    sink.write = launch->desc.log;
+    sink.user = launch->desc.log_user;
+    sink.level = (dtrain_log_level)launch->desc.log_level;
+    sink.rank = -1;
+    va_start(args, format);
+    dtrain__log_va(&sink, DTRAIN_LOG_WARNING, format, args);
+    va_end(args);
+}
+
+/* Say whether somebody has asked the run to stop: through the launcher, at a terminal, or at one
+ * rank. Without catch_signals, ranks that end by the SIGUSR1 that was forwarded end as asked. */
+static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
+{
+    return launch->forwarded || launch->caught ||
+           (launch->passed_on && info->signal == launch->passed_on);
+}
+
+/* Set the number of ranks of the next attempt. */
+static void dtrain__set_ranks(dtrain__launch *launch, int count)
+{
+    launch->place.size = count;
+    launch->desc.rank_count = (uint32_t)count;
+}
+
+/* Go on with the ranks that could be started, where the system refuses some of them in a restart;
+ * false when they are too few. Every turn has fewer ranks than the one before, so this ends. */
+static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
+{
+    const int nodes = (int)launch->desc.emulation.node_ranks;
+    int count = launch->started;
+    if (nodes) count -= count % nodes;
+    if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
+    dtrain__launch_warn(launch, "%s; going on with %d rank%s", dtrain_last_error(), count,
+                        count > 1 ? "s" : "");
+    dtrain__set_ranks(launch, count);
+    return true;
+}
+
+/* Wait before a restart, for as long as nobody asks the run to stop; return the signal that does,
+ * or 0. Signals that are forwarded are blocked and come from sigtimedwait; ranks that are threads
+ * leave them to the host, except where they are caught. */
+static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
+{
+    const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
+    sigset_t stops;
+    sigemptyset(&stops);
+    if (launch->waits_for_signals) stops = launch->watched;
+    sigdelset(&stops, SIGCHLD);
+    for (;;) {
+        const uint64_t now = dtrain__now_ns(), left = now < end ? end - now : 0;
+        struct timespec nap;
+        siginfo_t what;
+        nap.tv_sec = 0;
+        nap.tv_nsec = (long)(left < longest ? left : longest);
+        const int number = sigtimedwait(&stops, &what, &nap);
+        const bool asks = number == SIGUSR1 && launch->desc.catch_signals;
+        if (number > 0 && ((number != SIGUSR1 && number != SIGUSR2) || asks)) return number;
+        if (!launch->waits_for_signals && launch->desc.catch_signals && dtrain__signal_caught())
+            return dtrain__signal_caught();
+        if (!left) return 0;
+    }
+}
+
+/* Make the sentence of a crash loop. The last failure stands at its end, where it may be cut. */
+static dtrain_result dtrain__crash_loop(const dtrain__launch *launch, dtrain_result result)
+{
+    char last[DTRAIN__ERROR_BYTES], beyond[48] = "";
+    snprintf(last, sizeof last, "%s", dtrain_last_error());
+    if (launch->progress)
+        snprintf(beyond, sizeof beyond, " beyond step %llu",
+                 (unsigned long long)(launch->progress - 1));
+    return dtrain_fail(result,
+                       "crash loop: %u restart%s in a row made no progress%s; the last failure: %s",
+                       launch->in_a_row, launch->in_a_row > 1 ? "s" : "", beyond, last);
+}
+
+/* Decide whether a run that has ended is started again, and wait until then. A world that could not
+ * even be started the first time is not: its desc or its machine is wrong. */
+DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
+                                     dtrain_launch_info *info)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const bool refused = launch->started < (int)desc->rank_count;
+    char last[DTRAIN__ERROR_BYTES];
+    if (*result == DTRAIN_OK || launch->joins || !desc->restarts) return false;
+    if (dtrain__was_stopped(launch, info)) return false;
+    if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
+    if (launch->restart_count && refused && dtrain__go_on_with_fewer(launch)) return true;
+    if (launch->announced > launch->progress) {
+        launch->progress = launch->announced;
+        launch->in_a_row = 0;
+    }
+    if (launch->in_a_row == desc->restarts) {
+        *result = dtrain__crash_loop(launch, *result);
+        return false;
+    }
+    const uint32_t twice =
+        launch->in_a_row < DTRAIN__BACKOFF_DOUBLINGS ? launch->in_a_row : DTRAIN__BACKOFF_DOUBLINGS;
+    const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
+    launch->in_a_row++;
+    snprintf(last, sizeof last, "%s", dtrain_last_error());
+    dtrain__launch_warn(launch, "restart %u of %u in %.1f s: %s", launch->in_a_row, desc->restarts,
+                        1e-9 * (double)wait_ns, last);
+    const int number = dtrain__back_off(launch, wait_ns);
+    if (number) {
+        info->signal = number;
+        info->exit_code = 128 + number;
+        *result = dtrain_fail(*result,
+                              "stopped by signal %d (%s) while it waited for restart %u "
+                              "of %u; the last failure: %s",
+                              number, dtrain__signal_name(number), launch->in_a_row, desc->restarts,
+                              last);
+        return false;
+    }
+    launch->restart_count++;
+    dtrain__set_ranks(launch, launch->rank_count);
+    return true;
+}
+
+/* ================================================================================================
+ * src/world/signals.c
+ * ==============================================================================================*/
+
+/* Requests to stop
+ *
+ * A rank that is about to lose its machine is told so by SIGTERM, or by SIGUSR1 some time before.
+ * With dtrain_launch_desc.catch_signals a handler notes it, and the training loop asks at the end
+ * of each step. The handler does nothing else: it may interrupt anything, this library's own waits
+ * and a checkpoint that is being written included.
+ *
+ *     SIGTERM or SIGUSR1 --> the handler notes it --> dtrain_world_stop_requested, on this rank
+ *                                                           |
+ *                         dtrain_world_agree_stop: any rank --> all ranks, after the same step
+ *     SIGTERM again      --> the default action: the process ends at once
+ *
+ * A handler gets nothing but a number, so what it notes is the process's: the one mutable state of
+ * this library that does not belong to a world. */
+
+static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
+static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
+static uint64_t dtrain__term_ns;       /* atomic: when the first SIGTERM came, 0 = it has not */
+static struct sigaction dtrain__found_term, dtrain__found_usr1; /* the host's */
+
+/* Note a signal. A second SIGTERM gets the default action back and raises it again: it is blocked
+ * in here, and ends the process on return. All calls are async-signal-safe. */
+static void dtrain__on_signal(int number)
+{
+    const int error = errno;
+    const uint64_t now = dtrain__now_ns(), first = dtrain__load(&dtrain__term_ns);
+    if (!dtrain__load(&dtrain__signal_seen)) dtrain__store(&dtrain__signal_seen, number);
+    if (number == SIGTERM && !first) dtrain__store(&dtrain__term_ns, now);
+    if (number == SIGTERM && first && now - first >= DTRAIN__ONE_REQUEST_NS) {
+        signal(SIGTERM, SIG_DFL);
+        raise(SIGTERM);
+    }
+    errno = error;
+}
+
+/* Install the handler, and take what it handles out of a mask that the caller will set after it:
+ * in this order a signal that is pending already is caught. Interrupted system calls go on. */
+DTRAIN__PRIVATE void dtrain__signals_install(sigset_t *mask)
+{
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = dtrain__on_signal;
+    action.sa_flags = SA_RESTART;
+    sigemptyset(&action.sa_mask);
+    dtrain__store(&dtrain__signal_seen, 0);
+    dtrain__store(&dtrain__term_ns, 0u);
+    sigaction(SIGTERM, &action, &dtrain__found_term);
+    sigaction(SIGUSR1, &action, &dtrain__found_usr1);
+    sigdelset(mask, SIGTERM);
+    sigdelset(mask, SIGUSR1);
+}
+
+/* Begin to catch signals in a process that goes on after its ranks: one run at a time. */
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(sigset_t *old_mask)
+{
+    uint32_t none = 0;
+    sigset_t mask;
+    if (!__atomic_compare_exchange_n(&dtrain__signals_taken, &none, 1u, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_launch: catch_signals is set, and another run of this process "
+                           "catches signals now; set it in one of them, a process has one handler");
+    pthread_sigmask(SIG_SETMASK, NULL, old_mask);
+    mask = *old_mask;
+    dtrain__signals_install(&mask);
+    pthread_sigmask(SIG_SETMASK, &mask, NULL);
+    return DTRAIN_OK;
+}
+
+/* Give the host its handlers and its mask back. */
+DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask)
+{
+    sigaction(SIGTERM, &dtrain__found_term, NULL);
+    sigaction(SIGUSR1, &dtrain__found_usr1, NULL);
+    pthread_sigmask(SIG_SETMASK, old_mask, NULL);
+    dtrain__store(&dtrain__signals_taken, 0u);
+}
+
+/* Return the signal that this process has caught, 0 for none. */
+DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }
+
+/* The signal is also noted in the control page: a run that was asked to stop is not restarted, and
+ * the launcher may know nothing of a signal that was sent to one rank alone. */
+DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world)
+{
+    const int number = world && world->catches ? dtrain__signal_caught() : 0;
+    if (number && *world->mine) dtrain__store(&world->control->caught, number);
+    return number != 0;
+}
+
+DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop)
+{
+    char all[DTRAIN_MAX_RANKS];
+    if (!world || !stop)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_agree_stop: %s is NULL",
+                           world ? "stop" : "world");
+    *stop = false;
+    const char mine = dtrain_world_stop_requested(world);
+    DTRAIN__TRY(dtrain_world_all_gather(world, &mine, 1, all));
+    for (int i = 0; i < world->size; i++) *stop = *stop || all[i];
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================

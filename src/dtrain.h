@@ -69,6 +69,8 @@ extern "C" {
 #include "world/rendezvous.c"
 #include "world/page.c"
 #include "world/launch.c"
+#include "world/restart.c"
+#include "world/signals.c"
 #include "comm/comm.c"
 #include "comm/reduce.c"
 #include "comm/engine.c"

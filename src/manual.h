@@ -82,6 +82,8 @@
    world        all ranks of a run; world size = how many.
    node         the ranks of one host, which reach each other faster than those of other hosts; or,
                 emulated, a group of ranks that is treated so (world/world.h).
+   restart      to start all ranks of a run again after one has failed; progress is a step that the
+                ranks can go on behind, a crash loop is restarts without any.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
@@ -157,9 +159,10 @@
                       is right, or all ranks get an error.
    Memory             of parameters, gradients and optimizer state follows the table in
                       strategy/strategy.h, and is known before anything is allocated.
-   No surprises       never exits, aborts, writes to stdout or installs signal handlers. Every
-                      call that can fail returns a dtrain_result and leaves a sentence in
-                      dtrain_last_error(). (A forked rank ends by _exit after rank_main.)
+   No surprises       never exits, aborts, writes to stdout or installs signal handlers (but those
+                      that catch_signals asks for). Every call that can fail returns a
+                      dtrain_result and leaves a sentence in dtrain_last_error(). (A forked rank
+                      ends by _exit after rank_main.)
    No hangs           every wait has a deadline (timeout_ms). A dead, stuck or disagreeing rank
                       becomes an error with its name on every other rank; a failed communicator
                       stays failed.

@@ -311,6 +311,19 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
     }
 }
 
+/* Read how often the launcher around this process has started it again. Whether that launcher has
+ * started one rank, a node or a shell makes no difference. */
+static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
+{
+    static const char *const names[] = {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
+    bool found = false;
+    int count = 0;
+    for (int i = 0; i < 2 && !found; i++)
+        DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
+    out->restart_count = (uint32_t)count;
+    return DTRAIN_OK;
+}
+
 /* Read the environment: the first complete family wins. A world of one counts as no launcher, and
  * dtrain_launch does what its desc says, as if nothing were set. */
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out)
@@ -334,8 +347,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
     if (!found || out->size == 1) {
         memset(out, 0, sizeof *out);
         out->size = 1;
-        return DTRAIN_OK;
+        return dtrain__env_restarts(env, out);
     }
+    DTRAIN__TRY(dtrain__env_restarts(env, out));
     if (out->size > DTRAIN_MAX_RANKS)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_launch: %s=%d in the environment, at most %d ranks are possible",

@@ -18,6 +18,7 @@ typedef struct dtrain__placement {
     int forks;                  /* ranks this process has to start; 0: it is a rank itself */
     char address[256];          /* of rank 0; "": the world is on one node that we fork */
     uint32_t port;              /* of the control plane */
+    uint32_t restart_count;     /* by the launcher around this process, so far */
     uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
 } dtrain__placement;
 

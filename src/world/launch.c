@@ -4,7 +4,8 @@
  *         settle       who starts the ranks: this call, another launcher, or this call on its node
  *         map          the shared region, or a page of this process's own when ranks join a world
  *         run          each rank, in a process or thread: make its world, rank_main, end
- *         conclude     from the exit records: one result, one sentence, the info */
+ *         conclude     from the exit records: one result, one sentence, the info
+ *         restart      after a failure, from "map" on (restart.c) */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -12,29 +13,11 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "world/environment_internal.h"
+#include "world/launch_internal.h"
 #include "world/link_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "device/device.h"
-
-typedef struct dtrain__launch {
-    dtrain_launch_desc desc; /* resolved */
-    dtrain_rank_fn rank_main;
-    void *user;
-    dtrain__placement place; /* rank: the first one here; size: the world's */
-    bool joins;              /* a world that another launcher has started ... */
-    bool here;               /* ... of which this process is one rank */
-    dtrain_result joined;    /* here: how that went */
-    dtrain__region region;
-    uint32_t cores;
-    uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
-    pid_t launcher;               /* that forks; 0 when nobody does */
-    pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
-    int live;                     /* processes to reap */
-    int forwarded, stop_count;    /* last signal passed on; how often we were asked to stop */
-    sigset_t watched, old_mask;
-    uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
-} dtrain__launch;
 
 static uint32_t dtrain__cores(void)
 {
@@ -100,6 +83,8 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->log.user = desc->log_user;
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
+    world->restart_count = launch->place.restart_count + launch->restart_count;
+    world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
@@ -202,16 +187,22 @@ static void dtrain__reap(dtrain__launch *launch)
     }
 }
 
-/* Typed at a terminal, a signal has reached the whole process group: ranks must not get it twice.
- * The second request to stop is obeyed without asking the ranks. */
+/* Pass a signal on. Typed at a terminal, it has reached the whole process group: ranks must not get
+ * it twice. One that was sent twice within a moment is one request (see DTRAIN__ONE_REQUEST_NS);
+ * the second request to stop is obeyed without asking the ranks. */
 static void dtrain__forward(dtrain__launch *launch, int number, bool from_terminal)
 {
     const bool stop = number != SIGUSR1 && number != SIGUSR2;
+    const uint64_t now = dtrain__now_ns(), before = launch->stop_ns;
+    const bool again = launch->stop_count && now - before < DTRAIN__ONE_REQUEST_NS;
+    if (stop && again && number == launch->forwarded && !from_terminal) return;
     if (!from_terminal) dtrain__signal_ranks(launch, number);
-    if (!stop) return;
+    launch->passed_on = number;
+    if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
     dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
     launch->forwarded = number;
-    if (++launch->stop_count < 2) return;
+    launch->stop_ns = now;
+    if (!stop || ++launch->stop_count < 2) return;
     launch->kill_ns = 1;
     dtrain__signal_ranks(launch, SIGKILL);
 }
@@ -246,6 +237,7 @@ static void dtrain__child(dtrain__launch *launch, int index)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
 #endif
     if (getppid() != launch->launcher) _exit(1);
+    if (launch->desc.catch_signals) dtrain__signals_install(&launch->old_mask);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
     const int code = dtrain__rank_run(launch, index);
     fflush(NULL);
@@ -255,6 +247,7 @@ static void dtrain__child(dtrain__launch *launch, int index)
 static dtrain_result dtrain__fork_all(dtrain__launch *launch)
 {
     int i = 0, error = 0;
+    fflush(NULL); /* or each rank would write what is in the buffers now once more */
     for (; i < (int)launch->desc.rank_count && !error; i += !error) {
         const pid_t pid = fork();
         if (pid == 0) dtrain__child(launch, i);
@@ -263,6 +256,7 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
         launch->live += pid > 0;
     }
     if (error) launch->kill_ns = 1;
+    launch->started = i;
     dtrain__watch(launch);
     if (!error) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_SYSTEM,
@@ -271,14 +265,21 @@ static dtrain_result dtrain__fork_all(dtrain__launch *launch)
                        launch->place.rank + i, launch->place.size, strerror(error));
 }
 
-/* A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is put in
- * place while ranks run. Our last SIGCHLD is taken off the queue, or a handler of the host's would
- * wait for a child that is gone; one that was about another child is raised again. */
-static dtrain_result dtrain__launch_processes(dtrain__launch *launch)
+/* Say whether the host ignores SIGCHLD. */
+static bool dtrain__is_deaf(const dtrain__launch *launch)
 {
-    struct sigaction found, plain;
-    sigset_t only_child;
+    return launch->child_action.sa_handler == SIG_IGN ||
+           (launch->child_action.sa_flags & SA_NOCLDWAIT);
+}
+
+/* Hear of signals by sigtimedwait, from before the first rank is forked until the last restart is
+ * over. A host that ignores SIGCHLD has no exit statuses to wait for: the default disposition is
+ * put in place meanwhile. */
+static void dtrain__hear_signals(dtrain__launch *launch)
+{
+    struct sigaction plain;
     struct timespec no_time;
+    sigset_t only_child;
     siginfo_t what;
     memset(&plain, 0, sizeof plain);
     memset(&no_time, 0, sizeof no_time);
@@ -288,20 +289,28 @@ static dtrain_result dtrain__launch_processes(dtrain__launch *launch)
     launch->watched = only_child;
     for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
         sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
-    sigaction(SIGCHLD, NULL, &found);
-    const bool deaf = found.sa_handler == SIG_IGN || (found.sa_flags & SA_NOCLDWAIT);
+    sigaction(SIGCHLD, NULL, &launch->child_action);
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
-    const bool was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
-    if (deaf) sigaction(SIGCHLD, &plain, NULL);
+    launch->waits_for_signals = true;
+    launch->child_was_pending = sigtimedwait(&only_child, &what, &no_time) == SIGCHLD;
+    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &plain, NULL);
+}
 
-    fflush(NULL); /* or each rank would write what is in the buffers now once more */
-    const dtrain_result result = dtrain__fork_all(launch);
-
+/* Leave signals to the host again. Our last SIGCHLD is taken off the queue, or a handler of the
+ * host's would wait for a child that is gone; one that was about another child is raised again. */
+static void dtrain__unhear_signals(dtrain__launch *launch)
+{
+    struct timespec no_time;
+    sigset_t only_child;
+    siginfo_t what;
+    if (!launch->waits_for_signals) return;
+    memset(&no_time, 0, sizeof no_time);
+    sigemptyset(&only_child);
+    sigaddset(&only_child, SIGCHLD);
     while (sigtimedwait(&only_child, &what, &no_time) == SIGCHLD) continue;
-    if (deaf) sigaction(SIGCHLD, &found, NULL);
-    if (was_pending) kill(getpid(), SIGCHLD);
+    if (dtrain__is_deaf(launch)) sigaction(SIGCHLD, &launch->child_action, NULL);
+    if (launch->child_was_pending) kill(getpid(), SIGCHLD);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
-    return result;
 }
 
 /* ---- Ranks as threads -------------------------------------------------------------------------*/
@@ -328,12 +337,14 @@ static dtrain_result dtrain__launch_threads(dtrain__launch *launch)
     dtrain__rank_thread threads[DTRAIN_MAX_RANKS];
     const int count = (int)launch->desc.rank_count;
     int started = 0, error = 0;
+    dtrain__store(&launch->gate, 0u);
     for (; started < count && !error; started += !error) {
         threads[started].launch = launch;
         threads[started].rank = started;
         error =
             pthread_create(&threads[started].thread, NULL, dtrain__thread_main, &threads[started]);
     }
+    launch->started = started;
     dtrain__store(&launch->gate, error ? 2u : 1u);
     for (int i = 0; i < started; i++) pthread_join(threads[i].thread, NULL);
     if (!error) return DTRAIN_OK;
@@ -397,9 +408,16 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     if (!place->family) place->size = most ? (int)most : 1;
     desc->rank_count = (uint32_t)(place->forks ? place->forks : launch->joins ? 1 : place->size);
     DTRAIN__TRY(dtrain__check_emulation(launch));
+    if (!launch->joins && (int64_t)desc->min_ranks > place->size)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: min_ranks is %d, and the world has %d ranks; set it to "
+                           "at most that, or to 0: then all of them are needed",
+                           (int)desc->min_ranks, place->size);
+    launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
     if (!desc->grace_ms) desc->grace_ms = 5000;
+    if (!desc->backoff_ms) desc->backoff_ms = 1000;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
     launch->launcher = desc->mode == DTRAIN_LAUNCH_PROCESSES && !launch->here ? getpid() : 0;
     return DTRAIN_OK;
@@ -412,13 +430,14 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
     const int first = dtrain__first_failure(control);
     int others = 0;
     char how[200], stopped[128] = "", too[64] = "";
-    info->signal = launch->forwarded;
+    info->signal = launch->forwarded ? launch->forwarded : launch->caught;
     info->exit_code = 0;
     if (first < 0) return DTRAIN_OK;
     const dtrain__exit_record *end = &control->exits[first];
     const bool killed = end->how == DTRAIN__SIGNALED || end->how == DTRAIN__STOPPED;
-    double when = info->seconds;
-    if (end->ended_ns > launch->start_ns) when = 1e-9 * (double)(end->ended_ns - launch->start_ns);
+    double when = 1e-9 * (double)(dtrain__now_ns() - launch->attempt_ns);
+    if (end->ended_ns > launch->attempt_ns)
+        when = 1e-9 * (double)(end->ended_ns - launch->attempt_ns);
     const dtrain__exit_record *own = &control->exits[launch->here ? launch->place.rank : first];
     for (int i = 0; i < launch->place.size; i++)
         others += i != first && control->exits[i].how > DTRAIN__LEFT;
@@ -454,6 +473,51 @@ static void dtrain__write_error_file(const char *text)
     fclose(file);
 }
 
+/* Start all ranks once, see them end, and tell how. */
+static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    const uint32_t arenas = launch->joins ? 0 : launch->desc.rank_count;
+    launch->attempt_ns = dtrain__now_ns();
+    launch->kill_ns = 0;
+    launch->announced = 0;
+    launch->passed_on = 0;
+    launch->started = (int)launch->desc.rank_count;
+    info->first_failed_rank = -1;
+    info->exit_code = 1;
+    info->signal = 0;
+    dtrain_result result =
+        dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
+    if (result != DTRAIN_OK) return result;
+    dtrain__control *control = launch->region.control;
+    info->rank_count = (uint32_t)launch->place.size;
+    if (launch->here) (void)dtrain__rank_run(launch, 0);
+    else if (launch->launcher) result = dtrain__fork_all(launch);
+    else result = dtrain__launch_threads(launch);
+    launch->announced = dtrain__load(&control->progress);
+    launch->caught = dtrain__load(&control->caught);
+    if (launch->desc.catch_signals && !launch->launcher) launch->caught = dtrain__signal_caught();
+    if (result == DTRAIN_OK) result = dtrain__conclude(launch, info);
+    if (launch->joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
+        result = dtrain_fail(launch->joined, "%s", control->exits[launch->place.rank].error);
+    munmap(control, launch->region.bytes);
+    return result;
+}
+
+/* Start all ranks, and again after a failure, as often as the desc allows. */
+static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_info *info)
+{
+    const bool catches = launch->desc.catch_signals && !launch->launcher;
+    sigset_t old_mask;
+    dtrain_result result;
+    if (catches) DTRAIN__TRY(dtrain__signals_begin(&old_mask));
+    if (launch->launcher) dtrain__hear_signals(launch);
+    do result = dtrain__attempt(launch, info);
+    while (dtrain__restart(launch, &result, info));
+    dtrain__unhear_signals(launch);
+    if (catches) dtrain__signals_end(&old_mask);
+    return result;
+}
+
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info)
 {
@@ -472,21 +536,10 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    if (result == DTRAIN_OK)
-        result =
-            dtrain__map_region(launch.desc.reserve_bytes, launch.joins ? 0 : launch.desc.rank_count,
-                               NULL, -1, &launch.region);
     if (result == DTRAIN_OK) {
-        info->rank_count = (uint32_t)launch.place.size;
-        if (launch.here) (void)dtrain__rank_run(&launch, 0);
-        else if (launch.launcher) result = dtrain__launch_processes(&launch);
-        else result = dtrain__launch_threads(&launch);
+        result = dtrain__run_attempts(&launch, info);
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
-        if (result == DTRAIN_OK) result = dtrain__conclude(&launch, info);
-        if (launch.joined != DTRAIN_OK) /* this rank never ran: its own sentence says it best */
-            result = dtrain_fail(launch.joined, "%s",
-                                 launch.region.control->exits[launch.place.rank].error);
-        munmap(launch.region.control, launch.region.bytes);
+        info->restart_count = launch.place.restart_count + launch.restart_count;
     }
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;

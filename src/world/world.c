@@ -16,10 +16,11 @@
  * Pages are committed when touched. Each rank hands out its own arena and keeps the book in private
  * memory: no lock is shared, so no rank can die holding one.
  *
- * The launcher installs no signal handler. It blocks SIGCHLD and the signals it forwards and sleeps
- * in sigtimedwait; a rank's death is in the control page some 100 us after it happened, where the
- * waiting ranks see it. Invariant: whatever happens, every rank that was started has been reaped
- * when dtrain_launch returns. */
+ * The launcher installs no signal handler (a rank does if it is asked to: signals.c). It blocks
+ * SIGCHLD and the signals it forwards and sleeps in sigtimedwait; a rank's death is in the control
+ * page some 100 us after it happened, where the waiting ranks see it. Invariant: whatever happens,
+ * every rank that was started has been reaped when dtrain_launch returns, and before ranks are
+ * started again (restart.c). */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -61,6 +62,7 @@ DTRAIN_API void dtrain_world_query(const dtrain_world *world, dtrain_world_info 
     info->node_count = node ? world->size / node : world->node_count;
     info->threads = world->threads;
     info->timeout_ms = (uint32_t)(world->timeout_ns / 1000000u);
+    info->restart_count = world->restart_count;
     info->allocator = world->allocator;
 }
 

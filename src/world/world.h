@@ -93,6 +93,14 @@ typedef struct dtrain_launch_desc {
                               batches keep to. 0 = none. Not in it: the process itself and scratch
                               of kernels */
     dtrain_emulation emulation; /* all zero = none */
+    uint32_t restarts;   /* how often in a row the run is started again after a failure, if it makes
+                            no progress; see Restarts. 0 = never */
+    uint32_t backoff_ms; /* before a restart; doubled for each in a row, up to 64 times as long;
+                            0 = 1000 */
+    uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
+                            those that it has started, if they are as many; 0 = all are needed */
+    bool catch_signals;  /* SIGTERM and SIGUSR1 ask ranks to stop, instead of killing them: see
+                            dtrain_world_stop_requested */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -100,8 +108,10 @@ typedef struct dtrain_launch_info {
     uint32_t rank_count;
     int first_failed_rank; /* -1: none failed */
     int exit_code;         /* for main(): 0, the failed rank's return value, or 128 + signal */
-    int signal;            /* that ended the first failed rank, or 0; or that was forwarded */
+    int signal;            /* that ended the first failed rank, or 0; or that was forwarded, or
+                              caught by a rank */
     double seconds;
+    uint32_t restart_count; /* see dtrain_world_info */
 } dtrain_launch_info;
 
 /* The main function of a rank. Its return value is the rank's exit status: 0 = success. */
@@ -114,14 +124,33 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * Processes: call it before starting threads and before touching much memory (fork copies page
  * tables). Ranks end by _exit after flushing stdio: the parent's atexit handlers are not theirs.
  * SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 that reach the parent are forwarded to
- * every rank; no handler is installed, and the signal mask is restored before the call returns.
- * If the parent dies, the ranks die with it (Linux).
+ * every rank; no handler is installed in the parent, and the signal mask is restored before the
+ * call returns. The second request to stop (one of the first four, more than a second after the
+ * first) kills the ranks. If the parent dies, the ranks die with it (Linux).
  * Threads: rank_main must not use non-constant globals; a rank that hangs cannot be killed.
  *
  * Joined ranks: rank_main runs in the calling process, which is one rank; the result is that rank's
  * own. Rank 0 returns when all ranks have ended, or grace_ms after a failure, and reports the first
  * failure of any. When a rank fails and TORCHELASTIC_ERROR_FILE is set, torchrun finds the sentence
  * there.
+ *
+ * Restarts: with desc->restarts, a run in which a rank fails (it returns another value than 0,
+ * crashes, is killed, or hangs until the deadline) is started again. When all ranks have ended, a
+ * warning with the sentence of the first failure is logged, and after a wait all ranks start anew,
+ * with memory as it was before the call; what they know of the run before is what they saved. When
+ * the ranks have announced a further step than any attempt before (dtrain_world_progress), the
+ * count in a row and the wait begin anew. After desc->restarts in a row without progress the call
+ * returns DTRAIN_ERROR_RANK_FAILED, and the sentence tells of the crash loop and the last failure.
+ * A run that was asked to stop by a signal is not restarted; a signal during the wait ends the run,
+ * with 128 + signal as exit code. Each restart tries to start all ranks, also after one that went
+ * on with fewer (min_ranks). Ranks that are threads are restarted too, but what they have not freed
+ * stays.
+ *
+ * Ranks of another launcher, and those that this call forks on one node of several (TrainJob), are
+ * not restarted by this call, because one node cannot start again without the others: restarts is
+ * ignored. info->exit_code is not 0 after a failure: return it from main, and that launcher starts
+ * all of them again, if it is told to: torchrun --max-restarts, backoffLimit or maxRestarts of
+ * Kubernetes, sbatch --requeue.
  *
  * desc and info may be NULL. */
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
@@ -145,6 +174,8 @@ typedef struct dtrain_world_info {
     uint32_t threads;     /* compute threads of this rank */
     uint32_t timeout_ms;  /* deadline of every wait for other ranks */
     dtrain_allocator allocator;
+    uint32_t restart_count; /* how often this run was started again: by dtrain_launch, and by what
+                               is around it (TORCHELASTIC_RESTART_COUNT, SLURM_RESTART_COUNT) */
 } dtrain_world_info;
 
 /* Fill info with where this rank stands; with zeros when world is NULL. */
@@ -171,6 +202,31 @@ DTRAIN_API void dtrain_world_abort(dtrain_world *world, dtrain_result code, cons
  * counts as gone two seconds later: an operation that it took part in may still be finishing
  * here. */
 DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
+
+/* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
+ * are not counted with those before: checkpoints call it when one is published. A run whose steps
+ * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
+ * rank may call it, from any of its threads, and the highest step stands. Without desc.restarts,
+ * or under another launcher, nothing is done with it. */
+DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
+
+/* Say whether SIGTERM or SIGUSR1 has come to this rank, with desc.catch_signals; false without it.
+ * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
+ * other steps: ranks may act on it only when they agree, by dtrain_world_agree_stop or by a word
+ * that they exchange anyway.
+ *
+ * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
+ * SIGTERM, more than a second after the first, ends the process at once; until then it may be the
+ * same one, sent to the process group and forwarded. The host's handlers are back when
+ * dtrain_launch returns. Processes: in ranks alone, the launcher forwards what it gets. Threads:
+ * the signal is the process's, so it comes to all ranks. A run whose ranks then return 0 has
+ * succeeded, and info.signal tells of the signal; one that fails is not restarted. */
+DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
+
+/* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
+ * Collective and blocking like dtrain_world_all_gather, which carries it: for a host with a loop of
+ * its own, once a step or every few steps. *stop is false on failure. */
+DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop);
 
 /* Send one formatted line to the log. */
 #if defined(__GNUC__)

@@ -76,6 +76,8 @@ typedef struct dtrain__lane {
 typedef struct dtrain__control {
     uint32_t first_failed; /* atomic: 1 + rank of the first failure, 0 = none */
     uint32_t ended_count;  /* atomic: exit records written */
+    int caught;            /* atomic: signal that asks the run to stop, see signals.c; 0 = none */
+    uint64_t progress;     /* atomic: 1 + the highest step announced, 0 = none */
     uint64_t promised;     /* atomic: bytes handed out by all arenas */
     uint64_t free_at_start;
     char *arenas; /* (world size, arena_bytes); NULL: no memory is shared */
@@ -107,6 +109,8 @@ struct dtrain_world {
     uint64_t emulated_moves; /* what the wait before saw, see dtrain__emulated_turn */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
+    bool catches;        /* signals that ask the run to stop */
+    uint32_t restart_count;
     pid_t launcher;      /* the process that forked this rank, or 0 */
     uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
     uint64_t timeout_ns;

@@ -1,0 +1,58 @@
+/* A launch: what launch.c, restart.c and signals.c share. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/result.h"
+#include "world/environment_internal.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+
+typedef struct dtrain__launch {
+    dtrain_launch_desc desc; /* resolved */
+    dtrain_rank_fn rank_main;
+    void *user;
+    dtrain__placement place; /* rank: the first one here; size: the world's */
+    bool joins;              /* a world that another launcher has started ... */
+    bool here;               /* ... of which this process is one rank */
+    dtrain_result joined;    /* here: how that went */
+    dtrain__region region;
+    uint32_t cores;
+    uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
+    pid_t launcher;               /* that forks; 0 when nobody does */
+    pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
+    int live;                     /* processes to reap */
+    int forwarded, stop_count;    /* last request to stop passed on; how often we were asked */
+    int passed_on;                /* last signal passed on, SIGUSR1 and SIGUSR2 included */
+    uint64_t stop_ns;             /* when we were asked to stop last */
+    bool waits_for_signals;       /* `watched` is blocked and SIGCHLD is heard, until the end */
+    bool child_was_pending;       /* as it was found: to be put back at the end */
+    struct sigaction child_action;
+    sigset_t watched, old_mask;
+    uint32_t gate; /* atomic, threads mode: 0 wait, 1 go, 2 go home */
+
+    /* Restarts. An attempt is one start of all ranks. */
+    int rank_count;         /* of a world with all its ranks */
+    uint64_t attempt_ns;    /* when this attempt began */
+    int started;            /* by this attempt; fewer than there should be: one was refused */
+    uint32_t restart_count; /* of this call */
+    uint32_t in_a_row;      /* of them, since progress was made */
+    uint64_t progress;      /* furthest of all attempts but this one: 0 none, else 1 + step */
+    uint64_t announced;     /* by this attempt */
+    int caught;             /* signal that a rank of this attempt has seen, see signals.c */
+} dtrain__launch;
+
+/* A request to stop reaches a rank twice when it is sent to the process group or to all processes
+ * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
+#define DTRAIN__ONE_REQUEST_NS 1000000000u
+
+/* world/restart.c */
+DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
+                                     dtrain_launch_info *info);
+
+/* world/signals.c */
+DTRAIN__PRIVATE void dtrain__signals_install(sigset_t *mask);
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(sigset_t *old_mask);
+DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
+DTRAIN__PRIVATE int dtrain__signal_caught(void);

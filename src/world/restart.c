@@ -1,0 +1,162 @@
+/* Restarts
+ *
+ * A run that fails is started again, all ranks together and from nothing: in a fresh region, so
+ * that what the dead have left there can disturb nobody. The ranks load what they saved last. Only
+ * the launcher that has started every rank of a world can do this; another launcher's ranks end
+ * with a status that makes that one do it.
+ *
+ *     start all ranks <------------------------------------------------+
+ *         | all returned 0, or the run was asked to stop --> the end   |
+ *         | a rank failed                                              |
+ *         | further than ever before: the count in a row is 0 again    |
+ *         | `restarts` of them in a row --> the end: a crash loop      |
+ *         +-- one warning; wait backoff_ms, doubled for each in a row -+
+ *
+ * Progress is a step that dtrain_world_progress has announced. The control page keeps the highest,
+ * the launcher the highest of all pages. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/launch_internal.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+
+#define DTRAIN__BACKOFF_DOUBLINGS 6u
+
+DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
+{
+    if (!world || !world->mine || !*world->mine) return;
+    const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
+    uint64_t *highest = &world->control->progress, found = dtrain__load(highest);
+    while (found < mine && !__atomic_compare_exchange_n(highest, &found, mine, false,
+                                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
+}
+
+/* Log as the launcher, which is no rank. */
+DTRAIN__PRINTF(2, 3)
+static void dtrain__launch_warn(const dtrain__launch *launch, const char *format, ...)
+{
+    dtrain__log_sink sink;
+    va_list args;
+    memset(&sink, 0, sizeof sink);
+    sink.write = launch->desc.log;
+    sink.user = launch->desc.log_user;
+    sink.level = (dtrain_log_level)launch->desc.log_level;
+    sink.rank = -1;
+    va_start(args, format);
+    dtrain__log_va(&sink, DTRAIN_LOG_WARNING, format, args);
+    va_end(args);
+}
+
+/* Say whether somebody has asked the run to stop: through the launcher, at a terminal, or at one
+ * rank. Without catch_signals, ranks that end by the SIGUSR1 that was forwarded end as asked. */
+static bool dtrain__was_stopped(const dtrain__launch *launch, const dtrain_launch_info *info)
+{
+    return launch->forwarded || launch->caught ||
+           (launch->passed_on && info->signal == launch->passed_on);
+}
+
+/* Set the number of ranks of the next attempt. */
+static void dtrain__set_ranks(dtrain__launch *launch, int count)
+{
+    launch->place.size = count;
+    launch->desc.rank_count = (uint32_t)count;
+}
+
+/* Go on with the ranks that could be started, where the system refuses some of them in a restart;
+ * false when they are too few. Every turn has fewer ranks than the one before, so this ends. */
+static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
+{
+    const int nodes = (int)launch->desc.emulation.node_ranks;
+    int count = launch->started;
+    if (nodes) count -= count % nodes;
+    if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
+    dtrain__launch_warn(launch, "%s; going on with %d rank%s", dtrain_last_error(), count,
+                        count > 1 ? "s" : "");
+    dtrain__set_ranks(launch, count);
+    return true;
+}
+
+/* Wait before a restart, for as long as nobody asks the run to stop; return the signal that does,
+ * or 0. Signals that are forwarded are blocked and come from sigtimedwait; ranks that are threads
+ * leave them to the host, except where they are caught. */
+static int dtrain__back_off(const dtrain__launch *launch, uint64_t wait_ns)
+{
+    const uint64_t end = dtrain__now_ns() + wait_ns, longest = 50000000u;
+    sigset_t stops;
+    sigemptyset(&stops);
+    if (launch->waits_for_signals) stops = launch->watched;
+    sigdelset(&stops, SIGCHLD);
+    for (;;) {
+        const uint64_t now = dtrain__now_ns(), left = now < end ? end - now : 0;
+        struct timespec nap;
+        siginfo_t what;
+        nap.tv_sec = 0;
+        nap.tv_nsec = (long)(left < longest ? left : longest);
+        const int number = sigtimedwait(&stops, &what, &nap);
+        const bool asks = number == SIGUSR1 && launch->desc.catch_signals;
+        if (number > 0 && ((number != SIGUSR1 && number != SIGUSR2) || asks)) return number;
+        if (!launch->waits_for_signals && launch->desc.catch_signals && dtrain__signal_caught())
+            return dtrain__signal_caught();
+        if (!left) return 0;
+    }
+}
+
+/* Make the sentence of a crash loop. The last failure stands at its end, where it may be cut. */
+static dtrain_result dtrain__crash_loop(const dtrain__launch *launch, dtrain_result result)
+{
+    char last[DTRAIN__ERROR_BYTES], beyond[48] = "";
+    snprintf(last, sizeof last, "%s", dtrain_last_error());
+    if (launch->progress)
+        snprintf(beyond, sizeof beyond, " beyond step %llu",
+                 (unsigned long long)(launch->progress - 1));
+    return dtrain_fail(result,
+                       "crash loop: %u restart%s in a row made no progress%s; the last failure: %s",
+                       launch->in_a_row, launch->in_a_row > 1 ? "s" : "", beyond, last);
+}
+
+/* Decide whether a run that has ended is started again, and wait until then. A world that could not
+ * even be started the first time is not: its desc or its machine is wrong. */
+DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
+                                     dtrain_launch_info *info)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const bool refused = launch->started < (int)desc->rank_count;
+    char last[DTRAIN__ERROR_BYTES];
+    if (*result == DTRAIN_OK || launch->joins || !desc->restarts) return false;
+    if (dtrain__was_stopped(launch, info)) return false;
+    if (!launch->restart_count && *result != DTRAIN_ERROR_RANK_FAILED) return false;
+    if (launch->restart_count && refused && dtrain__go_on_with_fewer(launch)) return true;
+    if (launch->announced > launch->progress) {
+        launch->progress = launch->announced;
+        launch->in_a_row = 0;
+    }
+    if (launch->in_a_row == desc->restarts) {
+        *result = dtrain__crash_loop(launch, *result);
+        return false;
+    }
+    const uint32_t twice =
+        launch->in_a_row < DTRAIN__BACKOFF_DOUBLINGS ? launch->in_a_row : DTRAIN__BACKOFF_DOUBLINGS;
+    const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
+    launch->in_a_row++;
+    snprintf(last, sizeof last, "%s", dtrain_last_error());
+    dtrain__launch_warn(launch, "restart %u of %u in %.1f s: %s", launch->in_a_row, desc->restarts,
+                        1e-9 * (double)wait_ns, last);
+    const int number = dtrain__back_off(launch, wait_ns);
+    if (number) {
+        info->signal = number;
+        info->exit_code = 128 + number;
+        *result = dtrain_fail(*result,
+                              "stopped by signal %d (%s) while it waited for restart %u "
+                              "of %u; the last failure: %s",
+                              number, dtrain__signal_name(number), launch->in_a_row, desc->restarts,
+                              last);
+        return false;
+    }
+    launch->restart_count++;
+    dtrain__set_ranks(launch, launch->rank_count);
+    return true;
+}
