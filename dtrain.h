@@ -1807,7 +1807,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of four
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of five
  *     numbers per rank, from which every rank makes the same record */
 
 typedef struct dtrain_trainer dtrain_trainer;
@@ -1854,6 +1854,8 @@ typedef struct dtrain_step_record {
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
     uint64_t skipped_steps;   /* since the start, this one included: gradients overflowed */
     int slowest_rank;
+    bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
+                            see it in the same step, and end behind it together */
 } dtrain_step_record;
 
 /* Create a trainer for a strategy and an optimizer, both of which must outlive it. An optimizer of
@@ -17272,7 +17274,7 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
  * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
  *
- *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 4 words
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 5 words
  *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
@@ -17301,6 +17303,7 @@ enum {
     DTRAIN__WORD_STEP,
     DTRAIN__WORD_COMM,
     DTRAIN__WORD_EXPOSED,
+    DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
     DTRAIN__WORD_COUNT
 };
 
@@ -17392,6 +17395,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_LOSS] = (float)full.loss;
     own[DTRAIN__WORD_EXPOSED] = (float)exposed;
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
+    own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
     trainer->step++;
@@ -17509,6 +17513,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     record->step_ms = 1e3 * seconds;
     record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
     record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
+    record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;
 }
@@ -19911,6 +19916,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
         c->info.saved++;
         c->info.last_step = c->step;
         c->failures = 0;
+        dtrain_world_progress(c->world, (uint64_t)c->step);
         return DTRAIN_OK;
     }
     c->info.failed++;

@@ -372,6 +372,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
         c->info.saved++;
         c->info.last_step = c->step;
         c->failures = 0;
+        dtrain_world_progress(c->world, (uint64_t)c->step);
         return DTRAIN_OK;
     }
     c->info.failed++;

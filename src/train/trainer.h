@@ -5,7 +5,7 @@
  *
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of four
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of five
  *     numbers per rank, from which every rank makes the same record */
 
 #pragma once
@@ -64,6 +64,8 @@ typedef struct dtrain_step_record {
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
     uint64_t skipped_steps;   /* since the start, this one included: gradients overflowed */
     int slowest_rank;
+    bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
+                            see it in the same step, and end behind it together */
 } dtrain_step_record;
 
 /* Create a trainer for a strategy and an optimizer, both of which must outlive it. An optimizer of

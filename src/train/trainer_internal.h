@@ -23,6 +23,7 @@ enum {
     DTRAIN__WORD_STEP,
     DTRAIN__WORD_COMM,
     DTRAIN__WORD_EXPOSED,
+    DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
     DTRAIN__WORD_COUNT
 };
 

@@ -107,6 +107,21 @@ static int check_memory(const settings *s, bool cpu)
     return 0;
 }
 
+static int check_checkpoints(const settings *s)
+{
+    static const char *const needing[] = {"--save-every", "--keep", "--keep-best",
+                                          "--save-blocking", "--restarts"};
+    for (size_t i = 0; i < sizeof needing / sizeof needing[0]; i++)
+        if (given(needing[i]) && !s->checkpoints)
+            return BAD("%s does nothing without --checkpoint DIR", needing[i]);
+    if (s->resume && strcmp(s->resume, "auto") == 0 && !s->checkpoints)
+        return BAD(
+            "--resume auto looks into --checkpoint DIR, which is not given; or name a checkpoint");
+    if (s->keep_best && !s->eval_batches)
+        return BAD("--keep-best compares validations, and --eval-batches is 0");
+    return 0;
+}
+
 static int check_sizes(const settings *s)
 {
     const bool cpu = strcmp(s->device, "cpu") == 0;

@@ -74,6 +74,10 @@ typedef struct job {
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
+    dtrain_state *state;
+    dtrain_checkpoint *checkpoint; /* NULL without --checkpoint */
+    dtrain_load_info resumed;      /* step -1: the run begins */
+    bool stopped;                  /* by a signal, before its last step */
     dtrain_memory memory;
 } job;
 
@@ -179,6 +183,46 @@ cleanup:
     return result;
 }
 
+/* Go on from a checkpoint, if the flags or a restart ask for it. `auto` in an empty directory begins. */
+static dtrain_result resume_job(dtrain_world *world, job *j)
+{
+    const settings *s = j->s;
+    dtrain_state_desc all;
+    dtrain_world_info info;
+    dtrain_result result = DTRAIN_OK;
+    memset(&all, 0, sizeof all);
+    all.strategy = j->strategy;
+    all.optimizer = j->optimizer;
+    all.trainer = j->trainer;
+    all.loader = j->train.loader;
+    j->resumed.step = -1;
+    TRY(dtrain_state_create(world, &all, &j->state));
+    dtrain_world_query(world, &info);
+    const bool again = s->checkpoints && info.restart_count;
+    const bool newest = again || (s->resume && strcmp(s->resume, "auto") == 0);
+    if (!newest && !s->resume) return DTRAIN_OK;
+    result =
+        dtrain_checkpoint_load(j->state, newest ? s->checkpoints : s->resume, NULL, &j->resumed);
+    if (newest && result == DTRAIN_ERROR_FILE && j->resumed.step < 0) result = DTRAIN_OK;
+cleanup:
+    return result;
+}
+
+static dtrain_result open_checkpoints(dtrain_world *world, job *j)
+{
+    const settings *s = j->s;
+    dtrain_checkpoint_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.keep = (uint32_t)s->keep;
+    desc.keep_best = (uint32_t)s->keep_best;
+    desc.background = !s->save_blocking;
+    desc.failures = 3;
+    desc.directory = s->checkpoints;
+    desc.config = s->command;
+    desc.state = j->state;
+    return s->checkpoints ? dtrain_checkpoint_open(world, &desc, &j->checkpoint) : DTRAIN_OK;
+}
+
 /* Make everything of a run. After a failure close_job frees what is there. */
 static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
 {
@@ -211,6 +255,9 @@ static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
     TRY(dtrain_trainer_plan(world, &trainer, &j->memory));
+    TRY(resume_job(world, j));
+    TRY(open_checkpoints(world, j));
+    metrics.append = j->resumed.step >= 0;
     metrics.total_steps = s->steps;
     metrics.progress = stdout;
     metrics.progress_every = s->steps >= 200 ? (uint32_t)(s->steps / 20) : 1;
@@ -223,6 +270,8 @@ cleanup:
 static void close_job(job *j)
 {
     dtrain_metrics_destroy(j->metrics);
+    dtrain_checkpoint_close(j->checkpoint);
+    dtrain_state_destroy(j->state);
     dtrain_trainer_destroy(j->trainer);
     dtrain_optimizer_destroy(j->optimizer);
     dtrain_strategy_destroy(j->strategy);

@@ -114,6 +114,22 @@ static void show_strategy(const job *j, int ranks)
     printf("\n");
 }
 
+/* Say what a run goes on from, and what of it was cut anew. */
+static void show_resumed(const job *j, int ranks)
+{
+    const dtrain_load_info *from = &j->resumed;
+    dtrain_strategy_info info;
+    dtrain_strategy_query(j->strategy, &info);
+    if (from->step < 0) return;
+    printf("resume  step %lld from %s: %llu parameters, %.1f MiB read by rank 0 in %.2f s\n",
+           (long long)from->step, from->path, (unsigned long long)from->values, mib(from->bytes),
+           from->seconds);
+    if (from->ranks != ranks || strcmp(from->strategy, info.name) != 0)
+        printf("        saved by %d ranks of %s, resharded to %d of %s\n", from->ranks,
+               from->strategy, ranks, info.name);
+    if (from->note[0]) printf("        %s\n", from->note);
+}
+
 static void show_start(dtrain_world *world, const job *j)
 {
     const settings *s = j->s;
@@ -133,6 +149,7 @@ static void show_start(dtrain_world *world, const job *j)
            (long long)((double)tokens * s->val_split));
     printf("step    %ld x %ld tokens x %u micro-batches x %d ranks = %ld tokens\n", batch, s->seq,
            j->accum, ranks, batch * s->seq * (long)j->accum * ranks);
+    show_resumed(j, ranks);
     show_strategy(j, ranks);
 }
 
@@ -179,6 +196,15 @@ static void show_end(dtrain_world *world, const job *j, const dtrain_summary *su
            100 * summary->scaling, dtrain_world_size(world));
     printf("  memory               %10.1f MiB in rank 0, %.1f predicted\n", mib(now),
            mib(m->total));
+    if (!j->checkpoint) return;
+    dtrain_checkpoint_info saved;
+    dtrain_checkpoint_query(j->checkpoint, &saved);
+    printf("  checkpoints          %10llu   the last of step %lld: it held training up for %.0f "
+           "ms, and was written "
+           "in %.0f\n",
+           (unsigned long long)saved.saved, (long long)saved.last_step, 1e3 * saved.stall_seconds,
+           1e3 * saved.write_seconds);
+    if (j->stopped) printf("  stopped by a signal: the same command with --resume auto goes on\n");
 }
 
 static void show_byte(int32_t byte)

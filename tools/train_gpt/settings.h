@@ -8,6 +8,9 @@
 
 typedef struct settings {
     const char *model, *data, *log, *device, *comm, *emulate;
+    const char *checkpoints, *resume; /* directories */
+    const char *command;              /* the command line, for manifests */
+    long save_every, keep, keep_best, save_blocking, restarts;
     long schedule, lr_scaling, precision, strategy, offload; /* places in the lists below */
     long param_dtype, reduce_dtype, accum_mode, compression, exchange;
     long ranks, threads, timeout, node_size, memory_limit, reshard, checkpoint, auto_batch;
@@ -46,6 +49,7 @@ static settings flags = {
     .val_split = 0.1,
     .temperature = 0.8,
     .bucket_kib = 25 * 1024,
+    .keep = 3,
     .topk_ratio = 0.01,
     .warmup_ratio = 0.25,
     .powersgd_rank = 1,
@@ -173,6 +177,25 @@ static const flag flag_table[] = {
     {"--dense-below", 'i', &flags.dense_below, 0, 1e18,
      "tensors with fewer elements are sent whole", NULL},
     {"--no-error-feedback", 'b', &flags.no_feedback, 0, 0, "forget what is not sent", NULL},
+    FLAG_GROUP("checkpoints and failures"),
+    {"--checkpoint", 's', &flags.checkpoints, 0, 0,
+     "directory to save to, at the end and every --save-every steps", NULL},
+    {"--save-every", 'i', &flags.save_every, 0, 1e12,
+     "steps between two checkpoints; 0 = one at the end", NULL},
+    {"--keep", 'i', &flags.keep, 1, 1e9, "number of checkpoints that stay, the newest ones", NULL},
+    {"--keep-best", 'i', &flags.keep_best, 0, 1e9,
+     "keep so many of the lowest validation loss besides; then every validation is followed by a "
+     "checkpoint",
+     NULL},
+    {"--save-blocking", 'b', &flags.save_blocking, 0, 0,
+     "wait until a checkpoint is on the disk, instead of writing it while training goes on", NULL},
+    {"--resume", 's', &flags.resume, 0, 0,
+     "auto: go on from the newest checkpoint of --checkpoint, if there is one; or the path of one",
+     NULL},
+    {"--restarts", 'i', &flags.restarts, 0, 1e6,
+     "start the ranks again from the last checkpoint when one fails, so many times without "
+     "progress",
+     NULL},
     FLAG_GROUP("what the run shows"),
     {"--eval-every", 'i', &flags.eval_every, 0, 1e12,
      "steps between validations; 0 = at the end only", NULL},

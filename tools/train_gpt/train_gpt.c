@@ -39,17 +39,37 @@ static dtrain_result validate(job *j, double *val_loss)
                                    val_loss);
 }
 
+/* Tell whether the state after `done` steps is to be saved. */
+static bool save_due(const job *j, long done, bool validated, bool stopping)
+{
+    const settings *s = j->s;
+    if (!j->checkpoint) return false;
+    return stopping || done == s->steps || (s->save_every && done % s->save_every == 0) ||
+           (s->keep_best && validated);
+}
+
+/* Train from the step that the run begins or goes on with. A signal that asks a rank to stop makes all of them
+ * stop after the same step, with a checkpoint. */
 static dtrain_result train_steps(job *j)
 {
     const settings *s = j->s;
     dtrain_result result = DTRAIN_OK;
-    for (long step = 0; step < s->steps && result == DTRAIN_OK; step++) {
+    bool stopping = false;
+    for (long step = j->resumed.step > 0 ? (long)j->resumed.step : 0; step < s->steps && !stopping;
+         step++) {
         dtrain_step_record record;
         bool due = step + 1 == s->steps || (s->eval_every && (step + 1) % s->eval_every == 0);
-        result = dtrain_trainer_step(j->trainer, &record);
-        if (result == DTRAIN_OK && due && s->eval_batches) result = validate(j, &record.val_loss);
-        if (result == DTRAIN_OK) result = dtrain_metrics_step(j->metrics, &record);
+        TRY(dtrain_trainer_step(j->trainer, &record));
+        stopping = record.stop_requested;
+        due = due && s->eval_batches && !stopping;
+        if (due) TRY(validate(j, &record.val_loss));
+        TRY(dtrain_metrics_step(j->metrics, &record));
+        if (save_due(j, step + 1, due, stopping))
+            TRY(dtrain_checkpoint_save(j->checkpoint, step + 1, record.val_loss));
     }
+    if (j->checkpoint) TRY(dtrain_checkpoint_wait(j->checkpoint));
+    j->stopped = stopping;
+cleanup:
     return result;
 }
 
@@ -69,7 +89,7 @@ static dtrain_result finish_job(dtrain_world *world, job *j)
     if (first && s->deterministic)
         printf("  parameters           %016llx   bit-identical on all ranks\n",
                (unsigned long long)hash);
-    if (!s->sample) return DTRAIN_OK;
+    if (!s->sample || j->stopped) return DTRAIN_OK;
     return show_sample(j, first);
 }
 
@@ -112,6 +132,15 @@ static int choose_backends(const settings *s, dtrain_launch_desc *launch)
     return 0;
 }
 
+/* The command line as one text, cut off where it has no room. */
+static const char *join_words(int argc, char **argv)
+{
+    static char text[4096];
+    for (int a = 0; a < argc; a++)
+        snprintf(text + strlen(text), sizeof text - strlen(text), "%s%s", a ? " " : "", argv[a]);
+    return text;
+}
+
 int main(int argc, char **argv)
 {
     dtrain_launch_desc launch;
@@ -121,8 +150,9 @@ int main(int argc, char **argv)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
     if (flags_parse("train_gpt", flag_table, FLAG_COUNT, argc - 1, argv + 1)) return 2;
     if (apply_preset(s) || check_data(s) || check_compression(s) || read_emulation(s) ||
-        check_sizes(s))
+        check_sizes(s) || check_checkpoints(s))
         return 2;
+    s->command = join_words(argc, argv);
     memset(&launch, 0, sizeof launch);
     if (choose_backends(s, &launch)) return 2;
     launch.tune = s->tune != 0;
@@ -132,6 +162,8 @@ int main(int argc, char **argv)
     launch.default_rank_count = launch.device_ops->host_memory ? 2 : 1;
     launch.threads_per_rank = (uint32_t)s->threads;
     launch.timeout_ms = (uint32_t)s->timeout * 1000;
+    launch.restarts = (uint32_t)s->restarts;
+    launch.catch_signals = s->checkpoints != NULL;
     launch.mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
     if (dtrain_launch(&launch, train, s, &info) == DTRAIN_OK) return 0;
     fprintf(stderr, "train_gpt: %s\n", dtrain_last_error());
