@@ -12,9 +12,9 @@ typedef enum dtrain_log_level {
     DTRAIN_LOG_DEBUG = 4
 } dtrain_log_level;
 
-/* Receives every message at or below the level in force, on the thread that sends it. `text` is one
- * line without '\n', valid during the call. Without a callback, warnings and errors of every rank
- * and infos of rank 0 go to stderr. */
+/* Receives every message at or below the level in force, on the thread that sends it. `rank` is -1
+ * when it comes from the launcher. `text` is one line without '\n', valid during the call. Without
+ * a callback, warnings and errors of every rank and infos of rank 0 go to stderr. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, int rank, const char *text);
 
 /* The memory allocator of a run. All fields zero means malloc and free. `alloc` returns memory

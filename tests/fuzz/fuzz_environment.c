@@ -51,7 +51,8 @@ static const char *const names[] = {"DTRAIN_RANK",
                                     "PET_NPROC_PER_NODE",
                                     "PET_MASTER_ADDR",
                                     "PET_MASTER_PORT",
-                                    "HOSTNAME"};
+                                    "HOSTNAME",
+                                    "SLURM_RESTART_COUNT"};
 enum { NAMES = sizeof names / sizeof *names };
 
 static char values[NAMES][512];

@@ -80,7 +80,7 @@ static int rank_acts(dtrain_world *world, void *user)
     const int attempt = (int)info.restart_count;
     if (!CHECK_MSG(attempt < ATTEMPTS, "attempt %d", attempt)) return 0;
     __atomic_fetch_add(&p->came[attempt][rank], 1, __ATOMIC_ACQ_REL);
-    p->size[attempt] = size;
+    if (rank == 0) p->size[attempt] = size;
     RANKS_TRY(dtrain_world_all_gather(world, NULL, 0, NULL)); /* all have come */
     if (rank == 0 && p->steps[attempt] >= 0)
         dtrain_world_progress(world, (uint64_t)p->steps[attempt]);
@@ -464,7 +464,7 @@ static int rank_of_fewer(dtrain_world *world, void *user)
     dtrain_world_query(world, &info);
     RANKS_TRY(dtrain_world_all_gather(world, NULL, 0, NULL));
     __atomic_fetch_add(&p->came[info.restart_count][info.rank], 1, __ATOMIC_ACQ_REL);
-    p->size[info.restart_count] = info.size;
+    if (info.rank == 0) p->size[info.restart_count] = info.size;
     return p->acts[info.restart_count] == WELL ? 0 : 5;
 }
 
