@@ -16,27 +16,39 @@ DTRAIN_TEST_TIMEOUT=900 make test BUILD="$build" CFLAGS="-O0 -g --coverage -fpro
     SCRIPTS=tests/cli/test_examples.sh LIBS="-lm -lpthread $build/wrap.o -Wl,--wrap=_exit" >"$build/log" 2>&1
 tail -n 2 "$build/log"
 
-# The counts of the three files, from every object that has them: a line is executed when one object has executed it.
+# The counts of the joined files and of src/ compiled file by file, from every object that has them. A line is known by
+# its file in src/, its text and its number among lines of the same text there, which both forms have in common; it is
+# executed when one object has executed it.
 mkdir -p "$build/gcov"
-cd "$build/gcov" || exit 1
-rm -f ./*.gcov
-for counts in ../dtrain.gcda ../emu/dtrain.gcda ../emu/dtrain_cuda.gcda ../tests/*-test_nccl.gcda; do
+rm -f "$build"/gcov/*
+number=0
+for counts in "$build"/dtrain.gcda "$build"/emu/dtrain.gcda "$build"/emu/dtrain_cuda.gcda "$build"/tests/*-test_nccl.gcda \
+    $(find "$build/src" -name '*.gcda'); do
     [ -e "$counts" ] || continue
-    name=$(basename "$counts" .gcda)_$(basename "$(dirname "$counts")")
-    gcov -t -s "$(cd ../../.. && pwd)" -o "$(dirname "$counts")" "$counts" 2>/dev/null >"$name.gcov"
+    number=$((number + 1))
+    gcov -t -o "$(dirname "$counts")" "$counts" 2>/dev/null >"$build/gcov/$number.gcov"
 done
-cat ./*.gcov | awk -F: '
-    /^ *-: *0:Source:/ { file = $4; path = "" }
-    file !~ /dtrain(_cuda|_nccl)?\.(h|cu)$/ { next }
-    match($0, / \* src\/[a-z_]+\/.*\.(c|h|cuh)$/) { path = substr($0, RSTART + 7); sub(/\/[^\/]*$/, "", path) }
+cat "$build"/gcov/*.gcov | awk -F: '
+    /^ *-: *0:Source:/ {
+        file = $4; path = ""; split("", times)
+        joined = file ~ /(^|\/)dtrain(_cuda|_nccl)?\.(h|cu)$/
+        if (file ~ /^src\//) path = file
+    }
+    joined && match($0, / \* src\/[a-z_]+\/.*\.(c|h|cuh)$/) { path = substr($0, RSTART + 3) }
     path == "" { next }
-    { count = $1; gsub(/ /, "", count); key = file ":" $2; gsub(/ /, "", key) }
+    { count = $1; gsub(/ /, "", count) }
     count == "-" { next }
-    { folder[key] = path; if (count !~ /^[#=]/) executed[key] = 1 }
+    {
+        text = $0; sub(/^[^:]*:[^:]*:/, "", text)
+        nth = ++times[path, text]
+        key = path SUBSEP text SUBSEP nth
+        folder[key] = path; sub(/\/[^\/]*$/, "", folder[key]); sub(/^src\//, "", folder[key])
+        if (count !~ /^[#=]/) executed[key] = 1
+    }
     END {
         for (key in folder) { lines[folder[key]]++; done[folder[key]] += executed[key]; all++; good += executed[key] }
-        for (f in lines) printf "%-16s %6d of %6d lines  %5.1f %%\n", f, done[f], lines[f], 100 * done[f] / lines[f] | "sort"
+        for (f in lines) printf "%-20s %6d of %6d lines  %5.1f %%\n", f, done[f], lines[f], 100 * done[f] / lines[f] | "sort"
         close("sort")
-        if (all) printf "%-16s %6d of %6d lines  %5.1f %%\n", "all", good, all, 100 * good / all
+        if (all) printf "%-20s %6d of %6d lines  %5.1f %%\n", "all", good, all, 100 * good / all
         exit !all
     }'
