@@ -179,6 +179,10 @@ static void show_end(dtrain_world *world, const job *j, const dtrain_summary *su
     uint64_t now = device->peak_bytes;
     if (device->ops->host_memory) dtrain_process_memory(&now, NULL);
     dtrain_strategy_query(j->strategy, &info);
+    if (!summary->steps) {
+        printf("\n  nothing was left to do: all %ld steps were made before\n", j->s->steps);
+        return;
+    }
     printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M tokens\n",
            summary->last_loss, summary->first_loss, (long long)summary->steps,
            1e-6 * (double)summary->tokens);

@@ -1,0 +1,137 @@
+#!/bin/sh
+# Runs that are killed, stopped and started again, as a user has them: train_gpt comes to the parameters of a run that
+# nobody disturbed, whatever hit it: kill -9, SIGSTOP, SIGTERM, a kill at any system call of a save, a damaged
+# checkpoint. SOAK_SECONDS (8) of random ones; DTRAIN_TEST_FULL=1: every system call.
+. tests/support/shell.sh
+full=${DTRAIN_TEST_FULL:-0}
+gpt="$build/train_gpt --data dtrain.h --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --warmup 2 --eval-batches 0 --sample 0 --ranks 2 --threads 1 --timeout 4 --deterministic"
+hash_of() { sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$1" | tail -n 1; }
+# same NAME: the run in $tmp/out came to the parameters $expected
+same() {
+    [ -n "$expected" ] && [ "$(hash_of "$tmp/out")" = "$expected" ]
+    result "$1" $? "$tmp/out"
+}
+ranks_of() { for id in $(pgrep -P "$1"); do echo "$id"; done; } # of the launcher
+
+# ---- the same bits, however often it was stopped ----
+$gpt --steps 30 >"$tmp/out" 2>&1
+expected=$(hash_of "$tmp/out")
+for strategy in ddp zero1 full_shard; do
+    dir=$tmp/resume_$strategy
+    $gpt --strategy $strategy --steps 30 --checkpoint "$dir" --save-every 10 >/dev/null 2>&1
+    rm -r "$dir"/step-*20 "$dir"/step-*30
+    $gpt --strategy $strategy --steps 30 --checkpoint "$dir" --resume auto --save-every 10 >"$tmp/out" 2>&1
+    same "$strategy: 10 steps, saved, 20 more"
+done
+dir=$tmp/again
+$gpt --steps 30 --checkpoint "$dir" --save-every 10 --keep 9 >/dev/null 2>&1
+rm -r "$dir"/step-000000000030
+$gpt --steps 30 --checkpoint "$dir" --resume auto --strategy zero3 >"$tmp/out" 2>&1
+same "saved by ddp, gone on with zero3"
+grep -q 'saved by 2 ranks of ddp, resharded to 2 of zero3' "$tmp/out"
+result "and it says so" $? "$tmp/out"
+$gpt --steps 30 --resume "$dir/step-000000000010" --strategy full_shard >"$tmp/out" 2>&1
+same "one checkpoint by its path"
+good "three ranks go on from two" 'saved by 2 ranks of ddp, resharded to 3 of full_shard' \
+    $gpt --ranks 3 --steps 34 --resume "$dir/step-000000000010" --strategy full_shard
+
+# ---- signals ----
+long="$gpt --steps 1500 --save-every 100"
+$gpt --steps 1500 >"$tmp/out" 2>&1
+expected=$(hash_of "$tmp/out")
+# hit NAME SIGNAL WHOM [FLAGS]: the signal comes to the launcher, or to one rank, when the first checkpoint is there
+hit() {
+    name=$1 signal=$2 whom=$3; shift 3
+    rm -rf "$tmp/hit"
+    $long --checkpoint "$tmp/hit" "$@" >"$tmp/out" 2>&1 &
+    launcher=$!
+    wait_for 60 test -e "$tmp/hit/latest"
+    id=$launcher
+    [ "$whom" = launcher ] || id=$(ranks_of $launcher | tail -n 1)
+    kill -"$signal" "$id"
+    wait $launcher
+    status=$?
+}
+for whom in launcher rank; do
+    hit "TERM" TERM $whom
+    [ $status -eq 0 ] && grep -q 'stopped by a signal: the same command with --resume auto goes on' "$tmp/out"
+    result "TERM to the $whom: saved, and status 0" $? "$tmp/out"
+    $long --checkpoint "$tmp/hit" --resume auto >"$tmp/out" 2>&1
+    same "and gone on with"
+done
+hit "kill -9" KILL rank --restarts 3
+[ $status -eq 0 ] && grep -q 'restart 1 of 3 in 1.0 s: rank 1 was killed by signal 9' "$tmp/out"
+result "kill -9 of a rank: started again" $? "$tmp/out"
+same "and it comes to the same end"
+hit "SIGSTOP" STOP rank --restarts 3
+[ $status -eq 0 ] && grep -q 'restart 1 of 3' "$tmp/out"
+result "a stopped rank: started again" $? "$tmp/out"
+same "and it comes to the same end"
+hit "kill -9 of all" KILL launcher
+nothing_left >"$tmp/log" 2>&1
+result "kill -9 of the launcher: nothing is left" $? "$tmp/log"
+$long --checkpoint "$tmp/hit" --resume auto >"$tmp/out" 2>&1
+same "and another run goes on"
+
+# ---- a save is killed at a system call ----
+if have strace; then
+    dir=$tmp/kill
+    eight="$gpt --steps 8 --schedule constant"
+    $gpt --steps 4 --schedule constant --checkpoint "$dir" >/dev/null 2>&1
+    cp -r "$dir" "$tmp/kill_before"
+    $eight >"$tmp/out" 2>&1
+    expected=$(hash_of "$tmp/out")
+    bad_ends=0 times=0
+    for call in pwrite64 fsync rename mkdir unlink; do
+        n=1
+        while :; do
+            rm -rf "$dir"; cp -r "$tmp/kill_before" "$dir"
+            strace -f -qq -o "$tmp/trace" -e trace=$call -e inject=$call:signal=KILL:when=$n \
+                $eight --checkpoint "$dir" --resume auto --save-blocking >"$tmp/strace" 2>&1
+            times=$((times + 1))
+            $eight --checkpoint "$dir" --resume auto >"$tmp/out" 2>&1
+            if [ "$(hash_of "$tmp/out")" != "$expected" ]; then
+                bad_ends=$((bad_ends + 1))
+                echo "killed at $call $n:"; cat "$tmp/out"
+            fi
+            grep -q 'killed by SIGKILL' "$tmp/trace" || break
+            if [ "$full" = 1 ]; then n=$((n + 1)); else n=$((n * 2 + 1)); fi
+        done
+    done
+    [ $bad_ends -eq 0 ] && [ $times -gt 8 ]
+    result "killed at $times places of a save, by system calls: a run goes on from each" $?
+else skip "a save killed at system calls" "strace is not installed"; fi
+
+# ---- random hits ----
+end=$(($(date +%s) + ${SOAK_SECONDS:-8})) hits=0
+$gpt --steps 40000 >"$tmp/out" 2>&1
+expected=$(hash_of "$tmp/out")
+dir=$tmp/soak
+while :; do
+    $gpt --steps 40000 --save-every 500 --checkpoint "$dir" --resume auto --restarts 20 >"$tmp/out" 2>&1 &
+    launcher=$!
+    while [ "$(date +%s)" -lt $end ] && kill -0 $launcher 2>/dev/null; do
+        draw=$(od -An -N2 -tu2 /dev/urandom); draw=$((draw))
+        sleep "0.$((draw % 7 + 3))"
+        id=$(ranks_of $launcher | sed -n "$((draw % 2 + 1))p")
+        case $((draw / 8 % 4)) in
+            0) kill -KILL ${id:-$launcher} ;;
+            1) [ -z "$id" ] || { kill -STOP "$id"; sleep 0.2; kill -CONT "$id"; } ;;
+            2) kill -TERM ${id:-$launcher} ;;
+            3) kill -KILL $launcher ;;
+        esac 2>/dev/null
+        hits=$((hits + 1))
+    done
+    wait $launcher
+    [ -z "$(hash_of "$tmp/out")" ] || [ "$(grep -c 'stopped by a signal' "$tmp/out")" -gt 0 ] || break
+    [ "$(date +%s)" -lt $((end + 60)) ] || break
+done
+same "$hits random kills, stops and requests to stop"
+
+# ---- what cannot be ----
+bad "--save-every without a directory" "does nothing without --checkpoint" $gpt --save-every 5
+bad "--resume auto without a directory" "looks into --checkpoint DIR" $gpt --resume auto
+bad "--resume of nothing" "$tmp/none" $gpt --resume "$tmp/none" --steps 2
+bad "a directory that cannot be" "the one above it must be there" $gpt --steps 2 --checkpoint "$tmp/none/none"
+bad "another model" "does not fit this run:.*of another shape" $gpt --channels 32 --resume "$tmp/again/step-000000000010" --steps 12
+finish
