@@ -35,6 +35,7 @@ extern "C" {
 #include "state/state.h"
 #include "state/storage.h"
 #include "state/checkpoint.h"
+#include "state/export.h"
 
 /* What an author of an operation or a backend needs besides. */
 #include "tape/op.h"
@@ -115,6 +116,8 @@ extern "C" {
 #include "state/write.c"
 #include "state/save.c"
 #include "state/load.c"
+#include "state/export.c"
+#include "state/import.c"
 #include "state/directory.c"
 #include "state/manifest.c"
 #include "state/safetensors.c"

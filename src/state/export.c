@@ -1,12 +1,7 @@
-/* Whole weights: export and import
+/* Export
  *
- *     a list      what of the model is in a file, under which name, in which shape; both ways
- *     export      rank 0 plans files and writes them, all ranks gather one parameter at a time
- *     import      every rank: headers | do they fit the model? | read what this rank keeps | publish
- *
- * Nothing is as large as the model: export holds a parameter, import a block. Import widens 16-bit
- * values where they are read to: they lie in the upper half of the room of their fp32, and are
- * replaced from below. */
+ *     a list      what of the model is in a file, under which name, in which shape; for import too
+ *     export      rank 0 plans files and writes them, all ranks gather one parameter at a time */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -16,40 +11,13 @@
 #include "core/result.h"
 #include "comm/comm.h"
 #include "strategy/strategy_internal.h"
-#include "state/checkpoint_internal.h"
 #include "state/export.h"
+#include "state/export_internal.h"
 #include "state/json_internal.h"
 #include "state/safetensors_internal.h"
-#include "state/state_internal.h"
 #include "state/storage_internal.h"
 
-#define DTRAIN__WEIGHTS_END ".safetensors"
-#define DTRAIN__INDEX_END ".index.json"
-#define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
-#define DTRAIN__WEIGHT_FILES 1024u
-#define DTRAIN__WEIGHT_FILE_NAME 256 /* bytes, the 0 included */
-#define DTRAIN__BLOCK_FLOATS ((int64_t)(DTRAIN__BLOCK / sizeof(float)))
-
 /* ---- What is in a file ------------------------------------------------------------------------*/
-
-/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here. */
-typedef struct dtrain__weight {
-    const char *name;
-    size_t param;  /* in the strategy's array */
-    size_t tensor; /* in the state's list, where values come first, without aliases */
-    bool transpose;
-    int dims;
-    int64_t shape[4]; /* in the file */
-    int64_t rows, columns, total;
-    uint32_t file; /* export: number of the file, from 0 ... */
-    uint64_t at;   /* ... and the first byte in its data */
-} dtrain__weight;
-
-typedef struct dtrain__weights {
-    const dtrain_allocator *allocator;
-    dtrain__weight *list; /* (room), count in use */
-    size_t count, room;
-} dtrain__weights;
 
 static int dtrain__name_order(const void *a, const void *b)
 {
@@ -117,8 +85,10 @@ static dtrain_result dtrain__weight_shape(const char *call, const dtrain_param *
 }
 
 /* List what is in a file: all parameters but aliases, and those that are left out. */
-static dtrain_result dtrain__weights_list(const char *call, const dtrain_strategy *strategy,
-                                          const dtrain_export_name *names, dtrain__weights *weights)
+DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
+                                                   const dtrain_strategy *strategy,
+                                                   const dtrain_export_name *names,
+                                                   dtrain__weights *weights)
 {
     static const dtrain_export_name own = {0, NULL, false};
     size_t tensor = 0;
@@ -143,34 +113,34 @@ static dtrain_result dtrain__weights_list(const char *call, const dtrain_strateg
     return dtrain__weights_differ(call, weights);
 }
 
-static void dtrain__weights_free(dtrain__weights *weights)
+DTRAIN__PRIVATE void dtrain__weights_free(dtrain__weights *weights)
 {
     if (weights->allocator)
         dtrain__free(weights->allocator, weights->list, weights->room, sizeof *weights->list);
 }
 
-static bool dtrain__ends_with(const char *text, const char *end)
+DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end)
 {
     const size_t bytes = strlen(text), end_bytes = strlen(end);
     return bytes >= end_bytes && strcmp(text + bytes - end_bytes, end) == 0;
 }
 
 /* Write the directory of a path. */
-static void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path)
+DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path)
 {
     const char *slash = strrchr(path, '/');
     const int bytes = slash == path ? 1 : slash ? (int)(slash - path) : 1;
     snprintf(directory, DTRAIN__PATH, "%.*s", bytes, slash ? path : ".");
 }
 
-static dtrain_result dtrain__weight_path_check(const char *call, const char *path)
+DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const char *path)
 {
     if (path && path[0] && strlen(path) <= DTRAIN__PATH - 128) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d", call,
                        DTRAIN__PATH - 128);
 }
 
-/* ---- Export: the plan -------------------------------------------------------------------------*/
+/* ---- The plan ---------------------------------------------------------------------------------*/
 
 /* An export under way. Rank 0 alone has a block, metadata and files. */
 typedef struct dtrain__export {
@@ -257,8 +227,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
                            "%s: path is \"%.200s\", expected an end of \"" DTRAIN__WEIGHTS_END
                            "\" for files of file_bytes",
                            dtrain__export_call, e->path);
-    DTRAIN__TRY(
-        dtrain__weights_list(dtrain__export_call, e->strategy, e->desc.names, &e->weights));
+    DTRAIN__TRY(dtrain__weights_list(dtrain__export_call, e->strategy, e->desc.names, &e->weights));
     DTRAIN__TRY(dtrain__export_metadata(e));
     DTRAIN__TRY(dtrain__export_plan(e));
     e->value = (float *)dtrain__alloc(allocator, e->most, sizeof(float), "a whole parameter");
@@ -268,7 +237,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     return e->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
-/* ---- Export: files ----------------------------------------------------------------------------*/
+/* ---- Files ------------------------------------------------------------------------------------*/
 
 /* Write the path of a file, of its index for number file_count, and what follows. */
 static void dtrain__export_path(const dtrain__export *e, uint32_t number, const char *end,
@@ -292,8 +261,8 @@ static dtrain_result dtrain__export_header(const dtrain__export *e, uint32_t num
     while (first < end && first->file < number) first++;
     for (last = first; last < end && last->file == number;) last++;
     const size_t count = (size_t)(last - first);
-    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(
-        text->allocator, count, sizeof *stored, "the header of a file");
+    dtrain__stored *stored = (dtrain__stored *)dtrain__alloc(text->allocator, count, sizeof *stored,
+                                                             "the header of a file");
     if (!stored) return DTRAIN_ERROR_MEMORY;
     for (size_t i = 0; i < count; i++) {
         stored[i].name = first[i].name;
@@ -336,8 +305,7 @@ static dtrain_result dtrain__export_open(dtrain__export *e)
         result = dtrain__storage_open(e->desc.storage, path, DTRAIN_STORAGE_CREATE, &e->file);
     if (result == DTRAIN_OK) e->opened++;
     if (result == DTRAIN_OK)
-        result =
-            dtrain__storage_write(e->desc.storage, e->file, path, header.at, header.bytes, 0);
+        result = dtrain__storage_write(e->desc.storage, e->file, path, header.at, header.bytes, 0);
     e->data = header.bytes;
     dtrain__text_free(&header);
     return result;
@@ -472,202 +440,4 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     dtrain__free(&strategy->allocator, (void *)e.metadata, e.metadata_count, sizeof *e.metadata);
     dtrain__weights_free(&e.weights);
     return result;
-}
-
-/* ---- Import: files ----------------------------------------------------------------------------*/
-
-/* A file whose header was read. */
-typedef struct dtrain__weight_file {
-    char name[DTRAIN__WEIGHT_FILE_NAME]; /* in the directory; "": the path itself */
-    dtrain__tensor_file header;
-    size_t first; /* number of its first tensor among those of all files */
-} dtrain__weight_file;
-
-/* Where a weight is. */
-typedef struct dtrain__weight_place {
-    uint32_t file;
-    const dtrain__stored *stored; /* NULL: nowhere, or not in this shape or type */
-} dtrain__weight_place;
-
-typedef struct dtrain__import {
-    dtrain_state *state;
-    const dtrain_strategy *strategy;
-    const dtrain_allocator *allocator;
-    dtrain_import_desc desc; /* resolved */
-    const char *path;
-    char index[DTRAIN__PATH]; /* the path of the index; "": there is none */
-    char directory[DTRAIN__PATH];
-    dtrain__weights weights;
-    dtrain__weight_place *places; /* (weights.count) */
-    dtrain__weight_file *files;   /* (file_room), file_count in use */
-    uint32_t file_count, file_room;
-    bool *used;          /* (tensor_count) tensors of the files that are some parameter's */
-    size_t tensor_count; /* of all files */
-    char *block;         /* (BLOCK) */
-    int file;            /* open, or -1 ... */
-    uint32_t opened;     /* ... which */
-    uint64_t bytes, values;
-    char note[600];
-} dtrain__import;
-
-static const char dtrain__import_call[] = "dtrain_checkpoint_import";
-
-/* Return what a path stands for: whoever names a file may name it by a symbolic link. Storages that
- * are none of the file system have no links. */
-static const char *dtrain__import_target(const dtrain__import *im, const char *path,
-                                         char real[PATH_MAX + 1])
-{
-    return im->desc.storage == dtrain_file_storage() && realpath(path, real) ? real : path;
-}
-
-static void dtrain__import_path(const dtrain__import *im, uint32_t file,
-                                char path[2 * DTRAIN__PATH])
-{
-    if (im->files[file].name[0])
-        snprintf(path, 2 * DTRAIN__PATH, "%s/%s", im->directory, im->files[file].name);
-    else snprintf(path, 2 * DTRAIN__PATH, "%s", im->path);
-}
-
-/* Open a file, unless it is the one that is open. */
-static dtrain_result dtrain__import_open(dtrain__import *im, uint32_t file,
-                                         char path[2 * DTRAIN__PATH])
-{
-    const dtrain_storage *storage = im->desc.storage;
-    char real[PATH_MAX + 1];
-    dtrain__import_path(im, file, path);
-    if (im->file >= 0 && im->opened == file) return DTRAIN_OK;
-    if (im->file >= 0) (void)storage->close(storage->user, im->file);
-    im->file = -1;
-    im->opened = file;
-    return dtrain__storage_open(storage, dtrain__import_target(im, path, real), DTRAIN_STORAGE_READ,
-                                &im->file);
-}
-
-/* Find a file by its name, or add it; NULL: an error has been left. Tensors of a file follow one
- * another in an index, so that the last file is tried first. */
-static dtrain__weight_file *dtrain__import_file(dtrain__import *im, const char *name)
-{
-    for (uint32_t i = im->file_count; i-- > 0;)
-        if (strcmp(im->files[i].name, name) == 0) return &im->files[i];
-    if (im->file_count == DTRAIN__WEIGHT_FILES) {
-        dtrain_fail(DTRAIN_ERROR_DATA, "%s names more than %u files", im->index,
-                    DTRAIN__WEIGHT_FILES);
-        return NULL;
-    }
-    if (im->file_count == im->file_room) {
-        const uint32_t room = 2 * im->file_room + 4;
-        dtrain__weight_file *more = (dtrain__weight_file *)dtrain__alloc(
-            im->allocator, room, sizeof *more, "a list of files");
-        if (!more) return NULL;
-        if (im->file_count) memcpy(more, im->files, im->file_count * sizeof *more);
-        dtrain__free(im->allocator, im->files, im->file_room, sizeof *more);
-        im->files = more;
-        im->file_room = room;
-    }
-    dtrain__weight_file *file = &im->files[im->file_count++];
-    memset(file, 0, sizeof *file);
-    file->header.allocator = im->allocator;
-    snprintf(file->name, sizeof file->name, "%s", name);
-    return file;
-}
-
-/* Read one member of a weight_map: the first time to know the files, the second time, when there
- * are headers, to see that the tensor is in its file. */
-static dtrain_result dtrain__index_member(dtrain__import *im, dtrain__json *json, const char *name,
-                                          bool check)
-{
-    char file_name[DTRAIN__WEIGHT_FILE_NAME];
-    if (!dtrain__json_string(json, file_name, sizeof file_name)) return json->result;
-    if (!file_name[0] || strchr(file_name, '/') || strcmp(file_name, ".") == 0 ||
-        strcmp(file_name, "..") == 0) {
-        dtrain__json_fail(json, "its file is \"%.100s\", expected the name of one beside the index",
-                          file_name);
-        return json->result;
-    }
-    const dtrain__weight_file *file = dtrain__import_file(im, file_name);
-    if (!file) return DTRAIN_ERROR_DATA;
-    if (check && !dtrain__safetensors_find(&file->header, name))
-        dtrain__json_fail(json, "it is not in %.100s", file_name);
-    return json->result;
-}
-
-/* Walk through an index, and count its tensors. */
-static dtrain_result dtrain__index_walk(dtrain__import *im, const char *text, size_t bytes,
-                                        bool check, size_t *count)
-{
-    char name[DTRAIN__TENSOR_NAME];
-    dtrain__json json = dtrain__json_begin(im->index, text, bytes);
-    bool seen = false;
-    *count = 0;
-    (void)dtrain__json_enter(&json, '{');
-    while (dtrain__json_member(&json, name, sizeof name)) {
-        if (strcmp(name, "weight_map") != 0) {
-            (void)dtrain__json_skip(&json);
-            continue;
-        }
-        if (seen) dtrain__json_fail(&json, "a second \"weight_map\"");
-        seen = true;
-        (void)dtrain__json_enter(&json, '{');
-        while (dtrain__json_member(&json, name, sizeof name)) {
-            json.inside = name;
-            DTRAIN__TRY(dtrain__index_member(im, &json, name, check));
-            json.inside = NULL;
-            ++*count;
-        }
-    }
-    DTRAIN__TRY(dtrain__json_end(&json));
-    if (seen) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s has no \"weight_map\", expected an index of files",
-                       im->index);
-}
-
-/* Read the headers of all files, and make the list of what is used. */
-static dtrain_result dtrain__import_headers(dtrain__import *im)
-{
-    char path[2 * DTRAIN__PATH];
-    for (uint32_t i = 0; i < im->file_count; i++) {
-        dtrain__weight_file *file = &im->files[i];
-        DTRAIN__TRY(dtrain__import_open(im, i, path));
-        DTRAIN__TRY(dtrain__safetensors_read(im->desc.storage, im->file, path, im->allocator,
-                                             &file->header));
-        file->first = im->tensor_count;
-        im->tensor_count += file->header.count;
-    }
-    im->used =
-        (bool *)dtrain__alloc(im->allocator, im->tensor_count, sizeof *im->used, "used tensors");
-    return im->used ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-}
-
-/* Read an index and the headers of its files. */
-static dtrain_result dtrain__import_index(dtrain__import *im)
-{
-    char *text, real[PATH_MAX + 1];
-    size_t bytes, count;
-    DTRAIN__TRY(dtrain__storage_get(im->desc.storage, im->allocator,
-                                    dtrain__import_target(im, im->index, real), DTRAIN__INDEX_MOST,
-                                    &text, &bytes));
-    dtrain_result result = dtrain__index_walk(im, text, bytes, false, &count);
-    if (result == DTRAIN_OK) result = dtrain__import_headers(im);
-    if (result == DTRAIN_OK) result = dtrain__index_walk(im, text, bytes, true, &count);
-    if (result == DTRAIN_OK && count != im->tensor_count)
-        result = dtrain_fail(DTRAIN_ERROR_DATA,
-                             "%s names %zu tensors, and its files have %zu: one of them has "
-                             "a tensor that the index does not know, or that another has too",
-                             im->index, count, im->tensor_count);
-    dtrain__free(im->allocator, text, bytes + 1, 1);
-    return result;
-}
-
-/* Find out whether the path is a file or an index, and read the headers. */
-static dtrain_result dtrain__import_find_files(dtrain__import *im)
-{
-    const dtrain_storage *storage = im->desc.storage;
-    char real[PATH_MAX + 1];
-    dtrain__directory_of(im->directory, im->path);
-    if (dtrain__ends_with(im->path, ".json")) snprintf(im->index, sizeof im->index, "%s", im->path);
-    else if (storage->open(storage->user, dtrain__import_target(im, im->path, real),
-                           DTRAIN_STORAGE_READ) == -ENOENT) {
-    }
-    if (im->index[0]) return dtrain__import_index(im);
-    return dtrain__import_file(im, "") ? dtrain__import_headers(im) : DTRAIN_ERROR_MEMORY;
 }

@@ -308,7 +308,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     return DTRAIN_OK;
 }
 
-/* Say, once, what became of residuals. */
+/* Say, once, what became of residuals and Q. */
 static void dtrain__note_residuals(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
@@ -316,6 +316,12 @@ static void dtrain__note_residuals(dtrain__load *load)
     bool wanted = false, there = false;
     for (size_t i = 0; i < state->tensor_count; i++)
         wanted |= state->tensors[i].kind == DTRAIN_STATE_RESIDUAL;
+    bool q_differs = false;
+    for (size_t i = 0; i < state->tensor_count; i++)
+        q_differs |= state->tensors[i].kind == DTRAIN_STATE_Q &&
+                     !dtrain__saved_for(load, &state->tensors[i]);
+    if (q_differs)
+        dtrain__load_note(load, "Q of PowerSGD begins anew: it is not there, or has another rank");
     for (size_t i = 0; i < m->tensor_count; i++)
         there |= m->tensors[i].kind == DTRAIN_STATE_RESIDUAL && m->tensors[i].piece_count;
     if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");

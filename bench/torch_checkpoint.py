@@ -1,0 +1,48 @@
+"""torch.save and torch.distributed.checkpoint of a model with AdamW, for bench_checkpoint.
+
+python3 bench/torch_checkpoint.py DIRECTORY MILLION_PARAMETERS REPETITIONS
+
+Values and two moments in fp32, in 96 matrices, and fsync of what was written: the bytes that dtrain writes. Prints the
+medians; torch.distributed.checkpoint (PyTorch 2) is left out where it is not there.
+"""
+import os
+import shutil
+import statistics
+import sys
+import time
+
+import torch
+
+folder, params, reps = os.path.join(sys.argv[1], "torch"), int(sys.argv[2]), int(sys.argv[3])
+rows = max(1, params * 1000000 // 96 // 1024)
+state = {f"{kind}.{i}": torch.rand(rows, 1024) for kind in ("value", "exp_avg", "exp_avg_sq") for i in range(96)}
+
+
+def sync(path):
+    for root, _, names in os.walk(path):
+        for name in names:
+            file = os.open(os.path.join(root, name), os.O_RDONLY)
+            os.fsync(file)
+            os.close(file)
+
+
+def median_of(save):
+    times = []
+    for _ in range(reps):
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(folder)
+        start = time.perf_counter()
+        save()
+        sync(folder)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+print("torch_save_s", median_of(lambda: torch.save(state, os.path.join(folder, "state.pt"))))
+try:
+    import torch.distributed.checkpoint as dcp
+
+    print("dcp_save_s", median_of(lambda: dcp.save(state, checkpoint_id=folder)))
+except Exception:  # an older PyTorch
+    pass
+shutil.rmtree(folder, ignore_errors=True)

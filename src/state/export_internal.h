@@ -1,0 +1,42 @@
+/* What export and import share: the list of what is in a file. */
+
+#pragma once
+
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "strategy/strategy_internal.h"
+#include "state/checkpoint_internal.h"
+#include "state/export.h"
+
+#define DTRAIN__WEIGHTS_END ".safetensors"
+#define DTRAIN__INDEX_END ".index.json"
+#define DTRAIN__WEIGHT_FILES 1024u
+
+/* A parameter as a file has it. rows x columns is what is stored of it, as it lies here. */
+typedef struct dtrain__weight {
+    const char *name;
+    size_t param;  /* in the strategy's array */
+    size_t tensor; /* in the state's list, where values come first, without aliases */
+    bool transpose;
+    int dims;
+    int64_t shape[4]; /* in the file */
+    int64_t rows, columns, total;
+    uint32_t file; /* export: number of the file, from 0 ... */
+    uint64_t at;   /* ... and the first byte in its data */
+} dtrain__weight;
+
+typedef struct dtrain__weights {
+    const dtrain_allocator *allocator;
+    dtrain__weight *list; /* (room), count in use */
+    size_t count, room;
+} dtrain__weights;
+
+/* state/export.c */
+DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
+                                                   const dtrain_strategy *strategy,
+                                                   const dtrain_export_name *names,
+                                                   dtrain__weights *weights);
+DTRAIN__PRIVATE void dtrain__weights_free(dtrain__weights *weights);
+DTRAIN__PRIVATE bool dtrain__ends_with(const char *text, const char *end);
+DTRAIN__PRIVATE void dtrain__directory_of(char directory[DTRAIN__PATH], const char *path);
+DTRAIN__PRIVATE dtrain_result dtrain__weight_path_check(const char *call, const char *path);

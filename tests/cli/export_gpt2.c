@@ -1,0 +1,198 @@
+/* export_gpt2.c: a small random GPT for test_weights.sh, which compares it with transformers' GPT-2.
+ *
+ *     export_gpt2 RANKS STRATEGY [seed=N] [import=PATH] [checkpoint=FOLDER] [export=PATH] [dtype=bf16]
+ *                 [file_bytes=N] [names=own] [values=FILE] [logits=FILE]
+ *
+ * import, checkpoint, export, values and logits happen in this order. Names are those of Hugging Face, and so are the
+ * transposes and the vocabulary without padding; names=own: everything as it lies here. values: all parameters, one
+ * behind the other, as fp32; their names and shapes go to stdout. logits: (BATCH * SEQ, VOCAB) of tokens (7 i + 3) %
+ * VOCAB, as fp32. */
+#include "dtrain.h"
+
+#include "tools/train_gpt/gpt.h"
+
+enum { LAYERS = 2, HEADS = 4, CHANNELS = 32, SEQ = 16, POSITIONS = 24, VOCAB = 300, BATCH = 2 };
+
+typedef struct job {
+    int ranks;
+    const char *strategy, *seed, *import, *checkpoint, *export, *dtype, *file_bytes, *names,
+        *values;
+    const char *logits;
+} job;
+
+static const char *const kinds[] = {"",           "ddp",   "zero1",       "shard_grad_op",
+                                    "full_shard", "zero3", "hybrid_shard"};
+
+/* GPT-2's linear layers are Conv1D: (in, out). */
+static void hugging_face(const gpt *m, dtrain_export_name *names)
+{
+    static const char *const turned[] = {"attn.c_attn.weight", "attn.c_proj.weight",
+                                         "mlp.c_fc.weight", "mlp.c_proj.weight"};
+    for (size_t i = 0; i < m->param_count; i++)
+        for (size_t t = 0; t < 4; t++)
+            if (strstr(m->params[i].name, turned[t])) names[i].transpose = true;
+    names[m->wte - m->params].rows = VOCAB;
+}
+
+/* Write all values, and print what they are. */
+static dtrain_result write_values(dtrain_strategy *strategy, const gpt *m, const char *path,
+                                  int rank)
+{
+    FILE *file = rank == 0 ? fopen(path, "wb") : NULL;
+    dtrain_result result = file || rank ? DTRAIN_OK : DTRAIN_ERROR_FILE;
+    float *value = (float *)calloc(1u << 20, sizeof *value);
+    if (!value) result = DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < m->param_count && result == DTRAIN_OK; i++) {
+        const dtrain_param *p = &m->params[i];
+        if (p == m->head) continue;
+        result = dtrain_strategy_read(strategy, i, value);
+        if (!file || result != DTRAIN_OK) continue;
+        if (fwrite(value, sizeof *value, (size_t)p->count, file) != (size_t)p->count)
+            result = DTRAIN_ERROR_FILE;
+        printf("value %s %lld %lld\n", p->name, (long long)p->shape[0], (long long)p->shape[1]);
+    }
+    if (file) fclose(file);
+    free(value);
+    return result;
+}
+
+static dtrain_result write_logits(dtrain_world *world, dtrain_strategy *strategy, const gpt *m,
+                                  const char *path, int rank)
+{
+    const long columns = gpt_columns(&m->config);
+    int32_t tokens[BATCH * SEQ];
+    dtrain_tape *tape = NULL;
+    float *logits = (float *)calloc((size_t)(BATCH * SEQ * columns), sizeof *logits);
+    FILE *file = rank == 0 ? fopen(path, "wb") : NULL;
+    dtrain_result result = logits && (file || rank) ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    for (int i = 0; i < BATCH * SEQ; i++) tokens[i] = (7 * i + 3) % VOCAB;
+    if (result == DTRAIN_OK) result = dtrain_tape_create(world, strategy, NULL, &tape);
+    if (result == DTRAIN_OK) result = dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 0);
+    if (result == DTRAIN_OK)
+        result = dtrain_tensor_read(tape, gpt_forward(tape, m, tokens, BATCH), logits);
+    for (int row = 0; row < BATCH * SEQ && file && result == DTRAIN_OK; row++)
+        if (fwrite(logits + row * columns, sizeof *logits, VOCAB, file) != VOCAB)
+            result = DTRAIN_ERROR_FILE;
+    if (file) fclose(file);
+    dtrain_tape_destroy(tape);
+    free(logits);
+    return result;
+}
+
+static dtrain_result save(dtrain_world *world, dtrain_state *state, const char *folder)
+{
+    dtrain_checkpoint_desc desc;
+    dtrain_checkpoint *checkpoint;
+    memset(&desc, 0, sizeof desc);
+    desc.directory = folder;
+    desc.state = state;
+    desc.file_bytes = 20000; /* several files a rank, and tensors cut between them */
+    dtrain_result result = dtrain_checkpoint_open(world, &desc, &checkpoint);
+    if (result != DTRAIN_OK) return result;
+    result = dtrain_checkpoint_save(checkpoint, 1, 0);
+    const dtrain_result closed = dtrain_checkpoint_close(checkpoint);
+    return result == DTRAIN_OK ? closed : result;
+}
+
+static dtrain_result run(dtrain_world *world, const job *j, const gpt *m, dtrain_strategy *strategy,
+                         dtrain_state *state)
+{
+    static const char *const ignore[] = {".attn.bias", ".attn.masked_bias", NULL};
+    const int rank = dtrain_world_rank(world);
+    dtrain_import_info info;
+    dtrain_import_desc from;
+    dtrain_export_desc to;
+    dtrain_export_name names[5 + 12 * LAYERS];
+    dtrain_result result = DTRAIN_OK;
+    memset(&info, 0, sizeof info);
+    memset(&from, 0, sizeof from);
+    memset(&to, 0, sizeof to);
+    memset(names, 0, sizeof names);
+    if (!j->names) hugging_face(m, names);
+    from.names = to.names = names;
+    from.prefix = "transformer.";
+    from.ignore = ignore;
+    to.dtype = !j->dtype                       ? DTRAIN_DTYPE_F32
+               : strcmp(j->dtype, "bf16") == 0 ? DTRAIN_DTYPE_BF16
+                                               : DTRAIN_DTYPE_F16;
+    to.file_bytes = j->file_bytes ? (uint64_t)atoll(j->file_bytes) : 0;
+    if (j->import) result = dtrain_checkpoint_import(state, j->import, &from, &info);
+    if (result == DTRAIN_OK && j->import && rank == 0)
+        printf("imported %llu of %llu parameters, %llu bytes\n", (unsigned long long)info.values,
+               (unsigned long long)m->param_count - 1, (unsigned long long)info.bytes);
+    if (result == DTRAIN_OK && j->checkpoint) result = save(world, state, j->checkpoint);
+    if (result == DTRAIN_OK && j->export)
+        result = dtrain_checkpoint_export(strategy, j->export, &to);
+    if (result == DTRAIN_OK && j->values) result = write_values(strategy, m, j->values, rank);
+    if (result == DTRAIN_OK && j->logits)
+        result = write_logits(world, strategy, m, j->logits, rank);
+    return result;
+}
+
+static int rank_main(dtrain_world *world, void *user)
+{
+    const job *j = (const job *)user;
+    const gpt_config config = {LAYERS, HEADS, CHANNELS, SEQ, POSITIONS, VOCAB, 0};
+    dtrain_strategy_desc desc;
+    dtrain_state_desc list;
+    dtrain_strategy *strategy = NULL;
+    dtrain_state *state = NULL;
+    gpt m;
+    memset(&desc, 0, sizeof desc);
+    memset(&list, 0, sizeof list);
+    while (desc.kind < 6 && strcmp(kinds[desc.kind], j->strategy) != 0) desc.kind++;
+    desc.init_seed = j->seed ? (uint64_t)atoll(j->seed) : 1;
+    dtrain_result result = gpt_create(&m, &config);
+    for (size_t i = 0; i < m.param_count && result == DTRAIN_OK; i++) {
+        m.params[i].init =
+            DTRAIN_INIT_NORMAL; /* biases and norms too: what is 0 or 1 could be any other */
+        m.params[i].init_scale = m.params[i].shape[1] ? 0.15f : 0.3f;
+    }
+    if (result == DTRAIN_OK)
+        result = dtrain_strategy_create(world, m.params, m.param_count, &desc, &strategy);
+    list.strategy = strategy;
+    if (result == DTRAIN_OK) result = dtrain_state_create(world, &list, &state);
+    if (result == DTRAIN_OK) result = run(world, j, &m, strategy, state);
+    if (result != DTRAIN_OK) fprintf(stderr, "%s\n", dtrain_last_error());
+    dtrain_state_destroy(state);
+    dtrain_strategy_destroy(strategy);
+    gpt_free(&m);
+    return result == DTRAIN_OK ? 0 : 1;
+}
+
+/* The text behind name= in an argument. */
+static void take(const char *argument, const char *name, const char **value)
+{
+    const size_t bytes = strlen(name);
+    if (strncmp(argument, name, bytes) == 0 && argument[bytes] == '=')
+        *value = argument + bytes + 1;
+}
+
+int main(int argc, char **argv)
+{
+    dtrain_launch_desc launch;
+    dtrain_launch_info info;
+    job j;
+    memset(&launch, 0, sizeof launch);
+    memset(&j, 0, sizeof j);
+    if (argc < 3) {
+        fprintf(stderr, "usage: export_gpt2 RANKS STRATEGY [NAME=VALUE]...\n");
+        return 2;
+    }
+    launch.rank_count = (uint32_t)atoi(argv[1]);
+    launch.threads_per_rank = 1;
+    j.strategy = argv[2];
+    for (int i = 3; i < argc; i++) {
+        take(argv[i], "seed", &j.seed);
+        take(argv[i], "import", &j.import);
+        take(argv[i], "checkpoint", &j.checkpoint);
+        take(argv[i], "export", &j.export);
+        take(argv[i], "dtype", &j.dtype);
+        take(argv[i], "file_bytes", &j.file_bytes);
+        take(argv[i], "names", &j.names);
+        take(argv[i], "values", &j.values);
+        take(argv[i], "logits", &j.logits);
+    }
+    (void)dtrain_launch(&launch, rank_main, &j, &info);
+    return info.exit_code;
+}
