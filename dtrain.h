@@ -1823,6 +1823,13 @@ typedef dtrain_result (*dtrain_batch_fn)(void *user);
  * device, where nothing is computed. */
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
+/* What becomes of a step whose gradients are not finite, on some rank, without loss scaling. */
+typedef enum dtrain_nonfinite {
+    DTRAIN_NONFINITE_STOP = 0, /* DTRAIN_ERROR_NUMERIC; a program may load a checkpoint and go on */
+    DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; refused
+                                  with compression, whose residuals would keep a NaN */
+} dtrain_nonfinite;
+
 typedef struct dtrain_trainer_desc {
     uint32_t micro_batches; /* per step; 0 = 1 */
     uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
@@ -1833,6 +1840,11 @@ typedef struct dtrain_trainer_desc {
     dtrain_loss_scaler_desc loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout */
+    uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */
+    uint32_t skip_limit;   /* steps in a row that may be skipped; one more is an error; 0 = 10 */
+    uint32_t verify_every; /* steps between two calls of dtrain_strategy_verify, which reads every
+                              parameter: replicas that drift apart (a flipped bit, another library)
+                              are an error that names rank and parameter. 0 = never */
     dtrain_schedule schedule; /* its lr is required with an optimizer */
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -1856,7 +1868,7 @@ typedef struct dtrain_step_record {
     uint64_t comm_bytes;      /* this rank sent, by the ring formula */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
-    uint64_t skipped_steps;   /* since the start, this one included: gradients overflowed */
+    uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
     int slowest_rank;
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
@@ -17423,12 +17435,14 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
-    uint64_t tokens; /* of all ranks, in the steps before */
-    uint32_t micro;  /* micro-batches of this step that are done: where it goes on if repeated */
-    double loss;     /* their sum */
-    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute; /* (ranks) seconds, for the median */
-    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
+    uint64_t tokens;   /* of all ranks, in the steps before */
+    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
+    uint32_t in_a_row; /* ... and how many of them were the last ones */
+    uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
+    double loss;       /* their sum */
+    float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute;   /* (ranks) seconds, for the median */
+    int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
     int slow_steps;
     bool *named;                 /* (ranks) warned about already */
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
@@ -17503,6 +17517,9 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
     trainer->step++;
     trainer->tokens = full.tokens;
+    const uint32_t every = trainer->desc.verify_every;
+    if (every && trainer->step % every == 0)
+        DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
 }
@@ -17578,30 +17595,53 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
+/* Judge a step by the losses of all ranks and the norm, which no rank has made a step with if it is
+ * not finite: go on, skip, or the same error on each. */
+static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_step_record *record,
+                                          bool overflow)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    const char *advice = "lower the learning rate, clip gradients or look at the data";
+    const bool may_skip = desc->nonfinite == DTRAIN_NONFINITE_SKIP && overflow && !trainer->scaling;
+    trainer->in_a_row = may_skip ? trainer->in_a_row + 1 : 0;
+    if (may_skip && trainer->in_a_row <= desc->skip_limit) {
+        trainer->skipped++;
+        if (trainer->in_a_row == 1 && trainer->rank == 0)
+            dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
+                       "step %lld is skipped: the gradient's norm is %g", (long long)trainer->step,
+                       record->grad_norm);
+        return DTRAIN_OK;
+    }
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float loss = trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_LOSS];
+        if (!dtrain_is_finite(loss))
+            return dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                               "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
+                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
+                               (double)loss, advice);
+    }
+    if (!overflow || trainer->scaling) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                       "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
+                       "every loss is finite: %s",
+                       (long long)trainer->step, record->grad_norm, advice);
+}
+
 /* Complete the record from the words of all ranks, which come to the same verdict here: all losses
  * and the norm finite, or the same error on each; and all loss scales move alike. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record)
 {
-    const char *advice = "lower the learning rate, clip gradients or look at the data";
     const bool overflow = !dtrain_is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
     double mean[DTRAIN__WORD_COUNT], seconds = 0;
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     for (int r = 0; r < trainer->ranks; r++) {
-        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-        if (!dtrain_is_finite(words[DTRAIN__WORD_LOSS]))
-            return dtrain_fail(DTRAIN_ERROR_NUMERIC,
-                               "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
-                               (double)words[DTRAIN__WORD_LOSS], advice);
-        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
+        const double one = (double)trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_STEP];
+        if (one > seconds) seconds = one;
     }
-    if (overflow && !trainer->scaling)
-        return dtrain_fail(DTRAIN_ERROR_NUMERIC,
-                           "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
-                           "every loss is finite: %s",
-                           (long long)trainer->step, record->grad_norm, advice);
+    record->skipped_steps = trainer->skipped;
     if (trainer->scaling) {
         record->loss_scale = (double)scaler->scale;
         DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
@@ -17735,6 +17775,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->world = world;
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
+    if (desc->skip_limit == 0) trainer->desc.skip_limit = 10;
     trainer->comm = desc->strategy->comm;
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
@@ -17778,6 +17819,15 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
                            (double)desc->schedule.lr);
+    if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
+                           desc->nonfinite);
+    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP && desc->strategy->layout.compression)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
+                           "compresses gradients: what it keeps from step to step would keep a "
+                           "NaN; use DTRAIN_NONFINITE_STOP and load a checkpoint");
     if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "
@@ -18899,6 +18949,7 @@ static void dtrain__state_list_scalars(dtrain_state *state)
         dtrain__state_scalar_add(state, "trainer.step", DTRAIN_SCALAR_I64, &trainer->step);
         dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN_SCALAR_U64, &trainer->tokens);
         dtrain__state_scalar_add(state, "trainer.seed", DTRAIN_SCALAR_U64, &trainer->desc.seed);
+        dtrain__state_scalar_add(state, "trainer.skipped", DTRAIN_SCALAR_U64, &trainer->skipped);
     }
     if (scaler) {
         dtrain__state_scalar_add(state, "scaler.scale", DTRAIN_SCALAR_F32, &scaler->scale);

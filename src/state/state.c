@@ -229,6 +229,7 @@ static void dtrain__state_list_scalars(dtrain_state *state)
         dtrain__state_scalar_add(state, "trainer.step", DTRAIN_SCALAR_I64, &trainer->step);
         dtrain__state_scalar_add(state, "trainer.tokens", DTRAIN_SCALAR_U64, &trainer->tokens);
         dtrain__state_scalar_add(state, "trainer.seed", DTRAIN_SCALAR_U64, &trainer->desc.seed);
+        dtrain__state_scalar_add(state, "trainer.skipped", DTRAIN_SCALAR_U64, &trainer->skipped);
     }
     if (scaler) {
         dtrain__state_scalar_add(state, "scaler.scale", DTRAIN_SCALAR_F32, &scaler->scale);

@@ -80,6 +80,9 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
     trainer->step++;
     trainer->tokens = full.tokens;
+    const uint32_t every = trainer->desc.verify_every;
+    if (every && trainer->step % every == 0)
+        DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
 }
@@ -155,30 +158,53 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
 
 /* ---- the record -------------------------------------------------------------------------------*/
 
+/* Judge a step by the losses of all ranks and the norm, which no rank has made a step with if it is
+ * not finite: go on, skip, or the same error on each. */
+static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_step_record *record,
+                                          bool overflow)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    const char *advice = "lower the learning rate, clip gradients or look at the data";
+    const bool may_skip = desc->nonfinite == DTRAIN_NONFINITE_SKIP && overflow && !trainer->scaling;
+    trainer->in_a_row = may_skip ? trainer->in_a_row + 1 : 0;
+    if (may_skip && trainer->in_a_row <= desc->skip_limit) {
+        trainer->skipped++;
+        if (trainer->in_a_row == 1 && trainer->rank == 0)
+            dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
+                       "step %lld is skipped: the gradient's norm is %g", (long long)trainer->step,
+                       record->grad_norm);
+        return DTRAIN_OK;
+    }
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float loss = trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_LOSS];
+        if (!dtrain_is_finite(loss))
+            return dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                               "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
+                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
+                               (double)loss, advice);
+    }
+    if (!overflow || trainer->scaling) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                       "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
+                       "every loss is finite: %s",
+                       (long long)trainer->step, record->grad_norm, advice);
+}
+
 /* Complete the record from the words of all ranks, which come to the same verdict here: all losses
  * and the norm finite, or the same error on each; and all loss scales move alike. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record)
 {
-    const char *advice = "lower the learning rate, clip gradients or look at the data";
     const bool overflow = !dtrain_is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
     double mean[DTRAIN__WORD_COUNT], seconds = 0;
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     for (int r = 0; r < trainer->ranks; r++) {
-        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-        if (!dtrain_is_finite(words[DTRAIN__WORD_LOSS]))
-            return dtrain_fail(DTRAIN_ERROR_NUMERIC,
-                               "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
-                               (double)words[DTRAIN__WORD_LOSS], advice);
-        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
+        const double one = (double)trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_STEP];
+        if (one > seconds) seconds = one;
     }
-    if (overflow && !trainer->scaling)
-        return dtrain_fail(DTRAIN_ERROR_NUMERIC,
-                           "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
-                           "every loss is finite: %s",
-                           (long long)trainer->step, record->grad_norm, advice);
+    record->skipped_steps = trainer->skipped;
     if (trainer->scaling) {
         record->loss_scale = (double)scaler->scale;
         DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
@@ -312,6 +338,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->world = world;
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
+    if (desc->skip_limit == 0) trainer->desc.skip_limit = 10;
     trainer->comm = desc->strategy->comm;
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
@@ -355,6 +382,15 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
                            (double)desc->schedule.lr);
+    if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
+                           desc->nonfinite);
+    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP && desc->strategy->layout.compression)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
+                           "compresses gradients: what it keeps from step to step would keep a "
+                           "NaN; use DTRAIN_NONFINITE_STOP and load a checkpoint");
     if (flags == 0 || flags == DTRAIN_TAPE_BF16 || flags == DTRAIN_TAPE_F16) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                        "dtrain_trainer_create: tape_flags is %#x, expected 0, DTRAIN_TAPE_BF16 or "

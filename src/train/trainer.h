@@ -29,6 +29,13 @@ typedef dtrain_result (*dtrain_batch_fn)(void *user);
  * device, where nothing is computed. */
 typedef dtrain_tensor *(*dtrain_loss_fn)(dtrain_tape *tape, void *user);
 
+/* What becomes of a step whose gradients are not finite, on some rank, without loss scaling. */
+typedef enum dtrain_nonfinite {
+    DTRAIN_NONFINITE_STOP = 0, /* DTRAIN_ERROR_NUMERIC; a program may load a checkpoint and go on */
+    DTRAIN_NONFINITE_SKIP = 1  /* all ranks skip it, with a warning for the first in a row; refused
+                                  with compression, whose residuals would keep a NaN */
+} dtrain_nonfinite;
+
 typedef struct dtrain_trainer_desc {
     uint32_t micro_batches; /* per step; 0 = 1 */
     uint32_t tokens;        /* (or samples) per micro-batch and rank, for throughput figures */
@@ -39,6 +46,11 @@ typedef struct dtrain_trainer_desc {
     dtrain_loss_scaler_desc loss_scaling;
     bool graph;    /* GPU: record the step once and replay it, without launch costs; see create */
     uint64_t seed; /* of dropout */
+    uint32_t nonfinite;    /* dtrain_nonfinite; 0 = stop */
+    uint32_t skip_limit;   /* steps in a row that may be skipped; one more is an error; 0 = 10 */
+    uint32_t verify_every; /* steps between two calls of dtrain_strategy_verify, which reads every
+                              parameter: replicas that drift apart (a flipped bit, another library)
+                              are an error that names rank and parameter. 0 = never */
     dtrain_schedule schedule; /* its lr is required with an optimizer */
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
@@ -62,7 +74,7 @@ typedef struct dtrain_step_record {
     uint64_t comm_bytes;      /* this rank sent, by the ring formula */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
-    uint64_t skipped_steps;   /* since the start, this one included: gradients overflowed */
+    uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
     int slowest_rank;
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */

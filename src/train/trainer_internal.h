@@ -40,12 +40,14 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
-    uint64_t tokens; /* of all ranks, in the steps before */
-    uint32_t micro;  /* micro-batches of this step that are done: where it goes on if repeated */
-    double loss;     /* their sum */
-    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute; /* (ranks) seconds, for the median */
-    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
+    uint64_t tokens;   /* of all ranks, in the steps before */
+    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
+    uint32_t in_a_row; /* ... and how many of them were the last ones */
+    uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
+    double loss;       /* their sum */
+    float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute;   /* (ranks) seconds, for the median */
+    int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
     int slow_steps;
     bool *named;                 /* (ranks) warned about already */
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */

@@ -19,6 +19,9 @@ typedef struct run {
     int steps, eval_at, plan_at, nan_rank, nan_step, fail_step, slow_rank, sleep_us;
     int stumbling_rank; /* whose every second read fails once, and is repeated */
     int bad_rank;       /* whose loss fails in step 2 */
+    uint32_t nonfinite, skip_limit, verify_every;
+    bool nan_on;    /* from nan_step on */
+    int drift_rank; /* in whose memory a bit flips in step 5 */
     float clip, dropout;
     uint64_t seed;
     dtrain_allocator allocator;
@@ -41,7 +44,7 @@ static run *run_create(uint32_t ranks, uint32_t accumulation, int steps)
     r->ranks = ranks, r->accumulation = accumulation, r->steps = steps;
     r->mode = DTRAIN_LAUNCH_THREADS;
     r->eval_at = r->plan_at = r->nan_rank = r->nan_step = r->fail_step = r->slow_rank = -1;
-    r->stumbling_rank = r->bad_rank = -1;
+    r->stumbling_rank = r->bad_rank = r->drift_rank = -1;
     r->seed = 1;
     return r;
 }
@@ -99,7 +102,10 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACTIVATION_NONE);
     h = dtrain_cross_entropy(tape, h, targets, 0);
     int64_t step = (s->micro - 1) / s->r->accumulation;
-    if (s->rank == s->r->nan_rank && step == s->r->nan_step) h = dtrain_scale(tape, h, NAN);
+    if (s->rank == s->r->nan_rank &&
+        (step == s->r->nan_step || (s->r->nan_on && step > s->r->nan_step)))
+        h = dtrain_scale(tape, h, NAN);
+    if (s->rank == s->r->drift_rank && step == 5) p[3].value[7] = nextafterf(p[3].value[7], 9);
     if (s->rank == s->r->bad_rank && step == 2) h = dtrain_dropout(tape, h, 7);
     return h;
 }
@@ -175,6 +181,9 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     desc.clip = s->r->clip;
     desc.checkpoint_every = s->r->checkpoint_every;
     desc.seed = s->r->seed;
+    desc.nonfinite = s->r->nonfinite;
+    desc.skip_limit = s->r->skip_limit;
+    desc.verify_every = s->r->verify_every;
     desc.schedule.kind = DTRAIN_SCHEDULE_COSINE;
     desc.schedule.lr = 0.02f;
     desc.schedule.min_lr = 0.002f;
@@ -391,6 +400,52 @@ static void test_nan_of_one_rank(void)
                   r->error[rank]);
         CHECK(memcmp(r->before[rank], r->after[rank], sizeof r->before[rank]) == 0);
         for (int i = 0; i < PARAMS; i++) CHECK(isfinite(r->after[rank][i]));
+    }
+}
+
+/* A step of NaN is skipped on all ranks, and training goes on with the parameters before it. */
+static void test_nan_is_skipped(void)
+{
+    run *r = run_create(3, 2, 8);
+    r->nan_rank = 1;
+    r->nan_step = 3;
+    r->nonfinite = DTRAIN_NONFINITE_SKIP;
+    run_well(r);
+    for (int rank = 0; rank < 3; rank++)
+        for (int step = 0; step < 8; step++) {
+            const dtrain_step_record *record = &r->records[rank][step];
+            CHECK(record->skipped_steps == (step >= 3) && record->step == step);
+            CHECK(!isfinite(record->grad_norm) == (step == 3) &&
+                  !isfinite(record->loss) == (step == 3));
+        }
+    CHECK(r->records[0][7].loss < r->records[0][2].loss);
+    CHECK(memcmp(r->after[0], r->after[2], sizeof r->after[0]) == 0);
+
+    run *stuck =
+        run_create(2, 1, 20); /* more than skip_limit in a row are an error, of all ranks */
+    stuck->nan_rank = 0;
+    stuck->nan_step = 3;
+    stuck->nan_on = true;
+    stuck->nonfinite = DTRAIN_NONFINITE_SKIP;
+    stuck->skip_limit = 4;
+    CHECK(run_launch(stuck) == DTRAIN_OK);
+    for (int rank = 0; rank < 2; rank++)
+        CHECK_MSG(stuck->ended[rank] == DTRAIN_ERROR_NUMERIC &&
+                      strstr(stuck->error[rank], "at step 7 the loss of rank 0"),
+                  "%s", stuck->error[rank]);
+}
+
+/* Replicas that drift apart by one bit are found, and named, at the next comparison. */
+static void test_drift_is_found(void)
+{
+    run *r = run_create(3, 1, 10);
+    r->drift_rank = 2;
+    r->verify_every = 4;
+    CHECK(run_launch(r) == DTRAIN_OK);
+    for (int rank = 0; rank < 3; rank++) {
+        CHECK(r->ended[rank] == DTRAIN_ERROR_MISMATCH && r->records[rank][6].loss > 0);
+        CHECK_MSG(strstr(r->error[rank], "\"out.weight\"") && strstr(r->error[rank], "on rank 2"),
+                  "%s", r->error[rank]);
     }
 }
 
@@ -639,6 +694,8 @@ int main(int argc, char **argv)
     RUN(test_evaluation);
     RUN(test_evaluation_without_dropout);
     RUN(test_nan_of_one_rank);
+    RUN(test_nan_is_skipped);
+    RUN(test_drift_is_found);
     RUN(test_batch_function_fails);
     RUN(test_step_is_repeated);
     RUN(test_loss_fails_on_one_rank);

@@ -117,6 +117,8 @@ static int check_checkpoints(const settings *s)
     if (s->resume && strcmp(s->resume, "auto") == 0 && !s->checkpoints)
         return BAD(
             "--resume auto looks into --checkpoint DIR, which is not given; or name a checkpoint");
+    if (s->nonfinite == 2 && !s->checkpoints)
+        return BAD("--nonfinite rollback needs --checkpoint DIR");
     if (s->keep_best && !s->eval_batches)
         return BAD("--keep-best compares validations, and --eval-batches is 0");
     return 0;

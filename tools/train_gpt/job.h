@@ -78,6 +78,7 @@ typedef struct job {
     dtrain_checkpoint *checkpoint; /* NULL without --checkpoint */
     dtrain_load_info resumed;      /* step -1: the run begins */
     bool stopped;                  /* by a signal, before its last step */
+    int64_t rolled_back;           /* the step of the last roll-back, or -1 */
     dtrain_memory memory;
 } job;
 
@@ -139,6 +140,9 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, job *j)
     desc.checkpoint_every = (uint32_t)s->checkpoint;
     desc.graph = s->graph != 0;
     desc.seed = (uint64_t)s->seed;
+    desc.nonfinite =
+        s->nonfinite == DTRAIN_NONFINITE_SKIP ? DTRAIN_NONFINITE_SKIP : DTRAIN_NONFINITE_STOP;
+    desc.verify_every = (uint32_t)s->verify_every;
     desc.schedule.kind = (uint32_t)s->schedule;
     desc.schedule.lr = dtrain_lr_for_ranks((float)s->lr, dtrain_world_size(world),
                                            (dtrain_lr_scaling)s->lr_scaling);
@@ -195,7 +199,7 @@ static dtrain_result resume_job(dtrain_world *world, job *j)
     all.optimizer = j->optimizer;
     all.trainer = j->trainer;
     all.loader = j->train.loader;
-    j->resumed.step = -1;
+    j->resumed.step = j->rolled_back = -1;
     TRY(dtrain_state_create(world, &all, &j->state));
     dtrain_world_query(world, &info);
     const bool again = s->checkpoints && info.restart_count;

@@ -10,7 +10,7 @@ typedef struct settings {
     const char *model, *data, *log, *device, *comm, *emulate;
     const char *checkpoints, *resume; /* directories */
     const char *command;              /* the command line, for manifests */
-    long save_every, keep, keep_best, save_blocking, restarts;
+    long save_every, keep, keep_best, save_blocking, restarts, nonfinite, verify_every;
     long schedule, lr_scaling, precision, strategy, offload; /* places in the lists below */
     long param_dtype, reduce_dtype, accum_mode, compression, exchange;
     long ranks, threads, timeout, node_size, memory_limit, reshard, checkpoint, auto_batch;
@@ -65,8 +65,9 @@ static words dtypes = {"fp32", "bf16", "fp16"};
 static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard", /* kind - 1 */
                            "zero3", "hybrid_shard", "auto"};
 static words offloads = {"none", "optimizer", "optimizer+grads", "all"};
-static words compressions = {"none", "topk", "powersgd"};               /* dtrain_compression */
-static words exchanges = {"all_gather", "balanced"};                    /* dtrain_sparse_exchange */
+static words compressions = {"none", "topk", "powersgd"}; /* dtrain_compression */
+static words exchanges = {"all_gather", "balanced"};      /* dtrain_sparse_exchange */
+static words nonfinites = {"stop", "skip", "rollback"};   /* the first two: dtrain_nonfinite */
 static words accum_modes = {"default", "last", "every", "shard_every"}; /* dtrain_accumulation */
 
 static const flag flag_table[] = {
@@ -196,6 +197,12 @@ static const flag flag_table[] = {
      "start the ranks again from the last checkpoint when one fails, so many times without "
      "progress",
      NULL},
+    {"--nonfinite", 'w', &flags.nonfinite, 0, 0,
+     "after a NaN: stop, skip the step, or roll back to the last checkpoint and go on behind the "
+     "batch",
+     nonfinites},
+    {"--verify-every", 'i', &flags.verify_every, 0, 1e12,
+     "steps between two comparisons of the parameters of all ranks; 0 = never", NULL},
     FLAG_GROUP("what the run shows"),
     {"--eval-every", 'i', &flags.eval_every, 0, 1e12,
      "steps between validations; 0 = at the end only", NULL},

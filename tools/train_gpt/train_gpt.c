@@ -48,6 +48,29 @@ static bool save_due(const job *j, long done, bool validated, bool stopping)
            (s->keep_best && validated);
 }
 
+/* After a NaN: load the last checkpoint and go on behind the batch that led to it. Twice from the same checkpoint
+ * would be a crash loop. */
+static dtrain_result roll_back(job *j, long *step)
+{
+    dtrain_loader_info data;
+    dtrain_load_info from;
+    dtrain_result result = DTRAIN_OK;
+    TRY(dtrain_checkpoint_wait(j->checkpoint));
+    dtrain_loader_query(j->train.loader, &data);
+    TRY(dtrain_checkpoint_load(j->state, j->s->checkpoints, NULL, &from));
+    if (from.step == j->rolled_back)
+        TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                        "step %ld is not finite again after a roll-back to step %lld: lower the "
+                        "learning rate, clip "
+                        "gradients or look at the data",
+                        *step, (long long)from.step));
+    dtrain_loader_seek(j->train.loader, data.position);
+    j->rolled_back = from.step;
+    *step = (long)from.step - 1; /* the loop adds one */
+cleanup:
+    return result;
+}
+
 /* Train from the step that the run begins or goes on with. A signal that asks a rank to stop makes all of them
  * stop after the same step, with a checkpoint. */
 static dtrain_result train_steps(job *j)
@@ -59,7 +82,12 @@ static dtrain_result train_steps(job *j)
          step++) {
         dtrain_step_record record;
         bool due = step + 1 == s->steps || (s->eval_every && (step + 1) % s->eval_every == 0);
-        TRY(dtrain_trainer_step(j->trainer, &record));
+        result = dtrain_trainer_step(j->trainer, &record);
+        if (result == DTRAIN_ERROR_NUMERIC && s->nonfinite == 2) {
+            TRY(roll_back(j, &step));
+            continue;
+        }
+        TRY(result);
         stopping = record.stop_requested;
         due = due && s->eval_batches && !stopping;
         if (due) TRY(validate(j, &record.val_loss));
