@@ -178,6 +178,7 @@
        optimizer on this rank's shards                optim/optimizer.h
        publish the new parameters                     strategy/strategy.h
        record                                         train/trainer.h, train/metrics.h
+       now and then: save all that must survive       state/state.h, state/checkpoint.h
 
    ------------------------------------------------------------------------------------------------
    A complete program: a model with its own arrays and its own backward, on two ranks.
@@ -238,6 +239,8 @@
    tape         the record of the forward pass that backward walks in reverse.
    arena        the memory of a forward pass, laid out the same way every step.
    autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
+   checkpoint   everything of a run that must survive it, on the disk (state/checkpoint.h); to
+                resume is to go on from one, to reshard is to do so on other ranks.
    compression  to send less than a gradient; what is left out stays in the residual.
    residual     what this rank has not sent yet; error feedback adds it to the next gradient.
    loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see optim/scaler.h.
@@ -306,6 +309,10 @@
                       stays failed.
    Nothing left       shared memory has no name; after success, failure or kill -9 no process,
                       segment, file descriptor or thread remains.
+   Exact resume       N steps, save, load, M steps have the bits of N + M steps, in as many ranks;
+                      values and optimizer state also under any others.
+   Nothing half       what has a manifest is a whole checkpoint. A crash, a full disk or a loss of
+                      power while saving leaves those that were there.
    Steady state       after the first step nothing is allocated and all addresses repeat.
    Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N.
    Finite checks      look at exponent bits: -ffast-math does not disable them.
@@ -2191,7 +2198,7 @@ typedef struct dtrain_checkpoint_desc {
     uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
                                 error of dtrain_checkpoint_save. 0 = none */
     uint64_t file_bytes;   /* a file that would grow beyond is continued in another; 0 = 4 GiB */
-    const char *directory; /* shared by all ranks; its last part is made if it is not there */
+    const char *directory; /* shared by all ranks; made if it is not there */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
     const char *commit;    /* of the program that writes; NULL = none */
     const dtrain_storage *storage; /* must outlive the checkpoints; NULL = the file system */
@@ -20128,16 +20135,25 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Bring the name of a directory that was made to the disk, or all that is saved in it could be gone
- * after a loss of power. */
-static dtrain_result dtrain__sync_above(const dtrain_checkpoint *c)
+/* Make the directory, and those above it that are not there, and bring their names to the disk: all
+ * that is saved in it could be gone otherwise after a loss of power. */
+static dtrain_result dtrain__directories_make(const dtrain_checkpoint *c)
 {
-    char above[DTRAIN__PATH];
-    size_t end = strlen(c->desc.directory);
-    while (end > 1 && c->desc.directory[end - 1] == '/') end--;
-    while (end > 0 && c->desc.directory[end - 1] != '/') end--;
-    snprintf(above, sizeof above, "%.*s", (int)end, c->desc.directory);
-    return dtrain__storage_sync_directory(c->desc.storage, end ? above : ".");
+    const dtrain_storage *storage = c->desc.storage;
+    char path[DTRAIN__PATH], above[DTRAIN__PATH];
+    const size_t length = strlen(c->desc.directory);
+    snprintf(above, sizeof above, "%s", c->desc.directory[0] == '/' ? "/" : ".");
+    for (size_t end = 1; end <= length; end++) {
+        if (end < length && c->desc.directory[end] != '/') continue;
+        snprintf(path, sizeof path, "%.*s", (int)end, c->desc.directory);
+        const int made = storage->make_directory(storage->user, path);
+        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
+            return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", path,
+                               strerror(-made));
+        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
+        snprintf(above, sizeof above, "%.*s", (int)end, c->desc.directory);
+    }
+    return DTRAIN_OK;
 }
 
 /* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
@@ -20145,12 +20161,7 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->desc.storage;
     char path[DTRAIN__PATH];
-    const int made = storage->make_directory(storage->user, c->desc.directory);
-    if (made < 0 && made != -EEXIST)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "the directory %s cannot be made: %s; the one above it must be there",
-                           c->desc.directory, strerror(-made));
-    if (made >= 0) DTRAIN__TRY(dtrain__sync_above(c));
+    DTRAIN__TRY(dtrain__directories_make(c));
     snprintf(path, sizeof path, "%s/lock", c->desc.directory);
     c->lock = dtrain__storage_try(storage, path, DTRAIN_STORAGE_LOCK);
     if (c->lock == -EAGAIN)

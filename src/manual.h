@@ -40,6 +40,7 @@
        optimizer on this rank's shards                optim/optimizer.h
        publish the new parameters                     strategy/strategy.h
        record                                         train/trainer.h, train/metrics.h
+       now and then: save all that must survive       state/state.h, state/checkpoint.h
 
    ------------------------------------------------------------------------------------------------
    A complete program: a model with its own arrays and its own backward, on two ranks.
@@ -100,6 +101,8 @@
    tape         the record of the forward pass that backward walks in reverse.
    arena        the memory of a forward pass, laid out the same way every step.
    autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
+   checkpoint   everything of a run that must survive it, on the disk (state/checkpoint.h); to
+                resume is to go on from one, to reshard is to do so on other ranks.
    compression  to send less than a gradient; what is left out stays in the residual.
    residual     what this rank has not sent yet; error feedback adds it to the next gradient.
    loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see optim/scaler.h.
@@ -168,6 +171,10 @@
                       stays failed.
    Nothing left       shared memory has no name; after success, failure or kill -9 no process,
                       segment, file descriptor or thread remains.
+   Exact resume       N steps, save, load, M steps have the bits of N + M steps, in as many ranks;
+                      values and optimizer state also under any others.
+   Nothing half       what has a manifest is a whole checkpoint. A crash, a full disk or a loss of
+                      power while saving leaves those that were there.
    Steady state       after the first step nothing is allocated and all addresses repeat.
    Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N.
    Finite checks      look at exponent bits: -ffast-math does not disable them.

@@ -52,7 +52,7 @@ typedef struct dtrain_checkpoint_desc {
     uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
                                 error of dtrain_checkpoint_save. 0 = none */
     uint64_t file_bytes;   /* a file that would grow beyond is continued in another; 0 = 4 GiB */
-    const char *directory; /* shared by all ranks; its last part is made if it is not there */
+    const char *directory; /* shared by all ranks; made if it is not there */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
     const char *commit;    /* of the program that writes; NULL = none */
     const dtrain_storage *storage; /* must outlive the checkpoints; NULL = the file system */

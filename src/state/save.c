@@ -404,16 +404,25 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 
 /* ---- Life -------------------------------------------------------------------------------------*/
 
-/* Bring the name of a directory that was made to the disk, or all that is saved in it could be gone
- * after a loss of power. */
-static dtrain_result dtrain__sync_above(const dtrain_checkpoint *c)
+/* Make the directory, and those above it that are not there, and bring their names to the disk: all
+ * that is saved in it could be gone otherwise after a loss of power. */
+static dtrain_result dtrain__directories_make(const dtrain_checkpoint *c)
 {
-    char above[DTRAIN__PATH];
-    size_t end = strlen(c->desc.directory);
-    while (end > 1 && c->desc.directory[end - 1] == '/') end--;
-    while (end > 0 && c->desc.directory[end - 1] != '/') end--;
-    snprintf(above, sizeof above, "%.*s", (int)end, c->desc.directory);
-    return dtrain__storage_sync_directory(c->desc.storage, end ? above : ".");
+    const dtrain_storage *storage = c->desc.storage;
+    char path[DTRAIN__PATH], above[DTRAIN__PATH];
+    const size_t length = strlen(c->desc.directory);
+    snprintf(above, sizeof above, "%s", c->desc.directory[0] == '/' ? "/" : ".");
+    for (size_t end = 1; end <= length; end++) {
+        if (end < length && c->desc.directory[end] != '/') continue;
+        snprintf(path, sizeof path, "%.*s", (int)end, c->desc.directory);
+        const int made = storage->make_directory(storage->user, path);
+        if (made < 0 && made != -EEXIST && (end == length || (made != -EROFS && made != -EACCES)))
+            return dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", path,
+                               strerror(-made));
+        if (made >= 0) DTRAIN__TRY(dtrain__storage_sync_directory(storage, above));
+        snprintf(above, sizeof above, "%.*s", (int)end, c->desc.directory);
+    }
+    return DTRAIN_OK;
 }
 
 /* Rank 0: make the directory, take its lock, and clear away what a crash has left. */
@@ -421,12 +430,7 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
 {
     const dtrain_storage *storage = c->desc.storage;
     char path[DTRAIN__PATH];
-    const int made = storage->make_directory(storage->user, c->desc.directory);
-    if (made < 0 && made != -EEXIST)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "the directory %s cannot be made: %s; the one above it must be there",
-                           c->desc.directory, strerror(-made));
-    if (made >= 0) DTRAIN__TRY(dtrain__sync_above(c));
+    DTRAIN__TRY(dtrain__directories_make(c));
     snprintf(path, sizeof path, "%s/lock", c->desc.directory);
     c->lock = dtrain__storage_try(storage, path, DTRAIN_STORAGE_LOCK);
     if (c->lock == -EAGAIN)

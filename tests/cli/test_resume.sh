@@ -132,6 +132,6 @@ same "$hits random kills, stops and requests to stop"
 bad "--save-every without a directory" "does nothing without --checkpoint" $gpt --save-every 5
 bad "--resume auto without a directory" "looks into --checkpoint DIR" $gpt --resume auto
 bad "--resume of nothing" "$tmp/none" $gpt --resume "$tmp/none" --steps 2
-bad "a directory that cannot be" "the one above it must be there" $gpt --steps 2 --checkpoint "$tmp/none/none"
+bad "a directory that cannot be" "cannot be made: Not a directory" $gpt --steps 2 --checkpoint "$tmp/out/none"
 bad "another model" "does not fit this run:.*of another shape" $gpt --channels 32 --resume "$tmp/again/step-000000000010" --steps 12
 finish

@@ -421,12 +421,12 @@ static void test_directories(void)
     saved_run *r = saved_new(2, DTRAIN_STRATEGY_DDP);
     r->steps = r->save_every = 1;
     r->save = path;
-    snprintf(path, sizeof path, "%s/a/b", folder);
-    CHECK(saved_launch(r) != DTRAIN_OK && strstr(r->error[0], "cannot be made"));
-    snprintf(path, sizeof path, "%s/a", folder);
-    saved_go(r, "made");
-    shell("test -f %s/a/step-000000000001/manifest.json", folder);
     shell("echo x > %s/file", folder);
+    snprintf(path, sizeof path, "%s/file/b", folder);
+    CHECK(saved_launch(r) != DTRAIN_OK && strstr(r->error[0], "cannot be made"));
+    snprintf(path, sizeof path, "%s//a/b/", folder);
+    saved_go(r, "made");
+    shell("test -f %s/a/b/step-000000000001/manifest.json", folder);
     snprintf(path, sizeof path, "%s/file", folder);
     CHECK(saved_launch(r) != DTRAIN_OK && strstr(r->error[0], "cannot be"));
     r->save = NULL;
