@@ -23,17 +23,6 @@ typedef struct job {
 static const char *const kinds[] = {"",           "ddp",   "zero1",       "shard_grad_op",
                                     "full_shard", "zero3", "hybrid_shard"};
 
-/* GPT-2's linear layers are Conv1D: (in, out). */
-static void hugging_face(const gpt *m, dtrain_export_name *names)
-{
-    static const char *const turned[] = {"attn.c_attn.weight", "attn.c_proj.weight",
-                                         "mlp.c_fc.weight", "mlp.c_proj.weight"};
-    for (size_t i = 0; i < m->param_count; i++)
-        for (size_t t = 0; t < 4; t++)
-            if (strstr(m->params[i].name, turned[t])) names[i].transpose = true;
-    names[m->wte - m->params].rows = VOCAB;
-}
-
 /* Write all values, and print what they are. */
 static dtrain_result write_values(dtrain_strategy *strategy, const gpt *m, const char *path,
                                   int rank)
@@ -97,21 +86,18 @@ static dtrain_result save(dtrain_world *world, dtrain_state *state, const char *
 static dtrain_result run(dtrain_world *world, const job *j, const gpt *m, dtrain_strategy *strategy,
                          dtrain_state *state)
 {
-    static const char *const ignore[] = {".attn.bias", ".attn.masked_bias", NULL};
     const int rank = dtrain_world_rank(world);
     dtrain_import_info info;
     dtrain_import_desc from;
     dtrain_export_desc to;
-    dtrain_export_name names[5 + 12 * LAYERS];
+    dtrain_export_name *names = j->names ? NULL : gpt_hugging_face(m);
     dtrain_result result = DTRAIN_OK;
     memset(&info, 0, sizeof info);
     memset(&from, 0, sizeof from);
     memset(&to, 0, sizeof to);
-    memset(names, 0, sizeof names);
-    if (!j->names) hugging_face(m, names);
     from.names = to.names = names;
     from.prefix = "transformer.";
-    from.ignore = ignore;
+    from.ignore = gpt_ignored();
     to.dtype = !j->dtype                       ? DTRAIN_DTYPE_F32
                : strcmp(j->dtype, "bf16") == 0 ? DTRAIN_DTYPE_BF16
                                                : DTRAIN_DTYPE_F16;
@@ -126,6 +112,7 @@ static dtrain_result run(dtrain_world *world, const job *j, const gpt *m, dtrain
     if (result == DTRAIN_OK && j->values) result = write_values(strategy, m, j->values, rank);
     if (result == DTRAIN_OK && j->logits)
         result = write_logits(world, strategy, m, j->logits, rank);
+    free(names);
     return result;
 }
 

@@ -39,6 +39,10 @@ bad "gpt, missing data" "$tmp/none" $tiny --data "$tmp/none"
 # answer can be right that was not learned from it.
 good "mlp on spirals" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 2
 good "mlp, one rank" "epoch +60 .* (9[5-9]|100)" "$build/mlp" 1
+good "resume, a rank dies" "2 ranks begin at step 50, started again" "$build/resume" "$tmp/resume"
+[ "$(sed -n "s/^2 ranks end.*parameters //p" "$tmp/out" | uniq -c | sed "s/ *\([0-9]*\).*/\1/")" = 2 ]
+result "resume, the bits of a run that nobody disturbed" $? "$tmp/out"
+good "resume, again" "3 ranks begin at step 150" "$build/resume" "$tmp/resume"
 good "own_operation, 2 ranks" "step 199  loss 0.0[0-9]" "$build/own_operation"
 bytes() { head -c "$1" /dev/zero | tr '\0' "\\$2"; } # bytes COUNT OCTAL
 image() { bytes 1 "$1"; bytes $((307 * $2)) 170; bytes 307 377; bytes $((3072 - 307 * ($2 + 1))) 170; } # image LABEL CLASS

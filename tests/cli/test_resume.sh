@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs that are killed, stopped and started again, as a user has them: train_gpt comes to the parameters of a run that
 # nobody disturbed, whatever hit it: kill -9, SIGSTOP, SIGTERM, a kill at any system call of a save, a damaged
-# checkpoint. SOAK_SECONDS (8) of random ones; DTRAIN_TEST_FULL=1: every system call.
+# checkpoint. SOAK_SECONDS (5) of random ones; DTRAIN_TEST_FULL=1: every system call.
 . tests/support/shell.sh
 full=${DTRAIN_TEST_FULL:-0}
 gpt="$build/train_gpt --data dtrain.h --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --warmup 2 --eval-batches 0 --sample 0 --ranks 2 --threads 1 --timeout 4 --deterministic"
@@ -103,7 +103,7 @@ if have strace; then
 else skip "a save killed at system calls" "strace is not installed"; fi
 
 # ---- random hits ----
-end=$(($(date +%s) + ${SOAK_SECONDS:-8})) hits=0
+end=$(($(date +%s) + ${SOAK_SECONDS:-5})) hits=0
 $gpt --steps 40000 >"$tmp/out" 2>&1
 expected=$(hash_of "$tmp/out")
 dir=$tmp/soak

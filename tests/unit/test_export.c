@@ -12,7 +12,6 @@
 #include "state/safetensors_internal.h"
 #include "state/storage_internal.h"
 #include "dtrain.h"
-#include "state/export.h"
 
 #include "test.h"
 #include <pthread.h>

@@ -274,4 +274,46 @@ static inline dtrain_result gpt_generate(dtrain_tape *t, const gpt *m, uint32_t 
     return result;
 }
 
+/* ---- Hugging Face ---- */
+
+/* What import leaves out of a GPT-2 of theirs: masks. */
+static inline const char *const *gpt_ignored(void)
+{
+    static const char *const masks[] = {".attn.bias", ".attn.masked_bias", NULL};
+    return masks;
+}
+
+/* Fill in how parameters lie in a file of theirs: linear layers of blocks are Conv1D there, (in, out), and the
+ * vocabulary has no padding. names (param_count), zeroed before; free it with free. NULL: no memory. */
+static inline dtrain_export_name *gpt_hugging_face(const gpt *m)
+{
+    static const char *const turned[] = {"attn.c_attn.weight", "attn.c_proj.weight",
+                                         "mlp.c_fc.weight", "mlp.c_proj.weight"};
+    dtrain_export_name *names = (dtrain_export_name *)calloc(m->param_count, sizeof *names);
+    for (size_t i = 0; names && i < m->param_count; i++)
+        for (size_t t = 0; t < sizeof turned / sizeof turned[0]; t++)
+            if (strstr(m->params[i].name, turned[t])) names[i].transpose = true;
+    if (names) names[m->wte - m->params].rows = m->config.vocab;
+    return names;
+}
+
+/* Write the config.json that transformers wants beside a model. */
+static inline int gpt_write_config(const gpt_config *c, const char *path)
+{
+    FILE *file = fopen(path, "w");
+    if (!file) return -1;
+    fprintf(file,
+            "{\"model_type\": \"gpt2\", \"architectures\": [\"GPT2LMHeadModel\"], \"vocab_size\": "
+            "%ld,\n"
+            " \"n_positions\": %ld, \"n_ctx\": %ld, \"n_embd\": %ld, \"n_layer\": %ld, \"n_head\": "
+            "%ld,\n"
+            " \"n_inner\": null, \"activation_function\": \"gelu_new\", \"layer_norm_epsilon\": "
+            "1e-05,\n"
+            " \"initializer_range\": 0.02, \"resid_pdrop\": 0.1, \"embd_pdrop\": 0.1, "
+            "\"attn_pdrop\": 0.1,\n"
+            " \"bos_token_id\": null, \"eos_token_id\": null, \"tie_word_embeddings\": true}\n",
+            c->vocab, c->positions, c->positions, c->channels, c->layers, c->heads);
+    return fclose(file);
+}
+
 #endif /* GPT_H */

@@ -187,6 +187,24 @@ cleanup:
     return result;
 }
 
+/* Begin with weights of Hugging Face. */
+static dtrain_result import_weights(job *j)
+{
+    dtrain_import_desc from;
+    dtrain_import_info info;
+    dtrain_result result = DTRAIN_OK;
+    dtrain_export_name *names = gpt_hugging_face(&j->model);
+    memset(&from, 0, sizeof from);
+    from.names = names;
+    from.prefix = "transformer.";
+    from.ignore = gpt_ignored();
+    if (!names) TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for names"));
+    TRY(dtrain_checkpoint_import(j->state, j->s->import_from, &from, &info));
+cleanup:
+    free(names);
+    return result;
+}
+
 /* Go on from a checkpoint, if the flags or a restart ask for it. `auto` in an empty directory begins. */
 static dtrain_result resume_job(dtrain_world *world, job *j)
 {
@@ -201,6 +219,7 @@ static dtrain_result resume_job(dtrain_world *world, job *j)
     all.loader = j->train.loader;
     j->resumed.step = j->rolled_back = -1;
     TRY(dtrain_state_create(world, &all, &j->state));
+    if (s->import_from) TRY(import_weights(j));
     dtrain_world_query(world, &info);
     const bool again = s->checkpoints && info.restart_count;
     const bool newest = again || (s->resume && strcmp(s->resume, "auto") == 0);
@@ -209,6 +228,29 @@ static dtrain_result resume_job(dtrain_world *world, job *j)
         dtrain_checkpoint_load(j->state, newest ? s->checkpoints : s->resume, NULL, &j->resumed);
     if (newest && result == DTRAIN_ERROR_FILE && j->resumed.step < 0) result = DTRAIN_OK;
 cleanup:
+    return result;
+}
+
+/* Write the weights as Hugging Face has them. */
+static dtrain_result export_weights(const job *j, bool first)
+{
+    static const char model[] = "model.safetensors";
+    const char *path = j->s->export_to;
+    const size_t length = strlen(path), name = sizeof model - 1;
+    dtrain_export_desc to;
+    dtrain_result result = DTRAIN_OK;
+    char config[4096];
+    dtrain_export_name *names = gpt_hugging_face(&j->model);
+    memset(&to, 0, sizeof to);
+    to.names = names;
+    if (!names) TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for names"));
+    TRY(dtrain_checkpoint_export(j->strategy, path, &to));
+    if (!first || length < name || strcmp(path + length - name, model) != 0) goto cleanup;
+    snprintf(config, sizeof config, "%.*sconfig.json", (int)(length - name), path);
+    if (gpt_write_config(&j->model.config, config) != 0)
+        TRY(dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", config, strerror(errno)));
+cleanup:
+    free(names);
     return result;
 }
 

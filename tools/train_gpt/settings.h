@@ -9,7 +9,8 @@
 typedef struct settings {
     const char *model, *data, *log, *device, *comm, *emulate;
     const char *checkpoints, *resume; /* directories */
-    const char *command;              /* the command line, for manifests */
+    const char *import_from, *export_to;
+    const char *command; /* the command line, for manifests */
     long save_every, keep, keep_best, save_blocking, restarts, nonfinite, verify_every;
     long schedule, lr_scaling, precision, strategy, offload; /* places in the lists below */
     long param_dtype, reduce_dtype, accum_mode, compression, exchange;
@@ -192,6 +193,14 @@ static const flag flag_table[] = {
      "wait until a checkpoint is on the disk, instead of writing it while training goes on", NULL},
     {"--resume", 's', &flags.resume, 0, 0,
      "auto: go on from the newest checkpoint of --checkpoint, if there is one; or the path of one",
+     NULL},
+    {"--import", 's', &flags.import_from, 0, 0,
+     "begin with the weights of a GPT-2 of Hugging Face: model.safetensors, one file or with an "
+     "index",
+     NULL},
+    {"--export", 's', &flags.export_to, 0, 0,
+     "write the weights at the end as such a file; as DIR/model.safetensors with DIR/config.json "
+     "beside it",
      NULL},
     {"--restarts", 'i', &flags.restarts, 0, 1e6,
      "start the ranks again from the last checkpoint when one fails, so many times without "

@@ -117,6 +117,11 @@ static dtrain_result finish_job(dtrain_world *world, job *j)
     if (first && s->deterministic)
         printf("  parameters           %016llx   bit-identical on all ranks\n",
                (unsigned long long)hash);
+    if (s->export_to && !j->stopped) {
+        result = export_weights(j, first);
+        if (result != DTRAIN_OK) return result;
+        if (first) printf("  exported             %s\n", s->export_to);
+    }
     if (!s->sample || j->stopped) return DTRAIN_OK;
     return show_sample(j, first);
 }
