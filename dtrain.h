@@ -19924,7 +19924,7 @@ static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *direct
 {
     const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
     const double patience =
-        c->threaded ? 1e-9 * (double)c->world->timeout_ns : 1e-3 * DTRAIN__SHARED_MS;
+        c->desc.background ? 1e-9 * (double)c->world->timeout_ns : 1e-3 * DTRAIN__SHARED_MS;
     const double deadline = dtrain_seconds() + patience;
     bool any = false;
     for (int r = 0; r < c->ranks; r++) {

@@ -1,9 +1,10 @@
 """torch.save and torch.distributed.checkpoint of a model with AdamW, for bench_checkpoint.
 
-python3 bench/torch_checkpoint.py DIRECTORY MILLION_PARAMETERS REPETITIONS
+python3 bench/torch_checkpoint.py /tmp 1 2
 
-Values and two moments in fp32, in 96 matrices, and fsync of what was written: the bytes that dtrain writes. Prints the
-medians; torch.distributed.checkpoint (PyTorch 2) is left out where it is not there.
+Arguments: a directory, million parameters, repetitions. Values and two moments in fp32, in 96 matrices, and fsync of what
+was written: the bytes that dtrain writes. Prints the medians; torch.distributed.checkpoint (PyTorch 2) is left out where
+it is not there.
 """
 import os
 import shutil

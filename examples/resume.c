@@ -24,6 +24,8 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
+#include <signal.h>
+
 enum { ROWS = 32, COLUMNS = 16, SAVE_EVERY = 25 };
 
 typedef struct run {

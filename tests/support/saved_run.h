@@ -180,8 +180,9 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     window.token_count = 300; /* short: epochs end within a run */
     window.seed = r->seed;
     SAVED_TRY(dtrain_loader_create(world, &window, &s->loader));
-    r->strategy.compression = r->compression.kind ? &r->compression : NULL;
-    SAVED_TRY(dtrain_strategy_create(world, s->params, SAVED_PARAMS, &r->strategy, &s->strategy));
+    dtrain_strategy_desc where = r->strategy; /* ranks may be threads */
+    where.compression = r->compression.kind ? &r->compression : NULL;
+    SAVED_TRY(dtrain_strategy_create(world, s->params, SAVED_PARAMS, &where, &s->strategy));
     if (r->sgd) how.momentum = r->momentum;
     else how.epsilon = 1e-3f;
     SAVED_TRY(dtrain_optimizer_create(world, s->strategy, &how, &s->optimizer));
@@ -231,10 +232,11 @@ static inline dtrain_result saved_image(dtrain_world *world, saved_rank *s)
         const uint64_t bytes = (uint64_t)t->total * each;
         const uint64_t all = bytes * (t->own ? (uint64_t)r->ranks : 1);
         if (!CHECK(at + all <= SAVED_BYTES)) return DTRAIN_ERROR_MEMORY;
-        SAVED_TRY(dtrain_device_copy(dtrain_world_device(world),
-                                     r->image + at + (t->own ? (uint64_t)s->rank * bytes : 0) +
-                                         (uint64_t)t->offset * each,
-                                     t->memory, (size_t)t->count * each));
+        if (t->copy == 0)
+            SAVED_TRY(dtrain_device_copy(dtrain_world_device(world),
+                                         r->image + at + (t->own ? (uint64_t)s->rank * bytes : 0) +
+                                             (uint64_t)t->offset * each,
+                                         t->memory, (size_t)t->count * each));
         if (s->rank == 0) {
             snprintf(r->tensors[i].name, sizeof r->tensors[i].name, "%s", t->name);
             r->tensors[i].kind = t->kind;
