@@ -220,6 +220,8 @@
                 emulated, a group of ranks that is treated so (world/world.h).
    restart      to start all ranks of a run again after one has failed; progress is a step that the
                 ranks can go on behind, a crash loop is restarts without any.
+   flight record   the last collectives of a rank, kept so that one can see after a failure who was
+                behind, in which call; comm/flight.c.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
@@ -276,7 +278,9 @@
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
-   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation.
+   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation. A run that
+   fails or hangs can leave what each rank called last: dtrain_launch_desc.flight_directory, or
+   DTRAIN_FLIGHT_DIRECTORY in the environment; build/flight (tools/flight) reads it.
 
    ------------------------------------------------------------------------------------------------
    Promises (each has a test)
@@ -691,7 +695,7 @@ typedef struct dtrain_launch_desc {
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals;  /* SIGTERM and SIGUSR1 ask ranks to stop, instead of killing them: see
-                            dtrain_world_stop_requested */
+                            dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
     const char *flight_directory; /* every rank whose run fails writes its last collectives there,
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */

@@ -490,6 +490,7 @@ static void test_restart(void)
 static int asked_by_signal(dtrain_world *world, plan *p)
 {
     if (dtrain_world_rank(world) == p->culprit) {
+        ranks_sleep_us(200000);   /* rank 0 waits by then */
         kill(getppid(), SIGUSR2); /* the launcher passes it on */
         for (int i = 0; i < 100 && !has_file(p, 0); i++) ranks_sleep_us(10000);
     }
