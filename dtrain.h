@@ -9490,7 +9490,7 @@ static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtr
                              dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
 {
     const int peer = comm->hub->ranks[comm->base.base.world_ranks[rank]];
-    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const int tag = (int)comm->base.base.number * DTRAIN__MPI_TAGS + (int)kind;
     const MPI_Comm mpi = comm->hub->mpi;
     dtrain__mpi_token *token = &comm->tokens[comm->active];
     MPI_Request *request = &comm->requests[comm->active];
