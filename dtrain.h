@@ -7350,7 +7350,7 @@ static dtrain__flight_record *dtrain__flight_at(const dtrain_world *world, uint6
     return &flight->records[number % DTRAIN__FLIGHT_RECORDS];
 }
 
-/* Take the next record and label it. */
+/* Take the next record and label it. Labels are copied: the strategy may be gone at a dump. */
 static dtrain__flight_record *dtrain__flight_next(dtrain__flight *flight)
 {
     dtrain__flight_record *record = &flight->records[++flight->count % DTRAIN__FLIGHT_RECORDS];
@@ -7432,7 +7432,7 @@ DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t 
     record->started_ns = world->flight->now_ns;
 }
 
-/* Give those that have landed the time of a look at the clock. */
+/* Note a look at the clock: it is the end of what was done since the look before. */
 static void dtrain__flight_look(dtrain__flight *flight, uint64_t now)
 {
     flight->now_ns = now;
@@ -7441,8 +7441,8 @@ static void dtrain__flight_look(dtrain__flight *flight, uint64_t now)
     flight->landed_count = 0;
 }
 
-/* Record that a collective is done; a backend that cannot say when does it by the end of the wait,
- * and after another call nothing is changed. */
+/* Record that a collective is done. The engine calls it as soon as that is so, dtrain_work_wait and
+ * dtrain_work_test for every backend: the first call counts. */
 DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number)
 {
     dtrain__flight_record *record = dtrain__flight_at(world, number);

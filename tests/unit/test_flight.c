@@ -301,27 +301,38 @@ static void test_world_all_gather(void)
     expect(p, 2, "rank 2 is behind: it has not called #",
            "world all-gather byte count 8, where ranks 0 and 1 wait");
 }
-/* Two groups of two; rank 3 hangs in the second one, and rank 0 waits for rank 1, which waits for nobody else. */
-static int groups(dtrain_world *world, plan *p)
+/* Two groups of two; rank 3 hangs in the second one, after `calls` of its collectives. Rank 0 waits for it in a
+ * barrier, and came there before rank 2 came to where it waits: rank 3 is behind where it would have come next. */
+static int groups_hang(dtrain_world *world, const plan *p, int calls)
 {
     dtrain_comm *half;
     float x = 1;
     const int rank = dtrain_world_rank(world);
     dtrain_result result = dtrain_comm_split(dtrain_world_comm(world), rank / 2, 0, &half);
     for (int i = 0; i < 3 && result == DTRAIN_OK; i++) {
-        if (rank == p->culprit && i == 2) act_loop(world, p);
+        if (rank == p->culprit && i == calls) act_loop(world, NULL);
+        if (rank == 2 && i == calls) ranks_sleep_us(100000);
         result = dtrain_all_reduce(half, &x, &x, 1, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MAX, NULL);
     }
     return result == DTRAIN_OK ? (int)dtrain_barrier(dtrain_world_comm(world)) : (int)result;
 }
+static int groups_first(dtrain_world *world, plan *p) { return groups_hang(world, p, 0); }
+static int groups_third(dtrain_world *world, plan *p) { return groups_hang(world, p, 2); }
 static void test_groups(void)
 {
     plan p = new_plan(PROCESSES, 4, 3, act_nothing);
-    p.others = groups;
+    p.others = groups_third;
     expect(p, 3,
            "rank 3 is behind: it has not called #3 all-reduce max f32 count 1 of communicator 1/2, "
            "where rank 2 waits; "
            "its last call was #2 all-reduce max f32 count 1 of communicator 1/2",
+           "#8 barrier");
+    p = new_plan(PROCESSES, 4, 3, act_nothing);
+    p.others = groups_first;
+    expect(p, 3,
+           "rank 3 is behind: it has not called #1 all-reduce max f32 count 1 of communicator 1/2, "
+           "where rank 2 waits; "
+           "its last call was #7 split",
            "#8 barrier");
 }
 /* A message that nobody sends. */
