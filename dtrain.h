@@ -74,10 +74,12 @@
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
+       src/comm/flight_internal.h           The flight record of a rank: see comm/flight.c
+       src/comm/flight.c                    The flight record: the last collectives of a rank, and of what it knows of the others
+       src/comm/engine_internal.h           The progress engine
        src/comm/reduce.c                    What collectives do: who sends what to whom, and the results on one rank
        src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
-       src/comm/engine_internal.h           The progress engine
        src/comm/links.c                     Emulated links
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/local.c                     The local transport: shared memory
@@ -223,6 +225,8 @@
                 emulated, a group of ranks that is treated so (world/world.h).
    restart      to start all ranks of a run again after one has failed; progress is a step that the
                 ranks can go on behind, a crash loop is restarts without any.
+   flight record   the last collectives of a rank, kept so that one can see after a failure who was
+                behind, in which call; comm/flight.c.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
@@ -281,7 +285,9 @@
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
-   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation.
+   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation. A run that
+   fails or hangs can leave what each rank called last: dtrain_launch_desc.flight_directory, or
+   DTRAIN_FLIGHT_DIRECTORY in the environment; build/flight (tools/flight) reads it.
 
    ------------------------------------------------------------------------------------------------
    Promises (each has a test)
@@ -700,7 +706,10 @@ typedef struct dtrain_launch_desc {
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals;  /* SIGTERM and SIGUSR1 ask ranks to stop, instead of killing them: see
-                            dtrain_world_stop_requested */
+                            dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
+    const char *flight_directory; /* every rank whose run fails writes its last collectives there,
+                                     see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
+                                     environment, and without that nowhere */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -827,6 +836,23 @@ DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
  * Collective and blocking like dtrain_world_all_gather, which carries it: for a host with a loop of
  * its own, once a step or every few steps. *stop is false on failure. */
 DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop);
+
+/* Write the flight record of this rank to DIRECTORY/flight-RANK.json: its last 256 collectives and
+ * messages (communicator, sequence number, kind, reduction, dtype, count, which bucket asked and
+ * the name of its first parameter, state, times on the monotonic clock), and for every rank the
+ * last call and how long ago it gave a sign of life, as far as ranks share memory. build/flight
+ * DIRECTORY reads the files of all ranks and says who is behind, or who called what.
+ *
+ * Local; it waits for no other rank. The directory is made if it is missing, and the file appears
+ * whole. Errors: DTRAIN_ERROR_ARGUMENT, DTRAIN_ERROR_SYSTEM.
+ *
+ * With desc.flight_directory a rank does it by itself, once: when a collective, or
+ * dtrain_world_poll, ends in a failure (a deadline, a mismatch, the failure of another rank), or
+ * when rank_main returns another value than 0. That file stands: later calls with the same
+ * directory leave it as it is. A restarted rank replaces it at its next failure; give each run a
+ * directory of its own. With desc.catch_signals too, SIGUSR2 makes a rank write its file at its
+ * next call or wait, and the run goes on: for a look at a run that seems to hang. */
+DTRAIN_API dtrain_result dtrain_world_dump(dtrain_world *world, const char *directory);
 
 /* Send one formatted line to the log. */
 #if defined(__GNUC__)
@@ -2892,7 +2918,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 5u
+#define DTRAIN_COMM_ABI 6u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -2903,13 +2929,17 @@ struct dtrain_comm {
     int *world_ranks;                            /* (size) */
     uint64_t in_flight;                          /* operations started and not finished */
     uint64_t outstanding;                        /* handles not given back */
-    uint64_t inside_ns, flight_ns, flight_since; /* the callers' books */
+    uint64_t inside_ns, flight_ns, flight_since; /* the callers' books, to the end */
+    int64_t number;   /* 0: the world's; its members have the same, no other group of a rank has */
+    uint64_t started; /* collectives that this rank has called */
+    uint64_t splits;
     dtrain_comm_info info;
 };
 
 /* A backend's own begins with it. */
 struct dtrain_work {
     dtrain_comm *comm;
+    uint64_t record; /* in the flight record; the callers' book */
 };
 
 /* A backend. create makes the world's communicator, collectively. start queues the operation and
@@ -3601,6 +3631,18 @@ typedef struct dtrain__lane {
     uint64_t line[7];
 } dtrain__lane;
 
+/* How far a rank is, for the flight records of the others (comm/flight.c). Atomic, each field by
+ * itself; zero where no memory is shared. */
+typedef struct dtrain__pulse {
+    uint64_t beat_ns;                   /* its last look at the clock inside of the library */
+    uint64_t inside;                    /* 1: and it has not left it since */
+    int64_t comm;                       /* its last collective: the communicator ... */
+    int64_t first;                      /* ... whose first rank in the world this is, ... */
+    uint64_t sequence;                  /* ... and number */
+    uint64_t world_started, world_done; /* its last collective among all ranks */
+    uint64_t line;
+} dtrain__pulse;
+
 /* All that ranks know of each other. It stands at the start of the shared region; ranks that share
  * no memory have one each, which the link keeps up to date. */
 typedef struct dtrain__control {
@@ -3617,6 +3659,7 @@ typedef struct dtrain__control {
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
+    dtrain__pulse pulses[DTRAIN_MAX_RANKS];
 } dtrain__control;
 
 /* A control page, with or without arenas behind it, as it was mapped. */
@@ -3657,9 +3700,10 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
-    int told_by;                  /* 1 + the rank whose failure this one was told of; 0: none */
-    struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    int64_t comm_count;           /* every communicator made so far has a smaller number */
+    int told_by;                   /* 1 + the rank whose failure this one was told of; 0: none */
+    struct dtrain__engine *comms;  /* this rank's communicators, newest first */
+    int64_t comm_count;            /* every communicator made so far has a smaller number */
+    struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
@@ -3670,6 +3714,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc 
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
+
+#define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
+
+/* These are implemented by comm/flight.c: make and end the flight record; note a look at the clock
+ * inside of a wait, a call of dtrain_world_all_gather and its end, and this rank's first failure,
+ * which is in the last error. */
+DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
+DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
+DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
+DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
 
 #define DTRAIN__YIELDS_PER_POLL 32u /* 10 us on an idle machine */
 
@@ -3716,6 +3772,9 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
+
+/* world/signals.c */
+DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
 
 /* world/hash.c */
 DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);
@@ -4096,6 +4155,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
     wait->polled = true;
+    dtrain__flight_beat(world, now);
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
@@ -4141,7 +4201,9 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
-    DTRAIN__TRY(dtrain__trouble(world));
+    const dtrain_result trouble = dtrain__trouble(world);
+    dtrain__flight_fail(world, trouble);
+    DTRAIN__TRY(trouble);
     const dtrain__exit_record *exits = world->control->exits;
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
     for (int i = 0; i < ended; i++)
@@ -4210,17 +4272,10 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
-                                                 size_t bytes, void *all)
+static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
+                                        void *all)
 {
     dtrain__wait wait = dtrain__wait_begin();
-    if (!world || bytes > DTRAIN_WORLD_ALL_GATHER_BYTES || (bytes && (!mine || !all)))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_world_all_gather: world or a buffer is NULL, or %zu bytes are "
-                           "more than %d",
-                           bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
-    DTRAIN__TRY(dtrain__trouble(world));
     const uint64_t sequence = ++world->gather_count;
     const size_t half = sequence % 2;
     dtrain__gather_slot *slots = world->control->slots;
@@ -4240,6 +4295,22 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     }
     dtrain__set_waits(world, -1);
     return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
+                                                 size_t bytes, void *all)
+{
+    if (!world || bytes > DTRAIN_WORLD_ALL_GATHER_BYTES || (bytes && (!mine || !all)))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_world_all_gather: world or a buffer is NULL, or %zu bytes are "
+                           "more than %d",
+                           bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
+    DTRAIN__TRY(dtrain__trouble(world));
+    dtrain__flight_gather(world, bytes);
+    const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
+    dtrain__flight_gathered(world, result);
+    return result;
 }
 
 /* ================================================================================================
@@ -5929,8 +6000,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
                                      dtrain_launch_info *info);
 
 /* world/signals.c */
-DTRAIN__PRIVATE void dtrain__signals_install(sigset_t *mask);
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(sigset_t *old_mask);
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
 DTRAIN__PRIVATE int dtrain__signal_caught(void);
 
@@ -5951,6 +6022,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
     dtrain__world_comm_end(world);
+    dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
     if (world->page.control) munmap(world->page.control, world->page.bytes);
@@ -6001,6 +6073,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
+    DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
@@ -6029,6 +6102,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
+    if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->told_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
@@ -6152,7 +6226,8 @@ static void dtrain__child(dtrain__launch *launch, int index)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
 #endif
     if (getppid() != launch->launcher) _exit(1);
-    if (launch->desc.catch_signals) dtrain__signals_install(&launch->old_mask);
+    if (launch->desc.catch_signals)
+        dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
     const int code = dtrain__rank_run(launch, index);
     fflush(NULL);
@@ -6289,6 +6364,19 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
         asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
+/* Settle where flight records go; NULL: nowhere. */
+static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
+{
+    const char *directory = desc->flight_directory;
+    if (!directory || !directory[0]) directory = getenv("DTRAIN_FLIGHT_DIRECTORY");
+    desc->flight_directory = directory && directory[0] ? directory : NULL;
+    if (!desc->flight_directory || strlen(directory) < DTRAIN__FLIGHT_PATH) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
+        strlen(directory), DTRAIN__FLIGHT_PATH - 1);
+}
+
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
@@ -6328,6 +6416,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "dtrain_launch: min_ranks is %d, and the world has %d ranks; set it to "
                            "at most that, or to 0: then all of them are needed",
                            (int)desc->min_ranks, place->size);
+    DTRAIN__TRY(dtrain__resolve_flight(desc));
     launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
@@ -6424,7 +6513,8 @@ static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_
     const bool catches = launch->desc.catch_signals && !launch->launcher;
     sigset_t old_mask;
     dtrain_result result;
-    if (catches) DTRAIN__TRY(dtrain__signals_begin(&old_mask));
+    if (catches)
+        DTRAIN__TRY(dtrain__signals_begin(launch->desc.flight_directory != NULL, &old_mask));
     if (launch->launcher) dtrain__hear_signals(launch);
     do result = dtrain__attempt(launch, info);
     while (dtrain__restart(launch, &result, info));
@@ -6633,6 +6723,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
  *                                                           |
  *                         dtrain_world_agree_stop: any rank --> all ranks, after the same step
  *     SIGTERM again      --> the default action: the process ends at once
+ *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
+ *                            flight record (comm/flight.c)
  *
  * A handler gets nothing but a number, so what it notes is the process's: the one mutable state of
  * this library that does not belong to a world. */
@@ -6640,13 +6732,19 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
 static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
 static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
 static uint64_t dtrain__term_ns;       /* atomic: when the first SIGTERM came, 0 = it has not */
-static struct sigaction dtrain__found_term, dtrain__found_usr1; /* the host's */
+static uint32_t dtrain__dump_signals;  /* atomic: how many SIGUSR2 came */
+static bool dtrain__dump_caught;       /* SIGUSR2 is handled as well */
+static struct sigaction dtrain__found_term, dtrain__found_usr1, dtrain__found_usr2; /* the host's */
 
 /* Note a signal. A second SIGTERM gets the default action back and raises it again: it is blocked
  * in here, and ends the process on return. All calls are async-signal-safe. */
 static void dtrain__on_signal(int number)
 {
     const int error = errno;
+    if (number == SIGUSR2) {
+        dtrain__fetch_add(&dtrain__dump_signals, 1u);
+        return;
+    }
     const uint64_t now = dtrain__now_ns(), first = dtrain__load(&dtrain__term_ns);
     if (!dtrain__load(&dtrain__signal_seen)) dtrain__store(&dtrain__signal_seen, number);
     if (number == SIGTERM && !first) dtrain__store(&dtrain__term_ns, now);
@@ -6658,8 +6756,9 @@ static void dtrain__on_signal(int number)
 }
 
 /* Install the handler, and take what it handles out of a mask that the caller will set after it:
- * in this order a signal that is pending already is caught. Interrupted system calls go on. */
-DTRAIN__PRIVATE void dtrain__signals_install(sigset_t *mask)
+ * in this order a signal that is pending already is caught. Interrupted system calls go on. SIGUSR2
+ * is the host's, unless it asks for dumps. */
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
 {
     struct sigaction action;
     memset(&action, 0, sizeof action);
@@ -6670,12 +6769,15 @@ DTRAIN__PRIVATE void dtrain__signals_install(sigset_t *mask)
     dtrain__store(&dtrain__term_ns, 0u);
     sigaction(SIGTERM, &action, &dtrain__found_term);
     sigaction(SIGUSR1, &action, &dtrain__found_usr1);
+    dtrain__dump_caught = dumps;
+    if (dumps) sigaction(SIGUSR2, &action, &dtrain__found_usr2);
+    if (dumps) sigdelset(mask, SIGUSR2);
     sigdelset(mask, SIGTERM);
     sigdelset(mask, SIGUSR1);
 }
 
 /* Begin to catch signals in a process that goes on after its ranks: one run at a time. */
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(sigset_t *old_mask)
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask)
 {
     uint32_t none = 0;
     sigset_t mask;
@@ -6686,7 +6788,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(sigset_t *old_mask)
                            "catches signals now; set it in one of them, a process has one handler");
     pthread_sigmask(SIG_SETMASK, NULL, old_mask);
     mask = *old_mask;
-    dtrain__signals_install(&mask);
+    dtrain__signals_install(dumps, &mask);
     pthread_sigmask(SIG_SETMASK, &mask, NULL);
     return DTRAIN_OK;
 }
@@ -6696,9 +6798,13 @@ DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask)
 {
     sigaction(SIGTERM, &dtrain__found_term, NULL);
     sigaction(SIGUSR1, &dtrain__found_usr1, NULL);
+    if (dtrain__dump_caught) sigaction(SIGUSR2, &dtrain__found_usr2, NULL);
     pthread_sigmask(SIG_SETMASK, old_mask, NULL);
     dtrain__store(&dtrain__signals_taken, 0u);
 }
+
+/* Return how many flight records have been asked for by signals. */
+DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain__dump_signals); }
 
 /* Return the signal that this process has caught, 0 for none. */
 DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }
@@ -6775,6 +6881,61 @@ DTRAIN__PRIVATE void dtrain__pull(const dtrain_comm *comm, const dtrain_collecti
                                   const char *const *in, size_t first, size_t count);
 DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int rank, size_t *first,
                                    size_t *length);
+
+/* ================================================================================================
+ * src/comm/flight_internal.h
+ * ==============================================================================================*/
+
+/* The flight record of a rank: see comm/flight.c. */
+
+#define DTRAIN__FLIGHT_RECORDS 256u /* of the newest collectives */
+#define DTRAIN__FLIGHT_LANDED 8u    /* done since the last look at the clock */
+
+typedef enum dtrain__flight_state {
+    DTRAIN__FLIGHT_QUEUED = 0,  /* the rank has called it */
+    DTRAIN__FLIGHT_STARTED = 1, /* the other ranks can see that */
+    DTRAIN__FLIGHT_DONE = 2,
+    DTRAIN__FLIGHT_FAILED = 3 /* it was under way when something failed */
+} dtrain__flight_state;
+
+/* One collective or message. It holds no pointer but to literals: who asked may be gone. */
+typedef struct dtrain__flight_record {
+    uint64_t sequence; /* of its communicator, from 1; messages: 0 */
+    uint64_t count;
+    int64_t comm;        /* number of the communicator; -1: dtrain_world_all_gather */
+    int32_t first, size; /* its first rank in the world: groups of one split share a number */
+    uint32_t kind, dtype, op;
+    int32_t root;
+    uint64_t queued_ns, started_ns, ended_ns; /* 0: not yet */
+    const char *part;                         /* who asked: "bucket", a literal, or NULL ... */
+    int64_t number;                           /* ... its number ... */
+    char name[31];                            /* ... and the name of its first parameter */
+    uint8_t state;                            /* dtrain__flight_state */
+} dtrain__flight_record;
+
+typedef struct dtrain__flight {
+    uint64_t count;  /* records made; number n, from 1, is at n % RECORDS */
+    uint64_t now_ns; /* when this rank looked at the clock last */
+    uint64_t landed[DTRAIN__FLIGHT_LANDED];
+    uint32_t landed_count;
+    uint32_t asked;               /* dumps that signals had asked for when it was looked at last */
+    const char *part, *part_name; /* of the next collective */
+    int64_t part_number;
+    dtrain_result code; /* the first failure; DTRAIN_OK: none */
+    char error[DTRAIN__ERROR_BYTES];
+    char directory[DTRAIN__FLIGHT_PATH]; /* "": dumps are made for the host alone */
+    dtrain__flight_record records[DTRAIN__FLIGHT_RECORDS];
+} dtrain__flight;
+
+/* comm/flight.c */
+DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *part, int64_t number,
+                                          const char *name);
+DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__flight_begin(dtrain_comm *comm, const dtrain_collective *what);
+DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t number);
+DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number);
+DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now);
+DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now);
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
@@ -6863,12 +7024,22 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Leave a public call that may work or wait: two looks at the clock per call. */
-static void dtrain__comm_leave(dtrain_comm *comm, uint64_t entered)
+/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. */
+static uint64_t dtrain__comm_enter(const dtrain_comm *comm)
+{
+    const uint64_t now = dtrain__now_ns();
+    dtrain__flight_enter(comm->world, now);
+    return now;
+}
+
+static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtrain_result result)
 {
     const uint64_t now = dtrain__now_ns();
     comm->inside_ns += now - entered;
     dtrain__comm_landed(comm, now);
+    dtrain__flight_leave(comm->world, now);
+    dtrain__flight_fail(comm->world, result);
+    return result;
 }
 
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info)
@@ -6904,18 +7075,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__now_ns();
+    const uint64_t entered = dtrain__comm_enter(comm);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
     } else {
         dtrain__count_operation(comm, &what, entered);
+        dtrain__flight_begin(comm, &what);
+        const uint64_t record = dtrain__flight_latest(comm->world);
         result = comm->ops->start(comm, &what, &started);
+        if (started) started->record = record;
         if (result == DTRAIN_OK && work) *work = started;
         else if (result == DTRAIN_OK && started) result = comm->ops->wait(started);
+        if (result == DTRAIN_OK && !(work && started)) dtrain__flight_done(comm->world, record);
     }
-    dtrain__comm_leave(comm, entered);
-    return result;
+    return dtrain__comm_leave(comm, entered, result);
 }
 
 DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
@@ -6986,10 +7160,10 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__now_ns();
+    const uint64_t entered = dtrain__comm_enter(comm), record = work->record;
     const dtrain_result result = comm->ops->wait(work);
-    dtrain__comm_leave(comm, entered);
-    return result;
+    if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
+    return dtrain__comm_leave(comm, entered, result);
 }
 
 DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
@@ -6999,10 +7173,10 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__now_ns();
+    const uint64_t entered = dtrain__comm_enter(comm);
     const dtrain_result result = comm->ops->test(work, done);
-    dtrain__comm_leave(comm, entered);
-    return result;
+    if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
+    return dtrain__comm_leave(comm, entered, result);
 }
 
 DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **out)
@@ -7010,7 +7184,10 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_split: out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_split"));
-    return comm->ops->split(comm, color, key, out);
+    const int64_t number = (comm->number + 1) * 1000 + (int64_t)comm->splits++;
+    const dtrain_result result = comm->ops->split(comm, color, key, out);
+    if (*out && !(*out)->number) (*out)->number = number; /* of a backend that has none */
+    return result;
 }
 
 /* Keep a communicator with handles that were not given back until the end of the world: they
@@ -7055,6 +7232,598 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
     if (!comm || !memory || dtrain__world_check(comm->world, "dtrain_comm_free") != DTRAIN_OK)
         return;
     comm->ops->free(comm, memory, bytes);
+}
+
+/* ================================================================================================
+ * src/comm/flight.c
+ * ==============================================================================================*/
+
+/* The flight record: the last collectives of a rank, and of what it knows of the others
+ *
+ *     dtrain__run -> begin: QUEUED     engine: STARTED     engine, or wait and test: DONE
+ *          |                                                             |
+ *          +---- enter --- wait_poll: beat, every 10 us or so --- leave -+
+ *
+ * A ring in private memory, made with the world. A record is written by the rank that it is about,
+ * and read by that rank when it dumps: no lock, no allocation, no system call, and no look at the
+ * clock of its own. Times are those of the looks that the calls and waits take anyway: a record is
+ * queued and started at the last look before, done at the next one behind.
+ *
+ * What other ranks may read while this one is stuck is its pulse in the control page: its last call
+ * and its last sign of life inside of the library. So the dumps of the ranks that wait say where
+ * one stands that dumps nothing because it hangs, is stopped or dead. Ranks of several hosts, which
+ * share no memory, see no pulse of each other.
+ *
+ * A dump is written without allocating: it is also made when there is no memory. */
+
+/* ================================================================================================
+ * src/comm/engine_internal.h
+ * ==============================================================================================*/
+
+/* The progress engine
+ *
+ * One engine drives the communicators "local", "staged" and "mpi". It owns everything that does not
+ * depend on how bytes travel: the queue, the sequence numbers, the agreement on what is called,
+ * waiting and deadlines, failure, split, emulated links and buffers in device memory. A transport
+ * below it moves bytes; it is one dtrain__transport table. The life of one collective on one rank:
+ *
+ *     dtrain_all_reduce -> engine_start
+ *         |   copy_in: device memory only; page-locked images take the place of the buffers
+ *      QUEUED         waits for its copy, and until fewer than DTRAIN__WINDOW are under way
+ *         |   transport->show: what this rank calls, with the data when the operation is small
+ *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
+ *         |   small: every rank computes its own result from what it has heard
+ *      MOVING         transport->move, until it returns true
+ *         |   emulated links only: the transfer has a due time
+ *      DUE            waits for the clock, then for the other ranks at transport->meet
+ *         |   copy_out: device memory only
+ *       done          engine_wait gives the handle back
+ *
+ * A message (send, receive) goes from QUEUED to MOVING when it is the first one between its two
+ * ranks in its direction, and is moved by transport->message.
+ *
+ * There is no progress thread: every step above is taken inside a call of the host's, by
+ * engine_advance, which visits the queue from the oldest operation to the newest and never waits.
+ *
+ * Why a window: a rank starts operation t only after it has finished t - W, hence after every rank
+ * has shown t - W. A rank can therefore be at most W operations ahead of another one, and a
+ * transport that keeps 2 W places for what ranks show never overwrites one that is still read: a
+ * rank that starts t has seen all ranks at t - W, and those had finished t - 2W before. */
+
+#define DTRAIN__WINDOW 32u                            /* W: collectives of one rank under way */
+#define DTRAIN__SMALL_BYTES 4096u                     /* data that is shown with the call ... */
+#define DTRAIN__SMALL_TOTAL (8 * DTRAIN__SMALL_BYTES) /* ... and what one rank reads of all ranks */
+
+typedef struct dtrain__engine dtrain__engine;
+typedef struct dtrain__work dtrain__work;
+typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
+
+/* A transport. No function waits. Functions that can fail report it through dtrain__engine_fail,
+ * after which comm->failed is set and the engine calls none but unmap and release. */
+typedef struct dtrain__transport {
+    size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
+    uint64_t grace_ns;             /* how much later than the news that a rank has left the data
+                                      may come that this rank sent before */
+
+    /* Show all ranks what this rank calls: dtrain__write_shown in memory that reaches them. */
+    void (*show)(dtrain__engine *comm, dtrain__work *work);
+    /* What another rank has shown as its collective number `sequence`, its small data behind it; or
+     * NULL if it has not yet. Asked for numbers of the last 2 W operations. */
+    const dtrain__shown *(*heard)(const dtrain__engine *comm, uint64_t sequence, int rank);
+    /* Move a collective on that all ranks agree about; true when its buffers are the host's again.
+     * Only the oldest one may use what exists once in a communicator. A small one has its result
+     * already. */
+    bool (*move)(dtrain__engine *comm, dtrain__work *work, bool oldest);
+    /* Move a send or a receive on; true when it is done. */
+    bool (*message)(dtrain__engine *comm, dtrain__work *work);
+    /* Whether the operation, which is MOVING, waits for this rank: for error messages. */
+    bool (*lags)(const dtrain__engine *comm, const dtrain__work *work, int rank);
+    /* Memory that the transport reaches without a copy: zeroed whole pages. */
+    dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
+    void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
+
+    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
+     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
+     * what make has made, as far as other ranks do not use it; without join it was known to nobody.
+     * The world's communicator has number 0, is made first and released last. */
+    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
+    void (*join)(dtrain__engine *comm, const int64_t *addresses);
+    void (*release)(dtrain__engine *comm);
+
+    /* Optional: take in what has arrived. False: nothing has, and the queue need not be visited. */
+    bool (*poll)(dtrain__engine *comm);
+    /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
+    bool (*meet)(dtrain__engine *comm, dtrain__work *work);
+    /* Optional: make the failure known to all ranks, unless one is known already, so that
+     * comm->report is filled on every rank. NULL: the report is in memory that they share. */
+    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
+} dtrain__transport;
+
+typedef enum dtrain__state {
+    DTRAIN__QUEUED = 0,
+    DTRAIN__SHOWN = 1,
+    DTRAIN__MOVING = 2,
+    DTRAIN__DUE = 3
+} dtrain__state;
+
+struct dtrain__work {
+    dtrain_work base;
+    dtrain__work *next;       /* in the queue, or among the idle */
+    dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
+    dtrain__bounce *bounce;   /* device memory only; stays, too */
+    dtrain_collective what;   /* as the transport moves it: its buffers are host memory */
+    dtrain__shown shown;
+    uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
+    int heard;         /* ranks below it have been heard, and call the same */
+    dtrain__state state;
+    bool small, done;
+    uint64_t steps;           /* of the transport; emulated waits sleep when there are none */
+    uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
+    uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
+};
+
+struct dtrain__engine {
+    dtrain_comm base;
+    const dtrain__transport *transport;
+    dtrain__engine *next;             /* in world->comms */
+    bool failed;                      /* comm->report says why */
+    bool stirred;                     /* the queue must be visited whatever poll says */
+    dtrain__abort_record *report;     /* the first failure; who shares it fails together */
+    uint64_t sequence;                /* of the collective started last */
+    uint64_t agreed;                  /* of the collective agreed on last */
+    dtrain__work *queue, **queue_end; /* not done, in the order of their start */
+    dtrain__work *idle, *blocks;
+    bool staged;           /* the host cannot read the device's memory: copies before and after */
+    dtrain_stream *stream; /* of those copies */
+};
+
+/* The entries of a communicator table that the engine has. */
+#define DTRAIN__ENGINE_OPS(name, create)                                                          \
+    {                                                                                             \
+        DTRAIN_COMM_ABI, false, name, create, dtrain__engine_start, dtrain__engine_test,          \
+            dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, dtrain__engine_split, \
+            dtrain__engine_fail, dtrain__engine_destroy                                           \
+    }
+
+/* comm/engine.c */
+DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
+                                           dtrain__shown *at);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
+                                                  const char *text);
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
+                                                   const char *format, ...);
+DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
+                                            const dtrain__shown *sent);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
+                                                   dtrain_work **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out);
+DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int color, int key,
+                                                   dtrain_comm **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
+                                                    const dtrain__transport *transport,
+                                                    dtrain_comm **out);
+DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
+
+/* comm/links.c */
+DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work);
+DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
+                                         uint64_t sent_ns);
+DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait);
+
+/* comm/staged.c */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work);
+DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
+DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
+
+/* comm/local.c */
+DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
+
+/* ---- Making it --------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory)
+{
+    dtrain__flight *flight =
+        (dtrain__flight *)dtrain__alloc(&world->allocator, 1, sizeof *flight, "a flight record");
+    if (!flight) return DTRAIN_ERROR_MEMORY;
+    world->flight = flight;
+    flight->asked = dtrain__dumps_asked();
+    snprintf(flight->directory, sizeof flight->directory, "%s", directory ? directory : "");
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world)
+{
+    dtrain__free(&world->allocator, world->flight, 1, sizeof(dtrain__flight));
+    world->flight = NULL;
+}
+
+/* ---- Recording --------------------------------------------------------------------------------*/
+
+/* Name who asks for the next collective of this rank, right before the call. `part` is a literal;
+ * name is copied by that call; either may be NULL. */
+DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *part, int64_t number,
+                                          const char *name)
+{
+    dtrain__flight *flight = comm->world->flight;
+    if (!flight) return;
+    flight->part = part;
+    flight->part_name = name;
+    flight->part_number = number;
+}
+
+/* Return the number of the newest record. */
+DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world)
+{
+    return world->flight ? world->flight->count : 0;
+}
+
+/* Find a record; NULL when newer ones have taken its place. */
+static dtrain__flight_record *dtrain__flight_at(const dtrain_world *world, uint64_t number)
+{
+    dtrain__flight *flight = world->flight;
+    if (!flight || !number || flight->count - number >= DTRAIN__FLIGHT_RECORDS) return NULL;
+    return &flight->records[number % DTRAIN__FLIGHT_RECORDS];
+}
+
+/* Take the next record and label it. Labels are copied: the strategy may be gone at a dump. */
+static dtrain__flight_record *dtrain__flight_next(dtrain__flight *flight)
+{
+    dtrain__flight_record *record = &flight->records[++flight->count % DTRAIN__FLIGHT_RECORDS];
+    record->state = DTRAIN__FLIGHT_QUEUED;
+    record->queued_ns = flight->now_ns;
+    record->started_ns = record->ended_ns = 0;
+    record->part = flight->part;
+    record->number = flight->part_number;
+    record->name[0] = 0;
+    if (flight->part && flight->part_name) {
+        const size_t length = strnlen(flight->part_name, sizeof record->name - 1);
+        memcpy(record->name, flight->part_name, length);
+        record->name[length] = 0;
+    }
+    flight->part = NULL;
+    return record;
+}
+
+/* Show the others which call was the last one, see dtrain__pulse. */
+static void dtrain__flight_show(dtrain_world *world, const dtrain__flight_record *record)
+{
+    dtrain__pulse *pulse = &world->control->pulses[world->rank];
+    if (!record->sequence) return;
+    dtrain__store(&pulse->comm, record->comm);
+    dtrain__store(&pulse->first, (int64_t)record->first);
+    dtrain__store(&pulse->sequence, record->sequence);
+    if (record->comm == 0) dtrain__store(&pulse->world_started, record->sequence);
+}
+
+/* Record a call. dtrain__flight_latest is its number until the next one. */
+DTRAIN__PRIVATE void dtrain__flight_begin(dtrain_comm *comm, const dtrain_collective *what)
+{
+    const bool message =
+        what->kind == DTRAIN_COLLECTIVE_SEND || what->kind == DTRAIN_COLLECTIVE_RECV;
+    if (!comm->world->flight) return;
+    dtrain__flight_record *record = dtrain__flight_next(comm->world->flight);
+    record->sequence = message ? 0 : ++comm->started;
+    record->comm = comm->number;
+    record->first = comm->world_ranks[0];
+    record->size = comm->size;
+    record->count = what->count;
+    record->kind = what->kind;
+    record->dtype = (uint32_t)what->dtype;
+    record->op = what->op;
+    record->root = what->root;
+    dtrain__flight_show(comm->world, record);
+}
+
+/* Record a dtrain_world_all_gather, which needs no communicator. */
+DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes)
+{
+    dtrain__flight_enter(world, dtrain__now_ns());
+    if (!world->flight) return;
+    dtrain__flight_record *record = dtrain__flight_next(world->flight);
+    record->sequence = world->gather_count + 1;
+    record->comm = -1;
+    record->first = 0;
+    record->size = world->size;
+    record->count = bytes;
+    record->kind = record->dtype = record->op = 0;
+    record->root = -1;
+    record->state = DTRAIN__FLIGHT_STARTED;
+    record->started_ns = record->queued_ns;
+    dtrain__flight_show(world, record);
+}
+
+DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result)
+{
+    if (result == DTRAIN_OK) dtrain__flight_done(world, dtrain__flight_latest(world));
+    dtrain__flight_leave(world, dtrain__now_ns());
+    dtrain__flight_fail(world, result);
+}
+
+DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t number)
+{
+    dtrain__flight_record *record = dtrain__flight_at(world, number);
+    if (!record || record->state != DTRAIN__FLIGHT_QUEUED) return;
+    record->state = DTRAIN__FLIGHT_STARTED;
+    record->started_ns = world->flight->now_ns;
+}
+
+/* Note a look at the clock: it is the end of what was done since the look before. */
+static void dtrain__flight_look(dtrain__flight *flight, uint64_t now)
+{
+    flight->now_ns = now;
+    for (uint32_t i = 0; i < flight->landed_count; i++)
+        flight->records[flight->landed[i] % DTRAIN__FLIGHT_RECORDS].ended_ns = now;
+    flight->landed_count = 0;
+}
+
+/* Record that a collective is done. The engine calls it as soon as that is so, dtrain_work_wait and
+ * dtrain_work_test for every backend: the first call counts. */
+DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number)
+{
+    dtrain__flight_record *record = dtrain__flight_at(world, number);
+    dtrain__flight *flight = world->flight;
+    if (!record || record->state >= DTRAIN__FLIGHT_DONE) return;
+    if (!record->started_ns) record->started_ns = record->queued_ns;
+    record->state = DTRAIN__FLIGHT_DONE;
+    if (record->comm == 0 && record->sequence)
+        dtrain__store(&world->control->pulses[world->rank].world_done, record->sequence);
+    if (flight->landed_count == DTRAIN__FLIGHT_LANDED)
+        dtrain__flight_look(flight, dtrain__now_ns());
+    flight->landed[flight->landed_count++] = number;
+}
+
+/* ---- Signs of life ----------------------------------------------------------------------------*/
+
+/* Note a look at the clock inside of the library, and dump if a signal has asked for it. */
+DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now)
+{
+    dtrain__flight *flight = world->flight;
+    if (!flight) return;
+    dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
+    dtrain__flight_look(flight, now);
+    const uint32_t asked = dtrain__dumps_asked();
+    if (asked == flight->asked) return;
+    flight->asked = asked;
+    if (!flight->directory[0] || !world->catches) return;
+    if (dtrain_world_dump(world, flight->directory) != DTRAIN_OK)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+}
+
+DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now)
+{
+    dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
+    dtrain__flight_beat(world, now);
+}
+
+DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now)
+{
+    dtrain__flight_beat(world, now);
+    dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
+}
+
+/* ---- Writing ----------------------------------------------------------------------------------*/
+
+/* A file that is written through a buffer of its own. */
+typedef struct dtrain__dump {
+    int file, error; /* errno of the first write that failed */
+    size_t used;
+    char buffer[4096];
+} dtrain__dump;
+
+static void dtrain__dump_flush(dtrain__dump *dump)
+{
+    size_t at = 0;
+    while (at < dump->used && !dump->error) {
+        const ssize_t wrote = write(dump->file, dump->buffer + at, dump->used - at);
+        if (wrote > 0) at += (size_t)wrote;
+        else if (wrote < 0 && errno != EINTR) dump->error = errno;
+    }
+    dump->used = 0;
+}
+
+/* Append a piece, which has no more than 1 KiB. */
+DTRAIN__PRINTF(2, 3)
+static void dtrain__dump_add(dtrain__dump *dump, const char *format, ...)
+{
+    va_list args;
+    if (dump->used > sizeof dump->buffer - 1024) dtrain__dump_flush(dump);
+    va_start(args, format);
+    dump->used += (size_t)vsnprintf(dump->buffer + dump->used, 1024, format, args);
+    va_end(args);
+}
+
+/* Append a JSON string. What is not ASCII becomes a question mark: a name may have been cut in the
+ * middle of a character, and then the file were no JSON. */
+static void dtrain__dump_text(dtrain__dump *dump, const char *name, const char *text)
+{
+    dtrain__dump_add(dump, "\"%s\": \"", name);
+    for (; *text; text++) {
+        const unsigned char c = (unsigned char)*text;
+        const char shown = c < 32 || c > 126 ? '?' : (char)c;
+        dtrain__dump_add(dump, "%s%c", c == '"' || c == '\\' ? "\\" : "", shown);
+    }
+    dtrain__dump_add(dump, "\"");
+}
+
+static void dtrain__dump_record(dtrain__dump *dump, const dtrain__flight_record *record)
+{
+    static const char *const states[] = {"queued", "started", "done", "failed"};
+    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
+    const bool gather = record->comm < 0;
+    const char *dtype = dtrain_dtype_name((dtrain_dtype)record->dtype);
+    const uint64_t unit = gather ? 1 : dtrain_dtype_bytes((dtrain_dtype)record->dtype);
+    char by[80] = "";
+    if (record->part)
+        snprintf(by, sizeof by, "%s %lld%s%s", record->part, (long long)record->number,
+                 record->name[0] ? ", " : "", record->name);
+    dtrain__dump_add(dump, "{\"communicator\": %lld, \"first\": %d, \"size\": %d, ",
+                     (long long)record->comm, record->first, record->size);
+    dtrain__dump_add(dump, "\"sequence\": %llu, \"kind\": \"%s\", \"op\": \"%s\", ",
+                     (unsigned long long)record->sequence,
+                     gather ? "world all-gather" : dtrain__kind_of(record->kind)->name,
+                     ops[record->op <= DTRAIN_REDUCE_PROD ? record->op : 0]);
+    dtrain__dump_add(dump, "\"dtype\": \"%s\", \"count\": %llu, \"bytes\": %llu, \"root\": %d, ",
+                     gather ? "byte" : dtype, (unsigned long long)record->count,
+                     (unsigned long long)(record->count * unit), record->root);
+    dtrain__dump_text(dump, "by", by);
+    dtrain__dump_add(
+        dump, ", \"state\": \"%s\", \"queued_ns\": %llu, \"started_ns\": %llu, \"ended_ns\": %llu}",
+        states[record->state], (unsigned long long)record->queued_ns,
+        (unsigned long long)record->started_ns, (unsigned long long)record->ended_ns);
+}
+
+/* Write what this rank knows of each rank. */
+static void dtrain__dump_ranks(dtrain__dump *dump, const dtrain_world *world, uint64_t now)
+{
+    for (int i = 0; i < world->size; i++) {
+        const dtrain__pulse *pulse = &world->control->pulses[i];
+        const uint64_t beat = dtrain__load(&pulse->beat_ns);
+        const uint32_t how = dtrain__load(&world->control->exits[i].how);
+        char end[160] = "";
+        if (how != DTRAIN__RUNNING) dtrain__describe_end(world->control, i, end, sizeof end);
+        dtrain__dump_add(dump, "%s{\"rank\": %d, \"silent_ns\": %lld, \"inside\": %s, ",
+                         i ? ",\n  " : "\n  ", i,
+                         !beat        ? -1LL
+                         : now > beat ? (long long)(now - beat)
+                                      : 0LL,
+                         dtrain__load(&pulse->inside) ? "true" : "false");
+        dtrain__dump_add(dump, "\"communicator\": %lld, \"first\": %lld, \"sequence\": %llu, ",
+                         (long long)dtrain__load(&pulse->comm),
+                         (long long)dtrain__load(&pulse->first),
+                         (unsigned long long)dtrain__load(&pulse->sequence));
+        dtrain__dump_add(dump, "\"world_started\": %llu, \"world_done\": %llu, \"waits_for\": %d, ",
+                         (unsigned long long)dtrain__load(&pulse->world_started),
+                         (unsigned long long)dtrain__load(&pulse->world_done),
+                         dtrain__waits(world, i));
+        dtrain__dump_text(dump, "end", end);
+        dtrain__dump_add(dump, "}");
+    }
+}
+
+/* Write who is in a communicator, and the sequence number of this rank's last call of it. */
+static void dtrain__dump_communicator(dtrain__dump *dump, const dtrain_comm *comm, bool failed,
+                                      bool first)
+{
+    dtrain__dump_add(dump, "%s{\"communicator\": %lld, \"first\": %d, \"started\": %llu, ",
+                     first ? "\n  " : ",\n  ", (long long)comm->number, comm->world_ranks[0],
+                     (unsigned long long)comm->started);
+    dtrain__dump_add(dump, "\"failed\": %s, \"ranks\": [", failed ? "true" : "false");
+    for (int i = 0; i < comm->size; i++)
+        dtrain__dump_add(dump, "%s%d", i ? ", " : "", comm->world_ranks[i]);
+    dtrain__dump_add(dump, "]}");
+}
+
+/* Write the communicators: those of the engine, and the world's; others are the host's to know. */
+static void dtrain__dump_communicators(dtrain__dump *dump, const dtrain_world *world)
+{
+    bool first = true, listed = !world->comm;
+    for (const dtrain__engine *comm = world->comms; comm; comm = comm->next) {
+        if (!comm->report) continue; /* half of one that is being made */
+        dtrain__dump_communicator(dump, &comm->base, comm->failed, first);
+        listed = listed || &comm->base == world->comm;
+        first = false;
+    }
+    if (!listed) dtrain__dump_communicator(dump, world->comm, world->flight->code != 0, first);
+}
+
+static void dtrain__dump_all(dtrain__dump *dump, const dtrain_world *world)
+{
+    const dtrain__flight *flight = world->flight;
+    const uint64_t now = dtrain__now_ns();
+    const uint64_t oldest =
+        flight->count > DTRAIN__FLIGHT_RECORDS ? flight->count - DTRAIN__FLIGHT_RECORDS + 1 : 1;
+    char host[256] = "";
+    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
+    dtrain__dump_add(dump, "{\"format\": 1, \"rank\": %d, \"size\": %d, \"pid\": %lld, ",
+                     world->rank, world->size, (long long)getpid());
+    dtrain__dump_text(dump, "host", host);
+    dtrain__dump_add(dump, ", \"restart_count\": %u, \"time\": %lld, \"now_ns\": %llu,\n",
+                     world->restart_count, (long long)time(NULL), (unsigned long long)now);
+    dtrain__dump_add(dump, " \"result\": %d, ", (int)flight->code);
+    dtrain__dump_text(dump, "error", flight->error);
+    dtrain__dump_add(dump, ", \"waits_for\": %d, \"first_failed\": %d,\n \"ranks\": [",
+                     dtrain__waits(world, world->rank), dtrain__first_failure(world->control));
+    dtrain__dump_ranks(dump, world, now);
+    dtrain__dump_add(dump, "],\n \"communicators\": [");
+    dtrain__dump_communicators(dump, world);
+    dtrain__dump_add(dump, "],\n \"collectives\": [");
+    for (uint64_t i = oldest; i <= flight->count; i++) {
+        dtrain__dump_add(dump, "%s", i > oldest ? ",\n  " : "\n  ");
+        dtrain__dump_record(dump, &flight->records[i % DTRAIN__FLIGHT_RECORDS]);
+    }
+    dtrain__dump_add(dump, "]}\n");
+    dtrain__dump_flush(dump);
+}
+
+/* Write DIRECTORY/flight-RANK.json: under another name first, so that nobody reads half of it. */
+static dtrain_result dtrain__dump_write(const dtrain_world *world, const char *directory)
+{
+    char path[1100], temporary[1120];
+    dtrain__dump dump;
+    dump.error = 0;
+    dump.used = 0;
+    if (snprintf(path, sizeof path, "%s/flight-%d.json", directory, world->rank) >=
+        (int)sizeof path)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_dump: \"%.60s...\" is too long",
+                           directory);
+    snprintf(temporary, sizeof temporary, "%s.tmp", path);
+    if (mkdir(directory, 0777) != 0 && errno != EEXIST)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: mkdir %s: %s", directory,
+                           strerror(errno));
+    dump.file = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (dump.file < 0)
+        return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: open %s: %s", temporary,
+                           strerror(errno));
+    dtrain__dump_all(&dump, world);
+    if (close(dump.file) != 0 && !dump.error) dump.error = errno;
+    if (!dump.error && rename(temporary, path) != 0) dump.error = errno;
+    if (!dump.error) return DTRAIN_OK;
+    unlink(temporary);
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: %s: %s", path,
+                       strerror(dump.error));
+}
+
+/* The dump of a failure stands: what comes after it is a consequence. */
+DTRAIN_API dtrain_result dtrain_world_dump(dtrain_world *world, const char *directory)
+{
+    if (!world || !directory || !directory[0])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_dump: %s",
+                           world ? "no directory" : "world is NULL");
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_dump"));
+    const dtrain__flight *flight = world->flight;
+    if (flight->code != DTRAIN_OK && strcmp(directory, flight->directory) == 0) return DTRAIN_OK;
+    return dtrain__dump_write(world, directory);
+}
+
+/* Note the first failure of this rank, as its last error tells it, and dump if the launch desc says
+ * where. The last error is the failure's afterwards, too. */
+DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code)
+{
+    dtrain__flight *flight = world->flight;
+    char found[DTRAIN__ERROR_BYTES];
+    if (!flight || code == DTRAIN_OK || flight->code != DTRAIN_OK) return;
+    const uint64_t now = dtrain__now_ns();
+    dtrain__flight_look(flight, now);
+    flight->code = code;
+    snprintf(found, sizeof found, "%s", dtrain_last_error());
+    snprintf(flight->error, sizeof flight->error, "%s", dtrain__bare(found));
+    for (uint32_t i = 0; i < DTRAIN__FLIGHT_RECORDS; i++) {
+        dtrain__flight_record *record = &flight->records[i];
+        if (!record->queued_ns || record->state >= DTRAIN__FLIGHT_DONE) continue;
+        record->state = DTRAIN__FLIGHT_FAILED;
+        record->ended_ns = now;
+    }
+    if (!flight->directory[0]) return;
+    if (dtrain__dump_write(world, flight->directory) != DTRAIN_OK)
+        dtrain_log(world, DTRAIN_LOG_WARNING, "%s", dtrain__bare(dtrain_last_error()));
+    dtrain__set_last_error(found);
 }
 
 /* ================================================================================================
@@ -7216,176 +7985,6 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
 
 /* The engine: queue, agreement, waiting, failure, split */
 
-/* ================================================================================================
- * src/comm/engine_internal.h
- * ==============================================================================================*/
-
-/* The progress engine
- *
- * One engine drives the communicators "local", "staged" and "mpi". It owns everything that does not
- * depend on how bytes travel: the queue, the sequence numbers, the agreement on what is called,
- * waiting and deadlines, failure, split, emulated links and buffers in device memory. A transport
- * below it moves bytes; it is one dtrain__transport table. The life of one collective on one rank:
- *
- *     dtrain_all_reduce -> engine_start
- *         |   copy_in: device memory only; page-locked images take the place of the buffers
- *      QUEUED         waits for its copy, and until fewer than DTRAIN__WINDOW are under way
- *         |   transport->show: what this rank calls, with the data when the operation is small
- *      SHOWN          waits until transport->heard has an answer for every rank; all must be equal
- *         |   small: every rank computes its own result from what it has heard
- *      MOVING         transport->move, until it returns true
- *         |   emulated links only: the transfer has a due time
- *      DUE            waits for the clock, then for the other ranks at transport->meet
- *         |   copy_out: device memory only
- *       done          engine_wait gives the handle back
- *
- * A message (send, receive) goes from QUEUED to MOVING when it is the first one between its two
- * ranks in its direction, and is moved by transport->message.
- *
- * There is no progress thread: every step above is taken inside a call of the host's, by
- * engine_advance, which visits the queue from the oldest operation to the newest and never waits.
- *
- * Why a window: a rank starts operation t only after it has finished t - W, hence after every rank
- * has shown t - W. A rank can therefore be at most W operations ahead of another one, and a
- * transport that keeps 2 W places for what ranks show never overwrites one that is still read: a
- * rank that starts t has seen all ranks at t - W, and those had finished t - 2W before. */
-
-#define DTRAIN__WINDOW 32u                            /* W: collectives of one rank under way */
-#define DTRAIN__SMALL_BYTES 4096u                     /* data that is shown with the call ... */
-#define DTRAIN__SMALL_TOTAL (8 * DTRAIN__SMALL_BYTES) /* ... and what one rank reads of all ranks */
-
-typedef struct dtrain__engine dtrain__engine;
-typedef struct dtrain__work dtrain__work;
-typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
-
-/* A transport. No function waits. Functions that can fail report it through dtrain__engine_fail,
- * after which comm->failed is set and the engine calls none but unmap and release. */
-typedef struct dtrain__transport {
-    size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
-    uint64_t grace_ns;             /* how much later than the news that a rank has left the data
-                                      may come that this rank sent before */
-
-    /* Show all ranks what this rank calls: dtrain__write_shown in memory that reaches them. */
-    void (*show)(dtrain__engine *comm, dtrain__work *work);
-    /* What another rank has shown as its collective number `sequence`, its small data behind it; or
-     * NULL if it has not yet. Asked for numbers of the last 2 W operations. */
-    const dtrain__shown *(*heard)(const dtrain__engine *comm, uint64_t sequence, int rank);
-    /* Move a collective on that all ranks agree about; true when its buffers are the host's again.
-     * Only the oldest one may use what exists once in a communicator. A small one has its result
-     * already. */
-    bool (*move)(dtrain__engine *comm, dtrain__work *work, bool oldest);
-    /* Move a send or a receive on; true when it is done. */
-    bool (*message)(dtrain__engine *comm, dtrain__work *work);
-    /* Whether the operation, which is MOVING, waits for this rank: for error messages. */
-    bool (*lags)(const dtrain__engine *comm, const dtrain__work *work, int rank);
-    /* Memory that the transport reaches without a copy: zeroed whole pages. */
-    dtrain_result (*map)(dtrain__engine *comm, size_t bytes, void **out);
-    void (*unmap)(dtrain__engine *comm, void *memory, size_t bytes);
-
-    /* Set up this rank's half of a communicator. *address is what the other ranks need to know of
-     * it, not 0; join gets those of all ranks, in rank order, and sets comm->report. release frees
-     * what make has made, as far as other ranks do not use it; without join it was known to nobody.
-     * The world's communicator has number 0, is made first and released last. */
-    dtrain_result (*make)(dtrain__engine *comm, int64_t *address);
-    void (*join)(dtrain__engine *comm, const int64_t *addresses);
-    void (*release)(dtrain__engine *comm);
-
-    /* Optional: take in what has arrived. False: nothing has, and the queue need not be visited. */
-    bool (*poll)(dtrain__engine *comm);
-    /* Optional, for emulated links: say that this rank's transfer is over; true when all are. */
-    bool (*meet)(dtrain__engine *comm, dtrain__work *work);
-    /* Optional: make the failure known to all ranks, unless one is known already, so that
-     * comm->report is filled on every rank. NULL: the report is in memory that they share. */
-    void (*publish)(dtrain__engine *comm, dtrain_result code, const char *text);
-} dtrain__transport;
-
-typedef enum dtrain__state {
-    DTRAIN__QUEUED = 0,
-    DTRAIN__SHOWN = 1,
-    DTRAIN__MOVING = 2,
-    DTRAIN__DUE = 3
-} dtrain__state;
-
-struct dtrain__work {
-    dtrain_work base;
-    dtrain__work *next;       /* in the queue, or among the idle */
-    dtrain__work *next_block; /* in the first one of WINDOW works; they stay until the end */
-    dtrain__bounce *bounce;   /* device memory only; stays, too */
-    dtrain_collective what;   /* as the transport moves it: its buffers are host memory */
-    dtrain__shown shown;
-    uint64_t sequence; /* collectives: from 1, the same on all ranks; messages: 0 */
-    int heard;         /* ranks below it have been heard, and call the same */
-    dtrain__state state;
-    bool small, done;
-    uint64_t steps;           /* of the transport; emulated waits sleep when there are none */
-    uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
-    uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
-};
-
-struct dtrain__engine {
-    dtrain_comm base;
-    const dtrain__transport *transport;
-    dtrain__engine *next;             /* in world->comms */
-    int64_t number;                   /* no two communicators of a rank have the same */
-    bool failed;                      /* comm->report says why */
-    bool stirred;                     /* the queue must be visited whatever poll says */
-    dtrain__abort_record *report;     /* the first failure; who shares it fails together */
-    uint64_t sequence;                /* of the collective started last */
-    uint64_t agreed;                  /* of the collective agreed on last */
-    dtrain__work *queue, **queue_end; /* not done, in the order of their start */
-    dtrain__work *idle, *blocks;
-    bool staged;           /* the host cannot read the device's memory: copies before and after */
-    dtrain_stream *stream; /* of those copies */
-};
-
-/* The entries of a communicator table that the engine has. */
-#define DTRAIN__ENGINE_OPS(name, create)                                                          \
-    {                                                                                             \
-        DTRAIN_COMM_ABI, false, name, create, dtrain__engine_start, dtrain__engine_test,          \
-            dtrain__engine_wait, dtrain__engine_alloc, dtrain__engine_free, dtrain__engine_split, \
-            dtrain__engine_fail, dtrain__engine_destroy                                           \
-    }
-
-/* comm/engine.c */
-DTRAIN__PRIVATE size_t dtrain__write_shown(const dtrain__engine *comm, const dtrain__work *work,
-                                           dtrain__shown *at);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_fail(dtrain_comm *base, dtrain_result code,
-                                                  const char *text);
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__engine_failf(dtrain__engine *comm, dtrain_result code,
-                                                   const char *format, ...);
-DTRAIN__PRIVATE bool dtrain__message_agrees(dtrain__engine *comm, const dtrain__work *work,
-                                            const dtrain__shown *sent);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_start(dtrain_comm *base, const dtrain_collective *what,
-                                                   dtrain_work **out);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_test(dtrain_work *base, bool *done);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_alloc(dtrain_comm *base, size_t bytes, void **out);
-DTRAIN__PRIVATE void dtrain__engine_free(dtrain_comm *base, void *memory, size_t bytes);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_split(dtrain_comm *parent, int color, int key,
-                                                   dtrain_comm **out);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_create(dtrain_world *world, const dtrain_comm_ops *ops,
-                                                    const dtrain__transport *transport,
-                                                    dtrain_comm **out);
-DTRAIN__PRIVATE dtrain_result dtrain__engine_destroy(dtrain_comm *base);
-
-/* comm/links.c */
-DTRAIN__PRIVATE void dtrain__book_collective(const dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE bool dtrain__message_crosses(const dtrain__engine *comm, const dtrain__work *work);
-DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__work *work,
-                                         uint64_t sent_ns);
-DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait);
-
-/* comm/staged.c */
-DTRAIN__PRIVATE dtrain_result dtrain__copy_in(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE bool dtrain__copied_in(dtrain__engine *comm, const dtrain__work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__copy_out(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE dtrain_result dtrain__after_copy_out(dtrain__engine *comm, dtrain__work *work);
-DTRAIN__PRIVATE void dtrain__bounce_free(dtrain__engine *comm, dtrain__work *work);
-
-/* comm/local.c */
-DTRAIN__PRIVATE const dtrain_comm_ops *dtrain__local_comm_ops(void);
-
 /* ---- What ranks call --------------------------------------------------------------------------*/
 
 /* Write what this rank calls, and its small input behind it, where a transport wants it; return the
@@ -7494,6 +8093,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
     if (work->state == DTRAIN__QUEUED) {
         if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
         work->state = DTRAIN__SHOWN;
+        dtrain__flight_started(comm->base.world, work->base.record);
         transport->show(comm, work);
         if (comm->failed) return false;
     }
@@ -7520,6 +8120,7 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;
+        dtrain__flight_started(comm->base.world, work->base.record);
     }
     return comm->transport->message(comm, work);
 }
@@ -7552,6 +8153,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
             return;
         }
         work->done = true;
+        dtrain__flight_done(comm->base.world, work->base.record);
         *link = work->next;
         if (!*link) comm->queue_end = link;
         comm->base.in_flight--;
@@ -7836,6 +8438,7 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
     comm->base.outstanding++;
     work->next = NULL;
     work->what = *what;
+    work->base.record = dtrain__flight_latest(comm->base.world);
     work->small = bytes <= DTRAIN__SMALL_BYTES &&
                   bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->shown.count = what->count;
@@ -7920,6 +8523,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
+    dtrain__flight_fail(world, result); /* while it can be read for whom this rank waits */
     dtrain__set_waits(world, -1);
     return result;
 }
@@ -8000,7 +8604,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     comm->base.size = size;
     comm->base.rank = rank;
     comm->transport = transport;
-    comm->number = world->comm_count++;
+    comm->base.number = world->comm_count++;
     comm->queue_end = &comm->queue;
     comm->next = world->comms;
     world->comms = comm;
@@ -9008,7 +9612,7 @@ static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtr
                              dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
 {
     const int peer = comm->hub->ranks[comm->base.base.world_ranks[rank]];
-    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const int tag = (int)comm->base.base.number * DTRAIN__MPI_TAGS + (int)kind;
     const MPI_Comm mpi = comm->hub->mpi;
     dtrain__mpi_token *token = &comm->tokens[comm->active];
     MPI_Request *request = &comm->requests[comm->active];
@@ -9340,11 +9944,11 @@ static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
     const size_t size = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
     size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
     void *memory;
-    comm->hub = base->number ? ((dtrain__mpi_comm *)base->base.world->comm)->hub : &comm->own;
-    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->base.world, comm->hub));
-    if (base->number >= comm->hub->number_limit)
+    comm->hub = base->base.number ? ((dtrain__mpi_comm *)base->base.world->comm)->hub : &comm->own;
+    if (base->base.number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->base.world, comm->hub));
+    if (base->base.number >= comm->hub->number_limit)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
-                           (long long)base->number);
+                           (long long)base->base.number);
     if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
     if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
@@ -9371,8 +9975,8 @@ static void dtrain__mpi_release(dtrain__engine *base)
     if (!comm->hub) return;
     if (comm->active && !comm->hub->failed)
         dtrain__mpi_publish(base, DTRAIN_ERROR_USAGE, "left with operations in flight");
-    if (!base->report && base->number == 0) comm->hub->failed = true;
-    if (base->number == 0) dtrain__mpi_part(base->base.world, comm->hub);
+    if (!base->report && base->base.number == 0) comm->hub->failed = true;
+    if (base->base.number == 0) dtrain__mpi_part(base->base.world, comm->hub);
     if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 
@@ -10129,6 +10733,8 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
     dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
+DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                   const char *part);
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
@@ -10530,6 +11136,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Reduce: how a gradient travels -------------------------------------------------------*/
 
+/* Name a bucket and its first parameter as who asks for the collective that comes next. */
+DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                   const char *part)
+{
+    dtrain__flight_label(strategy->comm, part, bucket - strategy->layout.buckets,
+                         strategy->params[bucket->first_param].name);
+}
+
 /* Do gradients travel rounded, in low_grads? */
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
 {
@@ -10605,6 +11219,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
 {
     void *wire;
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
+    dtrain__label(strategy, bucket, "bucket");
     return dtrain_all_reduce(comm, wire, wire, (size_t)count,
                              (dtrain_dtype)strategy->desc.reduce_dtype,
                              dtrain__level_op(strategy, bucket), bucket->reduces);
@@ -10907,12 +11522,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
                                 bucket->hop_first, bucket->hop_count, &wire));
     if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
     if (!bucket->cuts)
         return dtrain_reduce_scatter(dtrain__hop_comm(strategy, bucket), wire, own,
                                      (size_t)bucket->shard_count, dtype, op, works);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
+        dtrain__label(strategy, bucket, "bucket");
         DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
                                   r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
                                   r, &works[r]));
@@ -11029,6 +11646,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
         shard = own;
     }
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
     if (!bucket->cuts)
         return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
                                        : strategy->shard_comm,
@@ -11037,6 +11655,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
+        dtrain__label(strategy, bucket, "values of bucket");
         DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
                                      (size_t)count, dtype, r, &bucket->gathers[r]));
     }
@@ -11051,6 +11670,7 @@ static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bu
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    dtrain__label(strategy, bucket, "values of bucket");
     return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
                              whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
                              (size_t)bucket->hop_count, dtype, bucket->gathers);
@@ -11434,6 +12054,7 @@ DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)
 {
+    dtrain__label(strategy, bucket, "bucket");
     return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
                                  bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
                                  DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
@@ -11444,6 +12065,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strate
 DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
                                                         dtrain__bucket *bucket)
 {
+    dtrain__label(strategy, bucket, "bucket");
     return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
                              bucket->grads, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
                              bucket->reduces);
@@ -11795,6 +12417,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtr
             strategy, at->count, bucket->grads + at->first, DTRAIN_DTYPE_F32,
             (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
     if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "dense part of bucket");
     return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->packed, sparse->packed,
                              (size_t)(sparse->dense_count + more), dtype,
                              dtrain__level_op(strategy, bucket), work);
@@ -12002,6 +12625,7 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
         DTRAIN__TRY(dtrain__scatter(strategy, at->count, at->quota, dtrain__term(strategy, bucket),
                                     &picks, bucket->grads + at->first));
     }
+    dtrain__label(strategy, bucket, "top-k of bucket");
     return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
                              (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
                              bucket->reduces);
@@ -12060,11 +12684,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtra
     if (dtrain__is_balanced(layout->compression)) {
         for (int r = 0; r < layout->hop_ranks; r++)
             DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
+        dtrain__label(strategy, bucket, "top-k of bucket");
         return dtrain_all_to_all(comm, sparse->out, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
                                  bucket->reduces);
     }
     uint32_t *own = sparse->in + layout->hop_rank * words;
     DTRAIN__TRY(dtrain__select_block(strategy, bucket, 0, true, own));
+    dtrain__label(strategy, bucket, "top-k of bucket");
     return dtrain_all_gather(comm, own, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
                              bucket->reduces);
 }
@@ -12093,6 +12719,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strate
     uint32_t *own = sparse->out + rank * words;
     if (sparse->masked || words == 0) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__select_block(strategy, bucket, rank, false, own));
+    dtrain__label(strategy, bucket, "top-k of bucket");
     return dtrain_all_gather(strategy->groups[DTRAIN__SECOND], own, sparse->out, (size_t)words,
                              DTRAIN_DTYPE_I32, bucket->reduces);
 }
@@ -12206,6 +12833,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
         DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_A, at->columns, rank, at->rows,
                                     dtrain__matrix(bucket, at), at->p, at->q));
     if (sparse->q_count == 0) return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "PowerSGD of bucket");
     return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
                              (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
                              bucket->reduces);

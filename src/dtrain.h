@@ -73,6 +73,7 @@ extern "C" {
 #include "world/restart.c"
 #include "world/signals.c"
 #include "comm/comm.c"
+#include "comm/flight.c"
 #include "comm/reduce.c"
 #include "comm/engine.c"
 #include "comm/links.c"

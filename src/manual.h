@@ -85,6 +85,8 @@
                 emulated, a group of ranks that is treated so (world/world.h).
    restart      to start all ranks of a run again after one has failed; progress is a step that the
                 ranks can go on behind, a crash loop is restarts without any.
+   flight record   the last collectives of a rank, kept so that one can see after a failure who was
+                behind, in which call; comm/flight.c.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
@@ -143,7 +145,9 @@
 
    Run time: the desc structs. In set-up descs zero means the default written beside the field; in
    hyper-parameter descs (optimizer, loss scaler) start from the *_defaults() function. A cluster of
-   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation.
+   slow links on one machine, to measure or to learn with: dtrain_launch_desc.emulation. A run that
+   fails or hangs can leave what each rank called last: dtrain_launch_desc.flight_directory, or
+   DTRAIN_FLIGHT_DIRECTORY in the environment; build/flight (tools/flight) reads it.
 
    ------------------------------------------------------------------------------------------------
    Promises (each has a test)

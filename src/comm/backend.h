@@ -19,7 +19,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 5u
+#define DTRAIN_COMM_ABI 6u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -30,13 +30,17 @@ struct dtrain_comm {
     int *world_ranks;                            /* (size) */
     uint64_t in_flight;                          /* operations started and not finished */
     uint64_t outstanding;                        /* handles not given back */
-    uint64_t inside_ns, flight_ns, flight_since; /* the callers' books */
+    uint64_t inside_ns, flight_ns, flight_since; /* the callers' books, to the end */
+    int64_t number;   /* 0: the world's; its members have the same, no other group of a rank has */
+    uint64_t started; /* collectives that this rank has called */
+    uint64_t splits;
     dtrain_comm_info info;
 };
 
 /* A backend's own begins with it. */
 struct dtrain_work {
     dtrain_comm *comm;
+    uint64_t record; /* in the flight record; the callers' book */
 };
 
 /* A backend. create makes the world's communicator, collectively. start queues the operation and

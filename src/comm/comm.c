@@ -14,6 +14,7 @@
 #include "comm/backend.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
+#include "comm/flight_internal.h"
 
 /* ---- Checks -----------------------------------------------------------------------------------*/
 
@@ -102,12 +103,22 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Leave a public call that may work or wait: two looks at the clock per call. */
-static void dtrain__comm_leave(dtrain_comm *comm, uint64_t entered)
+/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. */
+static uint64_t dtrain__comm_enter(const dtrain_comm *comm)
+{
+    const uint64_t now = dtrain__now_ns();
+    dtrain__flight_enter(comm->world, now);
+    return now;
+}
+
+static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtrain_result result)
 {
     const uint64_t now = dtrain__now_ns();
     comm->inside_ns += now - entered;
     dtrain__comm_landed(comm, now);
+    dtrain__flight_leave(comm->world, now);
+    dtrain__flight_fail(comm->world, result);
+    return result;
 }
 
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info)
@@ -143,18 +154,21 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__now_ns();
+    const uint64_t entered = dtrain__comm_enter(comm);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
     } else {
         dtrain__count_operation(comm, &what, entered);
+        dtrain__flight_begin(comm, &what);
+        const uint64_t record = dtrain__flight_latest(comm->world);
         result = comm->ops->start(comm, &what, &started);
+        if (started) started->record = record;
         if (result == DTRAIN_OK && work) *work = started;
         else if (result == DTRAIN_OK && started) result = comm->ops->wait(started);
+        if (result == DTRAIN_OK && !(work && started)) dtrain__flight_done(comm->world, record);
     }
-    dtrain__comm_leave(comm, entered);
-    return result;
+    return dtrain__comm_leave(comm, entered, result);
 }
 
 DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
@@ -225,10 +239,10 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__now_ns();
+    const uint64_t entered = dtrain__comm_enter(comm), record = work->record;
     const dtrain_result result = comm->ops->wait(work);
-    dtrain__comm_leave(comm, entered);
-    return result;
+    if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
+    return dtrain__comm_leave(comm, entered, result);
 }
 
 DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
@@ -238,10 +252,10 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__now_ns();
+    const uint64_t entered = dtrain__comm_enter(comm);
     const dtrain_result result = comm->ops->test(work, done);
-    dtrain__comm_leave(comm, entered);
-    return result;
+    if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
+    return dtrain__comm_leave(comm, entered, result);
 }
 
 DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **out)
@@ -249,7 +263,10 @@ DTRAIN_API dtrain_result dtrain_comm_split(dtrain_comm *comm, int color, int key
     if (!out) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_comm_split: out is NULL");
     *out = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_comm_split"));
-    return comm->ops->split(comm, color, key, out);
+    const int64_t number = (comm->number + 1) * 1000 + (int64_t)comm->splits++;
+    const dtrain_result result = comm->ops->split(comm, color, key, out);
+    if (*out && !(*out)->number) (*out)->number = number; /* of a backend that has none */
+    return result;
 }
 
 /* Keep a communicator with handles that were not given back until the end of the world: they

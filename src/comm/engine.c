@@ -11,6 +11,7 @@
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
 #include "comm/engine_internal.h"
+#include "comm/flight_internal.h"
 #include "device/backend.h"
 #include "device/device_internal.h"
 
@@ -122,6 +123,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
     if (work->state == DTRAIN__QUEUED) {
         if (work->sequence - oldest >= DTRAIN__WINDOW) return false;
         work->state = DTRAIN__SHOWN;
+        dtrain__flight_started(comm->base.world, work->base.record);
         transport->show(comm, work);
         if (comm->failed) return false;
     }
@@ -148,6 +150,7 @@ static bool dtrain__message_advance(dtrain__engine *comm, dtrain__work *work)
             first = first->next;
         if (first != work) return false;
         work->state = DTRAIN__MOVING;
+        dtrain__flight_started(comm->base.world, work->base.record);
     }
     return comm->transport->message(comm, work);
 }
@@ -180,6 +183,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
             return;
         }
         work->done = true;
+        dtrain__flight_done(comm->base.world, work->base.record);
         *link = work->next;
         if (!*link) comm->queue_end = link;
         comm->base.in_flight--;
@@ -464,6 +468,7 @@ static dtrain_result dtrain__work_take(dtrain__engine *comm, const dtrain_collec
     comm->base.outstanding++;
     work->next = NULL;
     work->what = *what;
+    work->base.record = dtrain__flight_latest(comm->base.world);
     work->small = bytes <= DTRAIN__SMALL_BYTES &&
                   bytes * (size_t)comm->base.size <= (size_t)DTRAIN__SMALL_TOTAL;
     work->shown.count = what->count;
@@ -548,6 +553,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
             result = dtrain__engine_fail(&comm->base, result, dtrain_last_error());
     }
     dtrain__recycle(comm, work);
+    dtrain__flight_fail(world, result); /* while it can be read for whom this rank waits */
     dtrain__set_waits(world, -1);
     return result;
 }
@@ -628,7 +634,7 @@ static dtrain_result dtrain__engine_make(dtrain_world *world, const dtrain_comm_
     comm->base.size = size;
     comm->base.rank = rank;
     comm->transport = transport;
-    comm->number = world->comm_count++;
+    comm->base.number = world->comm_count++;
     comm->queue_end = &comm->queue;
     comm->next = world->comms;
     world->comms = comm;

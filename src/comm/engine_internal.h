@@ -116,7 +116,6 @@ struct dtrain__engine {
     dtrain_comm base;
     const dtrain__transport *transport;
     dtrain__engine *next;             /* in world->comms */
-    int64_t number;                   /* no two communicators of a rank have the same */
     bool failed;                      /* comm->report says why */
     bool stirred;                     /* the queue must be visited whatever poll says */
     dtrain__abort_record *report;     /* the first failure; who shares it fails together */

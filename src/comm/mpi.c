@@ -117,7 +117,7 @@ static void dtrain__mpi_post(dtrain__mpi_comm *comm, dtrain__mpi_work *work, dtr
                              dtrain__mpi_tag kind, int rank, void *at, size_t bytes)
 {
     const int peer = comm->hub->ranks[comm->base.base.world_ranks[rank]];
-    const int tag = (int)comm->base.number * DTRAIN__MPI_TAGS + (int)kind;
+    const int tag = (int)comm->base.base.number * DTRAIN__MPI_TAGS + (int)kind;
     const MPI_Comm mpi = comm->hub->mpi;
     dtrain__mpi_token *token = &comm->tokens[comm->active];
     MPI_Request *request = &comm->requests[comm->active];
@@ -449,11 +449,11 @@ static dtrain_result dtrain__mpi_make(dtrain__engine *base, int64_t *address)
     const size_t size = (size_t)base->base.size, line = DTRAIN__CACHE_LINE;
     size_t data = DTRAIN__SMALL_TOTAL / size, chunk = DTRAIN__MPI_TEMPORARY / size;
     void *memory;
-    comm->hub = base->number ? ((dtrain__mpi_comm *)base->base.world->comm)->hub : &comm->own;
-    if (base->number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->base.world, comm->hub));
-    if (base->number >= comm->hub->number_limit)
+    comm->hub = base->base.number ? ((dtrain__mpi_comm *)base->base.world->comm)->hub : &comm->own;
+    if (base->base.number == 0) DTRAIN__TRY(dtrain__mpi_meet(base->base.world, comm->hub));
+    if (base->base.number >= comm->hub->number_limit)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "this MPI has no tags left after %lld splits",
-                           (long long)base->number);
+                           (long long)base->base.number);
     if (data > DTRAIN__SMALL_BYTES) data = DTRAIN__SMALL_BYTES;
     if (chunk < ((size_t)16 << 10)) chunk = (size_t)16 << 10;
     if (chunk > DTRAIN__MPI_CHUNK_BYTES) chunk = DTRAIN__MPI_CHUNK_BYTES;
@@ -480,8 +480,8 @@ static void dtrain__mpi_release(dtrain__engine *base)
     if (!comm->hub) return;
     if (comm->active && !comm->hub->failed)
         dtrain__mpi_publish(base, DTRAIN_ERROR_USAGE, "left with operations in flight");
-    if (!base->report && base->number == 0) comm->hub->failed = true;
-    if (base->number == 0) dtrain__mpi_part(base->base.world, comm->hub);
+    if (!base->report && base->base.number == 0) comm->hub->failed = true;
+    if (base->base.number == 0) dtrain__mpi_part(base->base.world, comm->hub);
     if (comm->memory) dtrain__mpi_unmap(base, comm->memory, comm->memory_bytes);
 }
 

@@ -244,6 +244,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtr
             strategy, at->count, bucket->grads + at->first, DTRAIN_DTYPE_F32,
             (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
     if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "dense part of bucket");
     return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->packed, sparse->packed,
                              (size_t)(sparse->dense_count + more), dtype,
                              dtrain__level_op(strategy, bucket), work);

@@ -46,6 +46,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
             dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
         shard = own;
     }
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
     if (!bucket->cuts)
         return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
                                        : strategy->shard_comm,
@@ -54,6 +55,7 @@ static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__buc
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
+        dtrain__label(strategy, bucket, "values of bucket");
         DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
                                      (size_t)count, dtype, r, &bucket->gathers[r]));
     }
@@ -68,6 +70,7 @@ static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bu
     char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
     if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    dtrain__label(strategy, bucket, "values of bucket");
     return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
                              whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
                              (size_t)bucket->hop_count, dtype, bucket->gathers);

@@ -98,6 +98,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain_
         DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_A, at->columns, rank, at->rows,
                                     dtrain__matrix(bucket, at), at->p, at->q));
     if (sparse->q_count == 0) return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "PowerSGD of bucket");
     return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
                              (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
                              bucket->reduces);

@@ -74,12 +74,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
                                 bucket->hop_first, bucket->hop_count, &wire));
     if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
     if (!bucket->cuts)
         return dtrain_reduce_scatter(dtrain__hop_comm(strategy, bucket), wire, own,
                                      (size_t)bucket->shard_count, dtype, op, works);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
+        dtrain__label(strategy, bucket, "bucket");
         DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
                                   r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
                                   r, &works[r]));

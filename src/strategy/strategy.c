@@ -319,6 +319,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Reduce: how a gradient travels -------------------------------------------------------*/
 
+/* Name a bucket and its first parameter as who asks for the collective that comes next. */
+DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                   const char *part)
+{
+    dtrain__flight_label(strategy->comm, part, bucket - strategy->layout.buckets,
+                         strategy->params[bucket->first_param].name);
+}
+
 /* Do gradients travel rounded, in low_grads? */
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
 {
@@ -394,6 +402,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
 {
     void *wire;
     DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
+    dtrain__label(strategy, bucket, "bucket");
     return dtrain_all_reduce(comm, wire, wire, (size_t)count,
                              (dtrain_dtype)strategy->desc.reduce_dtype,
                              dtrain__level_op(strategy, bucket), bucket->reduces);

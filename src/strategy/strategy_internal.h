@@ -16,6 +16,7 @@
 #include "core/log.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
+#include "comm/flight_internal.h"
 #include "strategy/layout_internal.h"
 #include "strategy/memory.h"
 #include "device/backend.h"
@@ -108,6 +109,8 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
     dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/strategy.c */
+DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                   const char *part);
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);

@@ -123,6 +123,7 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
         DTRAIN__TRY(dtrain__scatter(strategy, at->count, at->quota, dtrain__term(strategy, bucket),
                                     &picks, bucket->grads + at->first));
     }
+    dtrain__label(strategy, bucket, "top-k of bucket");
     return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
                              (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
                              bucket->reduces);
@@ -181,11 +182,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtra
     if (dtrain__is_balanced(layout->compression)) {
         for (int r = 0; r < layout->hop_ranks; r++)
             DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
+        dtrain__label(strategy, bucket, "top-k of bucket");
         return dtrain_all_to_all(comm, sparse->out, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
                                  bucket->reduces);
     }
     uint32_t *own = sparse->in + layout->hop_rank * words;
     DTRAIN__TRY(dtrain__select_block(strategy, bucket, 0, true, own));
+    dtrain__label(strategy, bucket, "top-k of bucket");
     return dtrain_all_gather(comm, own, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
                              bucket->reduces);
 }
@@ -214,6 +217,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strate
     uint32_t *own = sparse->out + rank * words;
     if (sparse->masked || words == 0) return DTRAIN_OK;
     DTRAIN__TRY(dtrain__select_block(strategy, bucket, rank, false, own));
+    dtrain__label(strategy, bucket, "top-k of bucket");
     return dtrain_all_gather(strategy->groups[DTRAIN__SECOND], own, sparse->out, (size_t)words,
                              DTRAIN_DTYPE_I32, bucket->reduces);
 }

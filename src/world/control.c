@@ -227,6 +227,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
     wait->last_ns = now;
     wait->waited_ns += gap < longest_gap ? gap : longest_gap;
     wait->polled = true;
+    dtrain__flight_beat(world, now);
     dtrain__link_poll(world);
     DTRAIN__TRY(dtrain__trouble(world));
     if (wait->waited_ns > 100000000u && world->launcher && getppid() != world->launcher)
@@ -272,7 +273,9 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world)
     if (!world) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_world_poll: world is NULL");
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_poll"));
     dtrain__link_poll(world);
-    DTRAIN__TRY(dtrain__trouble(world));
+    const dtrain_result trouble = dtrain__trouble(world);
+    dtrain__flight_fail(world, trouble);
+    DTRAIN__TRY(trouble);
     const dtrain__exit_record *exits = world->control->exits;
     const int ended = dtrain__load(&world->control->ended_count) ? world->size : 0;
     for (int i = 0; i < ended; i++)
@@ -341,17 +344,10 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
-                                                 size_t bytes, void *all)
+static dtrain_result dtrain__gather_all(dtrain_world *world, const void *mine, size_t bytes,
+                                        void *all)
 {
     dtrain__wait wait = dtrain__wait_begin();
-    if (!world || bytes > DTRAIN_WORLD_ALL_GATHER_BYTES || (bytes && (!mine || !all)))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_world_all_gather: world or a buffer is NULL, or %zu bytes are "
-                           "more than %d",
-                           bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
-    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
-    DTRAIN__TRY(dtrain__trouble(world));
     const uint64_t sequence = ++world->gather_count;
     const size_t half = sequence % 2;
     dtrain__gather_slot *slots = world->control->slots;
@@ -371,4 +367,20 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
     }
     dtrain__set_waits(world, -1);
     return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void *mine,
+                                                 size_t bytes, void *all)
+{
+    if (!world || bytes > DTRAIN_WORLD_ALL_GATHER_BYTES || (bytes && (!mine || !all)))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_world_all_gather: world or a buffer is NULL, or %zu bytes are "
+                           "more than %d",
+                           bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
+    DTRAIN__TRY(dtrain__trouble(world));
+    dtrain__flight_gather(world, bytes);
+    const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
+    dtrain__flight_gathered(world, result);
+    return result;
 }

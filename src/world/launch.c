@@ -36,6 +36,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
     dtrain__world_comm_end(world);
+    dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
     if (world->page.control) munmap(world->page.control, world->page.bytes);
@@ -86,6 +87,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->restart_count = launch->place.restart_count + launch->restart_count;
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
+    DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
@@ -114,6 +116,7 @@ static void dtrain__rank_end(dtrain__launch *launch, dtrain_world *world, int ra
     char error[DTRAIN__ERROR_BYTES];
     snprintf(error, sizeof error, "%s", code ? dtrain_last_error() : "");
     const bool met = launch->joins && world && world->link;
+    if (world && code) dtrain__flight_fail(world, DTRAIN_ERROR_RANK_FAILED);
     if (world) world->control->exits[rank].after = world->told_by;
     if (!met || !launch->here) dtrain__record_end(launch->region.control, rank, how, code, error);
     if (!met) return;
@@ -237,7 +240,8 @@ static void dtrain__child(dtrain__launch *launch, int index)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
 #endif
     if (getppid() != launch->launcher) _exit(1);
-    if (launch->desc.catch_signals) dtrain__signals_install(&launch->old_mask);
+    if (launch->desc.catch_signals)
+        dtrain__signals_install(launch->desc.flight_directory != NULL, &launch->old_mask);
     pthread_sigmask(SIG_SETMASK, &launch->old_mask, NULL);
     const int code = dtrain__rank_run(launch, index);
     fflush(NULL);
@@ -374,6 +378,19 @@ static dtrain_result dtrain__check_emulation(const dtrain__launch *launch)
         asked->node_ranks, gigabits, latency, launch->place.size);
 }
 
+/* Settle where flight records go; NULL: nowhere. */
+static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
+{
+    const char *directory = desc->flight_directory;
+    if (!directory || !directory[0]) directory = getenv("DTRAIN_FLIGHT_DIRECTORY");
+    desc->flight_directory = directory && directory[0] ? directory : NULL;
+    if (!desc->flight_directory || strlen(directory) < DTRAIN__FLIGHT_PATH) return DTRAIN_OK;
+    return dtrain_fail(
+        DTRAIN_ERROR_ARGUMENT,
+        "dtrain_launch: flight_directory has %zu characters, at most %d are possible",
+        strlen(directory), DTRAIN__FLIGHT_PATH - 1);
+}
+
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
 static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
@@ -413,6 +430,7 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
                            "dtrain_launch: min_ranks is %d, and the world has %d ranks; set it to "
                            "at most that, or to 0: then all of them are needed",
                            (int)desc->min_ranks, place->size);
+    DTRAIN__TRY(dtrain__resolve_flight(desc));
     launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
@@ -509,7 +527,8 @@ static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_
     const bool catches = launch->desc.catch_signals && !launch->launcher;
     sigset_t old_mask;
     dtrain_result result;
-    if (catches) DTRAIN__TRY(dtrain__signals_begin(&old_mask));
+    if (catches)
+        DTRAIN__TRY(dtrain__signals_begin(launch->desc.flight_directory != NULL, &old_mask));
     if (launch->launcher) dtrain__hear_signals(launch);
     do result = dtrain__attempt(launch, info);
     while (dtrain__restart(launch, &result, info));

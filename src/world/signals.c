@@ -9,6 +9,8 @@
  *                                                           |
  *                         dtrain_world_agree_stop: any rank --> all ranks, after the same step
  *     SIGTERM again      --> the default action: the process ends at once
+ *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
+ *                            flight record (comm/flight.c)
  *
  * A handler gets nothing but a number, so what it notes is the process's: the one mutable state of
  * this library that does not belong to a world. */
@@ -24,13 +26,19 @@
 static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
 static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
 static uint64_t dtrain__term_ns;       /* atomic: when the first SIGTERM came, 0 = it has not */
-static struct sigaction dtrain__found_term, dtrain__found_usr1; /* the host's */
+static uint32_t dtrain__dump_signals;  /* atomic: how many SIGUSR2 came */
+static bool dtrain__dump_caught;       /* SIGUSR2 is handled as well */
+static struct sigaction dtrain__found_term, dtrain__found_usr1, dtrain__found_usr2; /* the host's */
 
 /* Note a signal. A second SIGTERM gets the default action back and raises it again: it is blocked
  * in here, and ends the process on return. All calls are async-signal-safe. */
 static void dtrain__on_signal(int number)
 {
     const int error = errno;
+    if (number == SIGUSR2) {
+        dtrain__fetch_add(&dtrain__dump_signals, 1u);
+        return;
+    }
     const uint64_t now = dtrain__now_ns(), first = dtrain__load(&dtrain__term_ns);
     if (!dtrain__load(&dtrain__signal_seen)) dtrain__store(&dtrain__signal_seen, number);
     if (number == SIGTERM && !first) dtrain__store(&dtrain__term_ns, now);
@@ -42,8 +50,9 @@ static void dtrain__on_signal(int number)
 }
 
 /* Install the handler, and take what it handles out of a mask that the caller will set after it:
- * in this order a signal that is pending already is caught. Interrupted system calls go on. */
-DTRAIN__PRIVATE void dtrain__signals_install(sigset_t *mask)
+ * in this order a signal that is pending already is caught. Interrupted system calls go on. SIGUSR2
+ * is the host's, unless it asks for dumps. */
+DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
 {
     struct sigaction action;
     memset(&action, 0, sizeof action);
@@ -54,12 +63,15 @@ DTRAIN__PRIVATE void dtrain__signals_install(sigset_t *mask)
     dtrain__store(&dtrain__term_ns, 0u);
     sigaction(SIGTERM, &action, &dtrain__found_term);
     sigaction(SIGUSR1, &action, &dtrain__found_usr1);
+    dtrain__dump_caught = dumps;
+    if (dumps) sigaction(SIGUSR2, &action, &dtrain__found_usr2);
+    if (dumps) sigdelset(mask, SIGUSR2);
     sigdelset(mask, SIGTERM);
     sigdelset(mask, SIGUSR1);
 }
 
 /* Begin to catch signals in a process that goes on after its ranks: one run at a time. */
-DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(sigset_t *old_mask)
+DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask)
 {
     uint32_t none = 0;
     sigset_t mask;
@@ -70,7 +82,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(sigset_t *old_mask)
                            "catches signals now; set it in one of them, a process has one handler");
     pthread_sigmask(SIG_SETMASK, NULL, old_mask);
     mask = *old_mask;
-    dtrain__signals_install(&mask);
+    dtrain__signals_install(dumps, &mask);
     pthread_sigmask(SIG_SETMASK, &mask, NULL);
     return DTRAIN_OK;
 }
@@ -80,9 +92,13 @@ DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask)
 {
     sigaction(SIGTERM, &dtrain__found_term, NULL);
     sigaction(SIGUSR1, &dtrain__found_usr1, NULL);
+    if (dtrain__dump_caught) sigaction(SIGUSR2, &dtrain__found_usr2, NULL);
     pthread_sigmask(SIG_SETMASK, old_mask, NULL);
     dtrain__store(&dtrain__signals_taken, 0u);
 }
+
+/* Return how many flight records have been asked for by signals. */
+DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void) { return dtrain__load(&dtrain__dump_signals); }
 
 /* Return the signal that this process has caught, 0 for none. */
 DTRAIN__PRIVATE int dtrain__signal_caught(void) { return dtrain__load(&dtrain__signal_seen); }

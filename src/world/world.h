@@ -100,7 +100,10 @@ typedef struct dtrain_launch_desc {
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals;  /* SIGTERM and SIGUSR1 ask ranks to stop, instead of killing them: see
-                            dtrain_world_stop_requested */
+                            dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
+    const char *flight_directory; /* every rank whose run fails writes its last collectives there,
+                                     see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
+                                     environment, and without that nowhere */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -227,6 +230,23 @@ DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
  * Collective and blocking like dtrain_world_all_gather, which carries it: for a host with a loop of
  * its own, once a step or every few steps. *stop is false on failure. */
 DTRAIN_API dtrain_result dtrain_world_agree_stop(dtrain_world *world, bool *stop);
+
+/* Write the flight record of this rank to DIRECTORY/flight-RANK.json: its last 256 collectives and
+ * messages (communicator, sequence number, kind, reduction, dtype, count, which bucket asked and
+ * the name of its first parameter, state, times on the monotonic clock), and for every rank the
+ * last call and how long ago it gave a sign of life, as far as ranks share memory. build/flight
+ * DIRECTORY reads the files of all ranks and says who is behind, or who called what.
+ *
+ * Local; it waits for no other rank. The directory is made if it is missing, and the file appears
+ * whole. Errors: DTRAIN_ERROR_ARGUMENT, DTRAIN_ERROR_SYSTEM.
+ *
+ * With desc.flight_directory a rank does it by itself, once: when a collective, or
+ * dtrain_world_poll, ends in a failure (a deadline, a mismatch, the failure of another rank), or
+ * when rank_main returns another value than 0. That file stands: later calls with the same
+ * directory leave it as it is. A restarted rank replaces it at its next failure; give each run a
+ * directory of its own. With desc.catch_signals too, SIGUSR2 makes a rank write its file at its
+ * next call or wait, and the run goes on: for a look at a run that seems to hang. */
+DTRAIN_API dtrain_result dtrain_world_dump(dtrain_world *world, const char *directory);
 
 /* Send one formatted line to the log. */
 #if defined(__GNUC__)

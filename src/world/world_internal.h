@@ -71,6 +71,18 @@ typedef struct dtrain__lane {
     uint64_t line[7];
 } dtrain__lane;
 
+/* How far a rank is, for the flight records of the others (comm/flight.c). Atomic, each field by
+ * itself; zero where no memory is shared. */
+typedef struct dtrain__pulse {
+    uint64_t beat_ns;                   /* its last look at the clock inside of the library */
+    uint64_t inside;                    /* 1: and it has not left it since */
+    int64_t comm;                       /* its last collective: the communicator ... */
+    int64_t first;                      /* ... whose first rank in the world this is, ... */
+    uint64_t sequence;                  /* ... and number */
+    uint64_t world_started, world_done; /* its last collective among all ranks */
+    uint64_t line;
+} dtrain__pulse;
+
 /* All that ranks know of each other. It stands at the start of the shared region; ranks that share
  * no memory have one each, which the link keeps up to date. */
 typedef struct dtrain__control {
@@ -87,6 +99,7 @@ typedef struct dtrain__control {
     dtrain__gather_slot slots[DTRAIN_MAX_RANKS];
     uint64_t waits[DTRAIN_MAX_RANKS];        /* atomic: for whom each rank waits, see control.c */
     dtrain__lane lanes[DTRAIN_MAX_RANKS][2]; /* of each emulated node: out, in */
+    dtrain__pulse pulses[DTRAIN_MAX_RANKS];
 } dtrain__control;
 
 /* A control page, with or without arenas behind it, as it was mapped. */
@@ -127,9 +140,10 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
-    int told_by;                  /* 1 + the rank whose failure this one was told of; 0: none */
-    struct dtrain__engine *comms; /* this rank's communicators, newest first */
-    int64_t comm_count;           /* every communicator made so far has a smaller number */
+    int told_by;                   /* 1 + the rank whose failure this one was told of; 0: none */
+    struct dtrain__engine *comms;  /* this rank's communicators, newest first */
+    int64_t comm_count;            /* every communicator made so far has a smaller number */
+    struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
@@ -140,6 +154,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc 
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world);
+
+#define DTRAIN__FLIGHT_PATH 1024 /* bytes of a directory's name, its 0 included */
+
+/* These are implemented by comm/flight.c: make and end the flight record; note a look at the clock
+ * inside of a wait, a call of dtrain_world_all_gather and its end, and this rank's first failure,
+ * which is in the last error. */
+DTRAIN__PRIVATE dtrain_result dtrain__flight_create(dtrain_world *world, const char *directory);
+DTRAIN__PRIVATE void dtrain__flight_destroy(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now);
+DTRAIN__PRIVATE void dtrain__flight_gather(dtrain_world *world, size_t bytes);
+DTRAIN__PRIVATE void dtrain__flight_gathered(dtrain_world *world, dtrain_result result);
+DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code);
 
 #define DTRAIN__YIELDS_PER_POLL 32u /* 10 us on an idle machine */
 
@@ -186,6 +212,9 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
+
+/* world/signals.c */
+DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
 
 /* world/hash.c */
 DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data, size_t bytes);

@@ -46,6 +46,7 @@ stands_for() {
     case $1 in
         FILE) echo log.jsonl ;;
         FOLDER) echo cifar ;;
+        DIRECTORY) echo flights ;;
         OPERATION) echo all-reduce ;;
         WARM) echo 0 ;;
         REPETITIONS) echo 2 ;;
@@ -196,6 +197,7 @@ judge() {
         build/bench/*) flags_of "$line" ;;
         bench_*) flags_of "build/bench/$line" ;;
         simulate) whole "build/$line" ;;
+        build/flight) how="says how it is used"; build/flight >"$tmp/out" 2>&1; grep -q '^flight DIRECTORY' "$tmp/out" ;;
         build/train_gpt | ./gpt | ./train_gpt) begins "$line" ;;
         build/* | ./*) whole "$line" ;;
         mpirun) whole "$line" ;;
