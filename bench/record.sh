@@ -3,7 +3,8 @@
 # bench/results/MACHINE/ or FOLDER, for each WHAT
 #   WHAT.txt     machine, commit, compiler, load; then each command behind "$ " and what it printed
 #   WHAT.jsonl   a line about the machine and the commit; then each command, and one line a result
-# WHAT is any of: gemm collectives links sparse kernels train strategies scaling comm loss simulator; without it, all.
+# WHAT is any of: gemm collectives links sparse kernels train strategies scaling comm loss checkpoint simulator; without
+# it, all.
 # MACHINE is made from the processor's model and its widest instruction set. Run it on a machine that does nothing else;
 # all of it takes some two hours on two cores. --quick tests the script in seconds and needs --out: no figures.
 #   BUILD=build   where the programs are; they are made first, by make
@@ -11,7 +12,7 @@
 #   DATA=FILE     the text that loss is measured on: Karpathy's tinyshakespeare
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build} machine= folder= quick=
-known="gemm collectives links sparse kernels train strategies scaling comm loss simulator"
+known="gemm collectives links sparse kernels train strategies scaling comm loss checkpoint simulator"
 fail() { echo "record.sh: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in
@@ -97,6 +98,7 @@ record() {
             run bench_comm --parts links --node-ranks 4 --nodes 2,4 --gbps 1,10
             run bench_comm --parts train --train-models baby,gpt2 ;;
         loss) run bench_comm --parts loss --data "$DATA" ;;
+        checkpoint) run bench_checkpoint --params 124 --reps 7 ;;
         simulator) run simulate --check tools/simulate/published.txt ;;
     esac
 }
