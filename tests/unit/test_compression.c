@@ -2182,10 +2182,17 @@ static void test_deaths(void)
         for (seed = 0; seed < (test_full() ? 40 : 6); seed++) check_death(method, seed);
 }
 
-/* Rank 1 destroys its strategy in the middle of a backward: an error for the others, and no hang. */
+/* Rank 1 destroys its strategy in the middle of a backward: an error for the others, and no hang. It waits until they
+ * have left the step before, whose waits would end with the same error. */
+typedef struct leaving_run {
+    int method;
+    int32_t there; /* ranks that have left it */
+} leaving_run;
+
 static int leaving_rank(dtrain_world *world, void *user)
 {
-    const int method = *(const int *)user, rank = dtrain_world_rank(world);
+    leaving_run *run = (leaving_run *)user;
+    const int method = run->method, rank = dtrain_world_rank(world);
     const settings desc = method_desc(method);
     dtrain_result result = DTRAIN_OK;
     dtrain_strategy *s;
@@ -2194,6 +2201,8 @@ static int leaving_rank(dtrain_world *world, void *user)
     squares_init(m);
     RANKS_TRY(settings_create(world, m->params, SQUARES, &desc, &s));
     for (step = 0; step < 2; step++) RANKS_TRY(squares_step(m, s, rank, step));
+    ranks_count(&run->there);
+    if (rank == 1) ranks_await(&run->there, 4);
     for (p = SQUARES - 1; p >= 0 && (p > 1 || rank != 1) && result == DTRAIN_OK; p--)
         result = dtrain_strategy_ready(s, (size_t)p);
     if (rank != 1) {
@@ -2211,8 +2220,10 @@ static int leaving_rank(dtrain_world *world, void *user)
 static void test_abandoned_backward(void)
 {
     int method;
-    for (method = 0; method < METHODS; method++)
-        ranks_run(4, DTRAIN_LAUNCH_THREADS, leaving_rank, &method);
+    for (method = 0; method < METHODS; method++) {
+        leaving_run run = {method, 0};
+        ranks_run(4, DTRAIN_LAUNCH_THREADS, leaving_rank, &run);
+    }
 }
 
 /* A missing gradient as an error: all ranks hear of it, and the next steps are the same on all. */
