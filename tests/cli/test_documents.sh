@@ -20,6 +20,7 @@ tree=$tmp/tree
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl=self,vader,tcp
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 take_ports
+unset MAKEFLAGS MFLAGS MAKELEVEL # make would take descriptor 3, the list below, for the pipe of its jobs, and read from it
 
 # ---- The copy, and what the commands find in it ----
 root=$PWD
@@ -108,13 +109,13 @@ in_time() { PATH=$printed_path timeout -k 2 "$1" sh -c "$2" >"$tmp/out" 2>&1 </d
 
 whole() { how=ran; in_time 300 "$1"; }
 
-# A run that prints its progress: until the line of its first step.
+# A run that prints its progress: until its first line of a step, which is a later one where it goes on from another run.
 begins() {
     how="ran until its first step"
     PATH=$printed_path timeout -k 5 300 sh -c "exec $1" >"$tmp/out" 2>&1 </dev/null &
     id=$!
-    wait_for 280 eval "grep -q -E '^ +1 +[0-9]+\.[0-9]+ ' '$tmp/out' || ! kill -0 $id"
-    grep -q -E '^ +1 +[0-9]+\.[0-9]+ ' "$tmp/out"; begun=$?
+    wait_for 280 eval "grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ ' '$tmp/out' || ! kill -0 $id"
+    grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ ' "$tmp/out"; begun=$?
     kill $id 2>/dev/null; wait $id 2>/dev/null
     echo "it ended with status $?" >>"$tmp/out"
     [ $begun -eq 0 ]
