@@ -2,12 +2,12 @@
  * another number of ranks under another strategy.
  *
  *   build:   cc -O2 -I. examples/resume.c -o resume -lm -lpthread
- *   run:     ./resume [directory]                    default: /tmp/dtrain_resume
+ *   run:     ./resume [directory]                    default: resume_checkpoints
  *   expect:
  *     undisturbed:
  *     2 ranks begin at step 0
  *     2 ranks end at step 100: average loss 7.2531, parameters 82ad3bf283eb5c20
- *     with an accident, checkpoints in /tmp/dtrain_resume:
+ *     with an accident, checkpoints in resume_checkpoints:
  *     2 ranks begin at step 0
  *     2 ranks begin at step 50, started again
  *     2 ranks end at step 100: average loss 7.2531, parameters 82ad3bf283eb5c20
@@ -132,7 +132,7 @@ static int launch(uint32_t ranks, const run *r)
 
 int main(int argc, char **argv)
 {
-    const char *directory = argc > 1 ? argv[1] : "/tmp/dtrain_resume";
+    const char *directory = argc > 1 ? argv[1] : "resume_checkpoints";
     const run undisturbed = {.kind = DTRAIN_STRATEGY_DDP, .steps = 100};
     const run hit = {
         .directory = directory, .kind = DTRAIN_STRATEGY_DDP, .steps = 100, .accident = true};

@@ -112,6 +112,7 @@ whole() { how=ran; in_time 300 "$1"; }
 # A run that prints its progress: until its first line of a step, which is a later one where it goes on from another run.
 begins() {
     how="ran until its first step"
+    : >"$tmp/out" # what the run before has printed is not of this one
     PATH=$printed_path timeout -k 5 300 sh -c "exec $1" >"$tmp/out" 2>&1 </dev/null &
     id=$!
     wait_for 280 eval "grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ ' '$tmp/out' || ! kill -0 $id"
