@@ -15,6 +15,10 @@
 #include <dirent.h>
 #include <stdio.h>
 
+enum {
+    FLIGHT_NAME = 320
+}; /* bytes of the name of a call, all of its parts as long as they can be */
+
 typedef struct flight_call {
     int64_t comm, first, sequence, count, root, queued, ended;
     char kind[32], op[8], dtype[8], by[80], state[8];
@@ -215,7 +219,7 @@ static const flight_call *flight_find(const flight_dump *d, const flight_call *k
 }
 
 /* "#18 all-reduce sum f32 count 1024 (bucket 3, blocks.0.w)" */
-static const char *flight_name(const flight_call *c, char text[240])
+static const char *flight_name(const flight_call *c, char text[FLIGHT_NAME])
 {
     char where[64] = "", root[40] = "", number[32] = "";
     if (!c) return "-";
@@ -226,9 +230,9 @@ static const char *flight_name(const flight_call *c, char text[240])
         snprintf(root, sizeof root, " %s %lld", c->sequence ? "root" : "peer", (long long)c->root);
     if (c->sequence) snprintf(number, sizeof number, "#%lld ", (long long)c->sequence);
     if (!c->kind[0] || strcmp(c->kind, "barrier") == 0 || strcmp(c->kind, "split") == 0)
-        snprintf(text, 240, "%s%s%s", number, c->kind, where);
+        snprintf(text, FLIGHT_NAME, "%s%s%s", number, c->kind, where);
     else
-        snprintf(text, 240, "%s%s%s%s %s count %lld%s%s%s%s%s", number, c->kind,
+        snprintf(text, FLIGHT_NAME, "%s%s%s%s %s count %lld%s%s%s%s%s", number, c->kind,
                  c->op[0] ? " " : "", c->op, c->dtype, (long long)c->count, root, where,
                  c->by[0] ? " (" : "", c->by, c->by[0] ? ")" : "");
     return text;
@@ -304,7 +308,7 @@ static int flight_members(const flight_dump *d, const flight_call *c, int ranks[
 static bool flight_disagreement(void)
 {
     const flight_call *one = NULL, *other = NULL;
-    char text[240];
+    char text[FLIGHT_NAME];
     int a = 0, b = 0;
     for (int i = 0; i < flight_size; i++)
         for (size_t k = 0; flight_dumps[i] && k < flight_dumps[i]->calls; k++) {
@@ -325,7 +329,7 @@ static bool flight_disagreement(void)
 /* A rank failed by itself, or died: the others only heard of it. */
 static bool flight_culprit(void)
 {
-    char text[240];
+    char text[FLIGHT_NAME];
     for (int i = 0; i < flight_size; i++) {
         const flight_dump *d = flight_dumps[i];
         if (!d || d->result == DTRAIN_OK || d->result == DTRAIN_ERROR_TIMEOUT ||
@@ -395,7 +399,7 @@ static int flight_find_behind(bool inside, const flight_call **in)
 static bool flight_behind(bool inside)
 {
     const flight_call *c;
-    char text[240];
+    char text[FLIGHT_NAME];
     const int r = flight_find_behind(inside, &c);
     if (r < 0) return false;
     const flight_view *v = flight_dumps[r] ? NULL : flight_seen(r);
@@ -442,7 +446,7 @@ static void flight_drop_late(void)
 
 static void flight_table(void)
 {
-    char done[240], in[240];
+    char done[FLIGHT_NAME], in[FLIGHT_NAME];
     printf("%-5s %-46s %-46s %s\n", "rank", "last done", "in", "since");
     for (int i = 0; i < flight_size; i++) {
         const flight_dump *d = flight_dumps[i];
