@@ -98,7 +98,7 @@ record() {
             run bench_comm --parts links --node-ranks 4 --nodes 2,4 --gbps 1,10
             run bench_comm --parts train --train-models baby,gpt2 ;;
         loss) run bench_comm --parts loss --data "$DATA" ;;
-        checkpoint) run bench_checkpoint --params 124 --reps 7 ;;
+        checkpoint) run bench_checkpoint --params 124 --reps 5 ;;
         simulator) run simulate --check tools/simulate/published.txt ;;
     esac
 }
