@@ -319,7 +319,8 @@
                       values and optimizer state also under any others.
    Nothing half       what has a manifest is a whole checkpoint. A crash, a full disk or a loss of
                       power while saving leaves those that were there.
-   Steady state       after the first step nothing is allocated and all addresses repeat.
+   Steady state       after the first step nothing is allocated, but by a save, and all addresses
+                      repeat.
    Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N.
    Finite checks      look at exponent bits: -ffast-math does not disable them.
 
@@ -457,7 +458,7 @@ typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, int rank, cons
 /* The memory allocator of a run. All fields zero means malloc and free. `alloc` returns memory
  * aligned for any type, or NULL; `free` receives the size that was asked for. Both may be called
  * from several threads. dtrain allocates when objects are created and in the first training step
- * (whose sizes it learns there), never in later steps. */
+ * (whose sizes it learns there), never in later ones; a checkpoint allocates when it is saved. */
 typedef struct dtrain_allocator {
     void *(*alloc)(void *user, size_t bytes);
     void (*free)(void *user, void *memory, size_t bytes);
@@ -3133,6 +3134,8 @@ DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t co
                                     size_t item_bytes, const char *what);
 DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memory, size_t count,
                                   size_t item_bytes);
+DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **array, size_t count,
+                                  size_t *room, size_t item_bytes, const char *what);
 DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level,
                                     const char *format, va_list args);
 
@@ -3257,6 +3260,22 @@ DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memor
                                   size_t item_bytes)
 {
     if (memory) allocator->free(allocator->user, memory, (count ? count : 1) * item_bytes);
+}
+
+/* Make room for one more item behind the count items of an array, which doubles when it is full;
+ * false: no memory, and the array is as it was. */
+DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **array, size_t count,
+                                  size_t *room, size_t item_bytes, const char *what)
+{
+    if (count < *room) return true;
+    const size_t more = 2 * *room + 16;
+    void *larger = dtrain__alloc(allocator, more, item_bytes, what);
+    if (!larger) return false;
+    if (count) memcpy(larger, *array, count * item_bytes);
+    dtrain__free(allocator, *array, *room, item_bytes);
+    *array = larger;
+    *room = more;
+    return true;
 }
 
 static void dtrain__log_stderr(void *user, dtrain_log_level level, int rank, const char *text)
@@ -19400,16 +19419,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, con
 static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char *name,
                                                  dtrain_state_kind kind)
 {
-    if (state->tensor_count == state->tensor_room) {
-        const size_t room = 2 * state->tensor_room + 16;
-        dtrain_state_tensor *more = (dtrain_state_tensor *)dtrain__alloc(
-            &state->allocator, room, sizeof *more, "a list of state");
-        if (!more) return NULL;
-        if (state->tensor_count) memcpy(more, state->tensors, state->tensor_count * sizeof *more);
-        dtrain__free(&state->allocator, state->tensors, state->tensor_room, sizeof *more);
-        state->tensors = more;
-        state->tensor_room = room;
-    }
+    if (!dtrain__grow(&state->allocator, (void **)&state->tensors, state->tensor_count,
+                      &state->tensor_room, sizeof *state->tensors, "a list of state"))
+        return NULL;
     dtrain_state_tensor *tensor = &state->tensors[state->tensor_count++];
     memset(tensor, 0, sizeof *tensor);
     tensor->name = name;
@@ -20047,6 +20059,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storag
                                                              const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
                                                      const char *from, const char *to);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *storage,
+                                                     const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
                                                   const void *from, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,
@@ -20075,25 +20089,11 @@ static bool dtrain__is_writer(const dtrain_checkpoint *c, const dtrain_state_ten
     return least == tensor->copy;
 }
 
-/* Make room for one more item of an array that doubles. */
-static dtrain_result dtrain__plan_room(dtrain_checkpoint *c, void **array, size_t count,
-                                       size_t *room, size_t item_bytes)
-{
-    if (count < *room) return DTRAIN_OK;
-    const size_t more = 2 * *room + 64;
-    void *larger = dtrain__alloc(&c->allocator, more, item_bytes, "the plan of a save");
-    if (!larger) return DTRAIN_ERROR_MEMORY;
-    if (count) memcpy(larger, *array, count * item_bytes);
-    dtrain__free(&c->allocator, *array, *room, item_bytes);
-    *array = larger;
-    *room = more;
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int number)
 {
-    DTRAIN__TRY(
-        dtrain__plan_room(c, (void **)&c->files, c->file_count, &c->file_room, sizeof *c->files));
+    if (!dtrain__grow(&c->allocator, (void **)&c->files, c->file_count, &c->file_room,
+                      sizeof *c->files, "the plan of a save"))
+        return DTRAIN_ERROR_MEMORY;
     dtrain__write_file *file = &c->files[c->file_count++];
     memset(file, 0, sizeof *file);
     snprintf(file->name, sizeof file->name, "%s-%05d-%02d.safetensors", values ? "model" : "state",
@@ -20116,8 +20116,9 @@ static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_in
             DTRAIN__TRY(dtrain__plan_file(c, values, (*number)++));
             continue;
         }
-        DTRAIN__TRY(dtrain__plan_room(c, (void **)&c->pieces, c->piece_count, &c->piece_room,
-                                      sizeof *c->pieces));
+        if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
+                          sizeof *c->pieces, "the plan of a save"))
+            return DTRAIN_ERROR_MEMORY;
         dtrain__write_piece *piece = &c->pieces[c->piece_count++];
         piece->tensor = tensor_index;
         piece->file = (uint32_t)(c->file_count - 1);
@@ -20566,10 +20567,7 @@ static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *direct
         }
         dtrain__free(&c->allocator, text, room, 1);
         snprintf(path, sizeof path, "%s/rank-%05d.json", directory, r);
-        const int code = c->desc.storage->remove(c->desc.storage->user, path);
-        if (code < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path,
-                               strerror(-code));
+        DTRAIN__TRY(dtrain__storage_remove(c->desc.storage, path));
     }
     return DTRAIN_OK;
 }
@@ -21983,7 +21981,8 @@ typedef struct dtrain__import {
     dtrain__weights weights;
     dtrain__weight_place *places; /* (weights.count) */
     dtrain__weight_file *files;   /* (file_room), file_count in use */
-    uint32_t file_count, file_room;
+    uint32_t file_count;
+    size_t file_room;
     bool *used;          /* (tensor_count) tensors of the files that are some parameter's */
     size_t tensor_count; /* of all files */
     char *block;         /* (BLOCK) */
@@ -22035,16 +22034,9 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *name, u
     if (im->file_count == DTRAIN__WEIGHT_FILES)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s names more than %u files", im->index,
                            DTRAIN__WEIGHT_FILES);
-    if (im->file_count == im->file_room) {
-        const uint32_t room = 2 * im->file_room + 4;
-        dtrain__weight_file *more = (dtrain__weight_file *)dtrain__alloc(
-            im->allocator, room, sizeof *more, "a list of files");
-        if (!more) return DTRAIN_ERROR_MEMORY;
-        if (im->file_count) memcpy(more, im->files, im->file_count * sizeof *more);
-        dtrain__free(im->allocator, im->files, im->file_room, sizeof *more);
-        im->files = more;
-        im->file_room = room;
-    }
+    if (!dtrain__grow(im->allocator, (void **)&im->files, im->file_count, &im->file_room,
+                      sizeof *im->files, "a list of files"))
+        return DTRAIN_ERROR_MEMORY;
     *number = im->file_count++;
     dtrain__weight_file *file = &im->files[*number];
     memset(file, 0, sizeof *file);
@@ -22557,20 +22549,10 @@ static bool dtrain__is_ours(const char *name)
 
 static void dtrain__steps_add(dtrain__steps *steps, int64_t step)
 {
-    if (steps->count == steps->room) {
-        const size_t room = 2 * steps->room + 16;
-        int64_t *more =
-            (int64_t *)dtrain__alloc(steps->allocator, room, sizeof *more, "a list of steps");
-        if (!more) {
-            steps->failed = true;
-            return;
-        }
-        if (steps->count) memcpy(more, steps->steps, steps->count * sizeof *more);
-        dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *more);
-        steps->steps = more;
-        steps->room = room;
-    }
-    steps->steps[steps->count++] = step;
+    if (dtrain__grow(steps->allocator, (void **)&steps->steps, steps->count, &steps->room,
+                     sizeof *steps->steps, "a list of steps"))
+        steps->steps[steps->count++] = step;
+    else steps->failed = true;
 }
 
 static void dtrain__add_step(void *list, const char *name)
@@ -22648,13 +22630,6 @@ static dtrain_result dtrain__names_list(const dtrain_storage *storage,
     if (!names->foreign) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE,
                        "%s is not removed: there are files in it that no checkpoint has", path);
-}
-
-static dtrain_result dtrain__storage_remove(const dtrain_storage *storage, const char *path)
-{
-    const int code = storage->remove(storage->user, path);
-    if (code >= 0 || code == -ENOENT) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path, strerror(-code));
 }
 
 /* Remove a directory that is no checkpoint any more, or not yet, with all that is in it. */
@@ -22862,22 +22837,15 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Make room for one more item of an array that doubles. */
+/* Make room for one more item of a list; otherwise the text has come to its end. */
 static bool dtrain__one_more(dtrain__manifest *m, dtrain__json *json, void **array, size_t count,
                              size_t *room, size_t item_bytes)
 {
-    if (count < *room) return true;
-    const size_t more = *room ? 2 * *room : 64;
-    void *larger = dtrain__alloc(m->allocator, more, item_bytes, "a manifest's lists");
-    if (!larger) {
-        json->result = DTRAIN_ERROR_MEMORY;
-        return false;
-    }
-    if (count) memcpy(larger, *array, count * item_bytes);
-    dtrain__free(m->allocator, *array, *room, item_bytes);
-    *array = larger;
-    *room = more;
-    return true;
+    if (dtrain__grow(m->allocator, array, count, room, item_bytes, "a manifest's lists"))
+        return true;
+    json->result = DTRAIN_ERROR_MEMORY;
+    json->at = json->end;
+    return false;
 }
 
 /* Read a string that stays: decoded it is no longer than in the text. */
@@ -24386,6 +24354,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *stora
     if (code >= 0) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be renamed to %s: %s", from, to,
                        strerror(-code));
+}
+
+/* Remove a file or an empty directory. One that is not there is no error. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *storage,
+                                                     const char *path)
+{
+    const int code = storage->remove(storage->user, path);
+    if (code >= 0 || code == -ENOENT) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path, strerror(-code));
 }
 
 /* Write a whole new file, and bring it to the disk. */

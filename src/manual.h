@@ -179,7 +179,8 @@
                       values and optimizer state also under any others.
    Nothing half       what has a manifest is a whole checkpoint. A crash, a full disk or a loss of
                       power while saving leaves those that were there.
-   Steady state       after the first step nothing is allocated and all addresses repeat.
+   Steady state       after the first step nothing is allocated, but by a save, and all addresses
+                      repeat.
    Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N.
    Finite checks      look at exponent bits: -ffast-math does not disable them.
 

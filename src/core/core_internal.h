@@ -42,6 +42,8 @@ DTRAIN__PRIVATE void *dtrain__alloc(const dtrain_allocator *allocator, size_t co
                                     size_t item_bytes, const char *what);
 DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memory, size_t count,
                                   size_t item_bytes);
+DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **array, size_t count,
+                                  size_t *room, size_t item_bytes, const char *what);
 DTRAIN__PRIVATE void dtrain__log_va(const dtrain__log_sink *sink, dtrain_log_level level,
                                     const char *format, va_list args);
 

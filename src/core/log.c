@@ -68,6 +68,22 @@ DTRAIN__PRIVATE void dtrain__free(const dtrain_allocator *allocator, void *memor
     if (memory) allocator->free(allocator->user, memory, (count ? count : 1) * item_bytes);
 }
 
+/* Make room for one more item behind the count items of an array, which doubles when it is full;
+ * false: no memory, and the array is as it was. */
+DTRAIN__PRIVATE bool dtrain__grow(const dtrain_allocator *allocator, void **array, size_t count,
+                                  size_t *room, size_t item_bytes, const char *what)
+{
+    if (count < *room) return true;
+    const size_t more = 2 * *room + 16;
+    void *larger = dtrain__alloc(allocator, more, item_bytes, what);
+    if (!larger) return false;
+    if (count) memcpy(larger, *array, count * item_bytes);
+    dtrain__free(allocator, *array, *room, item_bytes);
+    *array = larger;
+    *room = more;
+    return true;
+}
+
 static void dtrain__log_stderr(void *user, dtrain_log_level level, int rank, const char *text)
 {
     static const char *const names[] = {"", "error", "warning", "info", "debug"};

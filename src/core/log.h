@@ -20,7 +20,7 @@ typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, int rank, cons
 /* The memory allocator of a run. All fields zero means malloc and free. `alloc` returns memory
  * aligned for any type, or NULL; `free` receives the size that was asked for. Both may be called
  * from several threads. dtrain allocates when objects are created and in the first training step
- * (whose sizes it learns there), never in later steps. */
+ * (whose sizes it learns there), never in later ones; a checkpoint allocates when it is saved. */
 typedef struct dtrain_allocator {
     void *(*alloc)(void *user, size_t bytes);
     void (*free)(void *user, void *memory, size_t bytes);

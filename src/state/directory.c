@@ -66,20 +66,10 @@ static bool dtrain__is_ours(const char *name)
 
 static void dtrain__steps_add(dtrain__steps *steps, int64_t step)
 {
-    if (steps->count == steps->room) {
-        const size_t room = 2 * steps->room + 16;
-        int64_t *more =
-            (int64_t *)dtrain__alloc(steps->allocator, room, sizeof *more, "a list of steps");
-        if (!more) {
-            steps->failed = true;
-            return;
-        }
-        if (steps->count) memcpy(more, steps->steps, steps->count * sizeof *more);
-        dtrain__free(steps->allocator, steps->steps, steps->room, sizeof *more);
-        steps->steps = more;
-        steps->room = room;
-    }
-    steps->steps[steps->count++] = step;
+    if (dtrain__grow(steps->allocator, (void **)&steps->steps, steps->count, &steps->room,
+                     sizeof *steps->steps, "a list of steps"))
+        steps->steps[steps->count++] = step;
+    else steps->failed = true;
 }
 
 static void dtrain__add_step(void *list, const char *name)
@@ -157,13 +147,6 @@ static dtrain_result dtrain__names_list(const dtrain_storage *storage,
     if (!names->foreign) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_FILE,
                        "%s is not removed: there are files in it that no checkpoint has", path);
-}
-
-static dtrain_result dtrain__storage_remove(const dtrain_storage *storage, const char *path)
-{
-    const int code = storage->remove(storage->user, path);
-    if (code >= 0 || code == -ENOENT) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path, strerror(-code));
 }
 
 /* Remove a directory that is no checkpoint any more, or not yet, with all that is in it. */

@@ -51,7 +51,8 @@ typedef struct dtrain__import {
     dtrain__weights weights;
     dtrain__weight_place *places; /* (weights.count) */
     dtrain__weight_file *files;   /* (file_room), file_count in use */
-    uint32_t file_count, file_room;
+    uint32_t file_count;
+    size_t file_room;
     bool *used;          /* (tensor_count) tensors of the files that are some parameter's */
     size_t tensor_count; /* of all files */
     char *block;         /* (BLOCK) */
@@ -103,16 +104,9 @@ static dtrain_result dtrain__import_file(dtrain__import *im, const char *name, u
     if (im->file_count == DTRAIN__WEIGHT_FILES)
         return dtrain_fail(DTRAIN_ERROR_DATA, "%s names more than %u files", im->index,
                            DTRAIN__WEIGHT_FILES);
-    if (im->file_count == im->file_room) {
-        const uint32_t room = 2 * im->file_room + 4;
-        dtrain__weight_file *more = (dtrain__weight_file *)dtrain__alloc(
-            im->allocator, room, sizeof *more, "a list of files");
-        if (!more) return DTRAIN_ERROR_MEMORY;
-        if (im->file_count) memcpy(more, im->files, im->file_count * sizeof *more);
-        dtrain__free(im->allocator, im->files, im->file_room, sizeof *more);
-        im->files = more;
-        im->file_room = room;
-    }
+    if (!dtrain__grow(im->allocator, (void **)&im->files, im->file_count, &im->file_room,
+                      sizeof *im->files, "a list of files"))
+        return DTRAIN_ERROR_MEMORY;
     *number = im->file_count++;
     dtrain__weight_file *file = &im->files[*number];
     memset(file, 0, sizeof *file);

@@ -120,22 +120,15 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
 
-/* Make room for one more item of an array that doubles. */
+/* Make room for one more item of a list; otherwise the text has come to its end. */
 static bool dtrain__one_more(dtrain__manifest *m, dtrain__json *json, void **array, size_t count,
                              size_t *room, size_t item_bytes)
 {
-    if (count < *room) return true;
-    const size_t more = *room ? 2 * *room : 64;
-    void *larger = dtrain__alloc(m->allocator, more, item_bytes, "a manifest's lists");
-    if (!larger) {
-        json->result = DTRAIN_ERROR_MEMORY;
-        return false;
-    }
-    if (count) memcpy(larger, *array, count * item_bytes);
-    dtrain__free(m->allocator, *array, *room, item_bytes);
-    *array = larger;
-    *room = more;
-    return true;
+    if (dtrain__grow(m->allocator, array, count, room, item_bytes, "a manifest's lists"))
+        return true;
+    json->result = DTRAIN_ERROR_MEMORY;
+    json->at = json->end;
+    return false;
 }
 
 /* Read a string that stays: decoded it is no longer than in the text. */

@@ -207,10 +207,7 @@ static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *direct
         }
         dtrain__free(&c->allocator, text, room, 1);
         snprintf(path, sizeof path, "%s/rank-%05d.json", directory, r);
-        const int code = c->desc.storage->remove(c->desc.storage->user, path);
-        if (code < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path,
-                               strerror(-code));
+        DTRAIN__TRY(dtrain__storage_remove(c->desc.storage, path));
     }
     return DTRAIN_OK;
 }

@@ -45,16 +45,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__state_check(const dtrain_state *state, con
 static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char *name,
                                                  dtrain_state_kind kind)
 {
-    if (state->tensor_count == state->tensor_room) {
-        const size_t room = 2 * state->tensor_room + 16;
-        dtrain_state_tensor *more = (dtrain_state_tensor *)dtrain__alloc(
-            &state->allocator, room, sizeof *more, "a list of state");
-        if (!more) return NULL;
-        if (state->tensor_count) memcpy(more, state->tensors, state->tensor_count * sizeof *more);
-        dtrain__free(&state->allocator, state->tensors, state->tensor_room, sizeof *more);
-        state->tensors = more;
-        state->tensor_room = room;
-    }
+    if (!dtrain__grow(&state->allocator, (void **)&state->tensors, state->tensor_count,
+                      &state->tensor_room, sizeof *state->tensors, "a list of state"))
+        return NULL;
     dtrain_state_tensor *tensor = &state->tensors[state->tensor_count++];
     memset(tensor, 0, sizeof *tensor);
     tensor->name = name;

@@ -229,6 +229,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *stora
                        strerror(-code));
 }
 
+/* Remove a file or an empty directory. One that is not there is no error. */
+DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *storage,
+                                                     const char *path)
+{
+    const int code = storage->remove(storage->user, path);
+    if (code >= 0 || code == -ENOENT) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be removed: %s", path, strerror(-code));
+}
+
 /* Write a whole new file, and bring it to the disk. */
 DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
                                                   const void *from, size_t bytes)

@@ -22,6 +22,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__storage_sync_directory(const dtrain_storag
                                                              const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_rename(const dtrain_storage *storage,
                                                      const char *from, const char *to);
+DTRAIN__PRIVATE dtrain_result dtrain__storage_remove(const dtrain_storage *storage,
+                                                     const char *path);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_put(const dtrain_storage *storage, const char *path,
                                                   const void *from, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__storage_get(const dtrain_storage *storage,

@@ -38,25 +38,11 @@ static bool dtrain__is_writer(const dtrain_checkpoint *c, const dtrain_state_ten
     return least == tensor->copy;
 }
 
-/* Make room for one more item of an array that doubles. */
-static dtrain_result dtrain__plan_room(dtrain_checkpoint *c, void **array, size_t count,
-                                       size_t *room, size_t item_bytes)
-{
-    if (count < *room) return DTRAIN_OK;
-    const size_t more = 2 * *room + 64;
-    void *larger = dtrain__alloc(&c->allocator, more, item_bytes, "the plan of a save");
-    if (!larger) return DTRAIN_ERROR_MEMORY;
-    if (count) memcpy(larger, *array, count * item_bytes);
-    dtrain__free(&c->allocator, *array, *room, item_bytes);
-    *array = larger;
-    *room = more;
-    return DTRAIN_OK;
-}
-
 static dtrain_result dtrain__plan_file(dtrain_checkpoint *c, bool values, int number)
 {
-    DTRAIN__TRY(
-        dtrain__plan_room(c, (void **)&c->files, c->file_count, &c->file_room, sizeof *c->files));
+    if (!dtrain__grow(&c->allocator, (void **)&c->files, c->file_count, &c->file_room,
+                      sizeof *c->files, "the plan of a save"))
+        return DTRAIN_ERROR_MEMORY;
     dtrain__write_file *file = &c->files[c->file_count++];
     memset(file, 0, sizeof *file);
     snprintf(file->name, sizeof file->name, "%s-%05d-%02d.safetensors", values ? "model" : "state",
@@ -79,8 +65,9 @@ static dtrain_result dtrain__plan_piece(dtrain_checkpoint *c, uint32_t tensor_in
             DTRAIN__TRY(dtrain__plan_file(c, values, (*number)++));
             continue;
         }
-        DTRAIN__TRY(dtrain__plan_room(c, (void **)&c->pieces, c->piece_count, &c->piece_room,
-                                      sizeof *c->pieces));
+        if (!dtrain__grow(&c->allocator, (void **)&c->pieces, c->piece_count, &c->piece_room,
+                          sizeof *c->pieces, "the plan of a save"))
+            return DTRAIN_ERROR_MEMORY;
         dtrain__write_piece *piece = &c->pieces[c->piece_count++];
         piece->tensor = tensor_index;
         piece->file = (uint32_t)(c->file_count - 1);
