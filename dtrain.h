@@ -19848,7 +19848,7 @@ typedef struct dtrain__manifest {
     size_t names_bytes;
     int64_t step;
     int ranks;
-    char strategy[32], library[32];
+    char strategy[32];
     bool hierarchical;
     bool has_metric;
     double metric;
@@ -23065,7 +23065,7 @@ static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int memb
                                   "reads version %d",
                                   (unsigned long long)number, dtrain_version(),
                                   DTRAIN__MANIFEST_VERSION));
-    case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, m->library, sizeof m->library);
+    case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, word, sizeof word); /* for people */
     case DTRAIN__IN_STRATEGY: return dtrain__json_string(json, m->strategy, sizeof m->strategy);
     case DTRAIN__IN_STEP: return dtrain__json_i64(json, &m->step);
     case DTRAIN__IN_HIERARCHICAL: return dtrain__json_bool(json, &m->hierarchical);

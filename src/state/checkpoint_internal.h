@@ -61,7 +61,7 @@ typedef struct dtrain__manifest {
     size_t names_bytes;
     int64_t step;
     int ranks;
-    char strategy[32], library[32];
+    char strategy[32];
     bool hierarchical;
     bool has_metric;
     double metric;

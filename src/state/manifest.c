@@ -348,7 +348,7 @@ static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int memb
                                   "reads version %d",
                                   (unsigned long long)number, dtrain_version(),
                                   DTRAIN__MANIFEST_VERSION));
-    case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, m->library, sizeof m->library);
+    case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, word, sizeof word); /* for people */
     case DTRAIN__IN_STRATEGY: return dtrain__json_string(json, m->strategy, sizeof m->strategy);
     case DTRAIN__IN_STEP: return dtrain__json_i64(json, &m->step);
     case DTRAIN__IN_HIERARCHICAL: return dtrain__json_bool(json, &m->hierarchical);
