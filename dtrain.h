@@ -4133,7 +4133,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trouble(dtrain_world *world)
  * A rank that waits for another one writes down for which and when, at every poll. So a rank whose
  * deadline ends can follow the waits, from its neighbour on, to the one that waits for nobody: that
  * one is behind. An entry counts for half a deadline, because a rank that was stopped inside of a
- * wait does not wait. */
+ * wait does not wait. A rank that gives up leaves its entry there: others, whose deadlines end a
+ * moment later, would else hold it for the one that is behind. */
 
 /* Note for which rank of the world this one waits; -1: for none. */
 DTRAIN__PRIVATE void dtrain__set_waits(dtrain_world *world, int rank)
@@ -8543,7 +8544,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     }
     dtrain__recycle(comm, work);
     dtrain__flight_fail(world, result); /* while it can be read for whom this rank waits */
-    dtrain__set_waits(world, -1);
+    if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     return result;
 }
 

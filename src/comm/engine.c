@@ -554,7 +554,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__engine_wait(dtrain_work *base)
     }
     dtrain__recycle(comm, work);
     dtrain__flight_fail(world, result); /* while it can be read for whom this rank waits */
-    dtrain__set_waits(world, -1);
+    if (result == DTRAIN_OK && wait.last_ns) dtrain__set_waits(world, -1);
     return result;
 }
 

@@ -453,8 +453,9 @@ typedef struct lateness {
     uint64_t seed;
     int ranks, who, round; /* who is late in which round */
     uint32_t mode;
-    bool stops; /* by a signal, inside of its wait; else it comes when all others have given up */
-    bool ring;  /* from that round on there are only messages, from each rank to the next one */
+    bool stops;   /* by a signal, inside of its wait; else it comes when all others have given up */
+    bool ring;    /* from that round on there are only messages, from each rank to the next one */
+    bool lingers; /* ranks that gave up end later than the deadlines of others */
 } lateness;
 
 /* Messages around the ring, in one direction or another, and collectives, drawn alike on every rank. */
@@ -514,6 +515,7 @@ static int rank_is_late(dtrain_world *world, void *user)
                        l->ring && round >= l->round, pause_us, x);
     }
     tell(l->told, rank, result);
+    if (l->lingers) ranks_sleep_us(200000);
     ranks_count(&l->told->ready);
     if (l->stops && __atomic_load_n(&l->told->ready, __ATOMIC_ACQUIRE) == l->ranks - 1)
         kill(l->told->pid[l->who], SIGKILL);
@@ -573,6 +575,7 @@ static void test_who_is_behind(void)
             l.mode = k == 1 ? THREADS : PROCESSES;
             l.stops = k == 0;
             l.ring = k != 2 || l.seed % 2;
+            l.lingers = ranks_mix(l.seed + 3) % 2;
             check_lateness(&l);
             _exit(0);
         }
