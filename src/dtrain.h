@@ -125,6 +125,7 @@ extern "C" {
 #include "state/json.c"
 #include "state/crc32c.c"
 #include "state/storage.c"
+#include "state/kept.c"
 #include "device/device.c"
 #include "device/plan.c"
 #include "device/cpu/pool.c"

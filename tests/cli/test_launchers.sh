@@ -82,9 +82,38 @@ same() { # same NAME COMMAND...: two ranks under it have the losses of two forke
     result "$name" $? "$tmp/out"
     rm -f "$tmp/joined"
 }
-if torchrun --no_python --nproc_per_node 2 /bin/true >/dev/null 2>&1; then
-    same "torchrun" torchrun --no_python --nproc_per_node 2
-else skip "torchrun" "not installed, or cannot start /bin/true"; fi
+# torchrun with the flags under which it starts anything: PyTorch before 2 needs two of them where Python is 3.11.
+for flags in "" "--redirects 1 --tee 1"; do
+    torchrun="torchrun $flags --no_python --monitor_interval 0.2"
+    $torchrun --nproc_per_node 2 /bin/true >"$tmp/log" 2>&1 && break
+    torchrun=
+done
+if [ -n "$torchrun" ]; then
+    same "torchrun" $torchrun --nproc_per_node 2
+    # It starts the ranks again when one is killed, and when another node joins: they go on from the last checkpoint.
+    long="$gpt --global-batch 8 --steps 1200 --save-every 100 --resume auto --deterministic"
+    $long --ranks 2 --checkpoint "$tmp/alone" >"$tmp/log" 2>&1
+    expected=$(sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$tmp/log")
+    timeout 120 $torchrun --nproc_per_node 2 --max_restarts 2 $long --checkpoint "$tmp/again" >"$tmp/out" 2>&1 &
+    launcher=$!
+    wait_for 60 test -e "$tmp/again/latest"
+    pkill -9 -n -f "train_gpt.*$tmp/again"
+    wait $launcher
+    [ $? -eq 0 ] && grep -q 'resume  step [0-9]*00 from' "$tmp/out" && grep -q "${expected:-none}" "$tmp/out"
+    result "torchrun starts killed ranks again: the same bits" $? "$tmp/out"
+    node() { exec timeout 120 $torchrun --nnodes 1:2 --nproc_per_node 2 --rdzv_backend c10d --rdzv_id "$$" \
+        --rdzv_endpoint "localhost:$((port + 7))" --rdzv_conf last_call_timeout=1 $long --steps 9000000 --checkpoint "$tmp/nodes"; }
+    node >"$tmp/out" 2>&1 &
+    launcher=$!
+    wait_for 60 test -e "$tmp/nodes/latest"
+    node >"$tmp/log" 2>&1 &
+    wait_line 60 'saved by 2 ranks of ddp, resharded to 4 of ddp' "$tmp/out"
+    status=$?
+    kill $launcher $! 2>/dev/null
+    wait
+    [ $status -eq 0 ]
+    result "torchrun: another node joins, and 4 ranks go on from 2" $? "$tmp/out"
+else skip "torchrun" "not installed, or cannot start /bin/true: $(tail -n 1 "$tmp/log")"; fi
 if have mpirun; then
     if mpirun --version 2>&1 | grep -q "Open MPI"; then
         OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

@@ -34,6 +34,14 @@ $gpt --steps 30 --resume "$dir/step-000000000010" --strategy full_shard >"$tmp/o
 same "one checkpoint by its path"
 good "three ranks go on from two" 'saved by 2 ranks of ddp, resharded to 3 of full_shard' \
     $gpt --ranks 3 --steps 34 --resume "$dir/step-000000000010" --strategy full_shard
+if [ "$full" = 1 ]; then
+    many="$gpt --global-batch 64 --batch 1 --steps 6 --timeout 60"
+    good "64 ranks save" "step" $many --ranks 64 --strategy zero1 --checkpoint "$tmp/many" --steps 3
+    good "8 ranks go on" 'saved by 64 ranks of zero1, resharded to 8 of full_shard' \
+        $many --ranks 8 --strategy full_shard --resume auto --checkpoint "$tmp/many"
+    good "64 ranks go on" 'saved by 8 ranks of full_shard, resharded to 64 of ddp' \
+        $many --ranks 64 --steps 8 --resume "$tmp/many/step-000000000006"
+fi
 
 # ---- signals ----
 long="$gpt --steps 1500 --save-every 100"
@@ -66,6 +74,10 @@ same "and it comes to the same end"
 hit "SIGSTOP" STOP rank --restarts 3
 [ $status -eq 0 ] && grep -q 'restart 1 of 3' "$tmp/out"
 result "a stopped rank: started again" $? "$tmp/out"
+same "and it comes to the same end"
+hit "kill -9, with snapshots" KILL rank --restarts 3 --snapshot-every 7
+grep -q 'from snapshots/step' "$tmp/out"
+result "kill -9 of a rank: goes on from memory" $? "$tmp/out"
 same "and it comes to the same end"
 hit "kill -9 of all" KILL launcher
 nothing_left >"$tmp/log" 2>&1
@@ -130,6 +142,7 @@ same "$hits random kills, stops and requests to stop"
 
 # ---- what cannot be ----
 bad "--save-every without a directory" "does nothing without --checkpoint" $gpt --save-every 5
+bad "--snapshot-every without restarts" "does nothing without --restarts" $gpt --snapshot-every 5 --checkpoint "$tmp/none"
 bad "--resume auto without a directory" "looks into --checkpoint DIR" $gpt --resume auto
 bad "--resume of nothing" "$tmp/none" $gpt --resume "$tmp/none" --steps 2
 bad "a directory that cannot be" "cannot be made: Not a directory" $gpt --steps 2 --checkpoint "$tmp/out/none"

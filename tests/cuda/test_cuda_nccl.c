@@ -8,6 +8,7 @@
 #include "dtrain_nccl.h"
 
 #include "ranks.h"
+#include "saved_run.h"
 #include "strategy_model.h"
 #include "nccl/mock/nccl_mock.c"
 #include "nccl/mock/emulated_device.h"
@@ -637,6 +638,46 @@ static void test_hang(void)
     }
 }
 
+/* ---- started again ---- */
+
+static int die_in_step_5(dtrain_world *world, saved_run *r, int64_t step)
+{
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    return info.restart_count || step != 5 || info.rank != r->ranks - 1 ? 0 : raise(SIGKILL);
+}
+/* A rank dies, and all are started again with a new communicator: they go on from the last snapshot, of state in
+ * device memory, to the bits of a run to which nothing happened. */
+static void test_started_again(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
+                                     DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3};
+    start_test();
+    for (int i = 0; i < 4; i++) {
+        saved_run *runs[2];
+        char what[40];
+        snprintf(what, sizeof what, "strategy %u over NCCL", kinds[i]);
+        for (int hit = 0; hit < 2; hit++) {
+            const dtrain_launch_desc desc = nccl_desc(2 + i % 2);
+            saved_run *r = runs[hit] = saved_new(2 + i % 2, kinds[i]);
+            r->mode = desc.mode;
+            r->device = desc.device_ops;
+            r->comm = desc.comm_ops;
+            r->load = r->save = "snapshots";
+            r->save_every = 2;
+            r->kept_bytes = (uint64_t)64 << 20;
+            r->restarts = 1;
+            if (hit) r->during = die_in_step_5;
+        }
+        if (saved_go(runs[0], what) && saved_go(runs[1], what)) {
+            CHECK_MSG(runs[1]->from[0] == 4, "%s: from step %lld", what,
+                      (long long)runs[1]->from[0]);
+            saved_compare(runs[0], runs[1], 5, what);
+        }
+        for (int hit = 0; hit < 2; hit++) munmap(runs[hit], sizeof *runs[hit]);
+    }
+}
+
 static void test_errors(void)
 {
     start_test();
@@ -673,5 +714,6 @@ int main(int argc, char **argv)
     RUN(test_death_while_recording);
     RUN(test_hang);
     RUN(test_errors);
+    RUN(test_started_again);
     return test_summary();
 }

@@ -76,6 +76,7 @@ typedef struct job {
     dtrain_metrics *metrics;
     dtrain_state *state;
     dtrain_checkpoint *checkpoint; /* NULL without --checkpoint */
+    dtrain_checkpoint *snapshots;  /* in the launcher's memory; NULL without --snapshot-every */
     dtrain_load_info resumed;      /* step -1: the run begins */
     bool stopped;                  /* by a signal, before its last step */
     int64_t rolled_back;           /* the step of the last roll-back, or -1 */
@@ -205,6 +206,27 @@ cleanup:
     return result;
 }
 
+#define SNAPSHOTS "snapshots" /* their directory, in the launcher's memory */
+
+/* Load what was saved last: to memory, if there is a snapshot, because what goes to the disk goes there too; or to the
+ * disk. *from has step -1 when there is nothing yet. */
+static dtrain_result load_newest(dtrain_world *world, const job *j, dtrain_load_info *from)
+{
+    dtrain_load_desc memory;
+    dtrain_result result = DTRAIN_OK;
+    memset(&memory, 0, sizeof memory);
+    from->step = -1;
+    if (j->s->snapshot_every) {
+        TRY(dtrain_kept_storage(world, &memory.storage));
+        result = dtrain_checkpoint_load(j->state, SNAPSHOTS, &memory, from);
+        if (result == DTRAIN_OK || from->step >= 0) return result;
+    }
+    result = dtrain_checkpoint_load(j->state, j->s->checkpoints, NULL, from);
+    if (result == DTRAIN_ERROR_FILE && from->step < 0) result = DTRAIN_OK;
+cleanup:
+    return result;
+}
+
 /* Go on from a checkpoint, if the flags or a restart ask for it. `auto` in an empty directory begins. */
 static dtrain_result resume_job(dtrain_world *world, job *j)
 {
@@ -223,10 +245,8 @@ static dtrain_result resume_job(dtrain_world *world, job *j)
     dtrain_world_query(world, &info);
     const bool again = s->checkpoints && info.restart_count;
     const bool newest = again || (s->resume && strcmp(s->resume, "auto") == 0);
-    if (!newest && !s->resume) return DTRAIN_OK;
-    result =
-        dtrain_checkpoint_load(j->state, newest ? s->checkpoints : s->resume, NULL, &j->resumed);
-    if (newest && result == DTRAIN_ERROR_FILE && j->resumed.step < 0) result = DTRAIN_OK;
+    if (newest) result = load_newest(world, j, &j->resumed);
+    else if (s->resume) result = dtrain_checkpoint_load(j->state, s->resume, NULL, &j->resumed);
 cleanup:
     return result;
 }
@@ -258,6 +278,7 @@ static dtrain_result open_checkpoints(dtrain_world *world, job *j)
 {
     const settings *s = j->s;
     dtrain_checkpoint_desc desc;
+    dtrain_result result = DTRAIN_OK;
     memset(&desc, 0, sizeof desc);
     desc.keep = (uint32_t)s->keep;
     desc.keep_best = (uint32_t)s->keep_best;
@@ -266,7 +287,16 @@ static dtrain_result open_checkpoints(dtrain_world *world, job *j)
     desc.directory = s->checkpoints;
     desc.config = s->command;
     desc.state = j->state;
-    return s->checkpoints ? dtrain_checkpoint_open(world, &desc, &j->checkpoint) : DTRAIN_OK;
+    if (s->checkpoints) TRY(dtrain_checkpoint_open(world, &desc, &j->checkpoint));
+    if (!s->snapshot_every) return DTRAIN_OK;
+    TRY(dtrain_kept_storage(world, &desc.storage));
+    desc.directory = SNAPSHOTS;
+    desc.keep = 1;
+    desc.keep_best = 0;
+    desc.background = false;
+    TRY(dtrain_checkpoint_open(world, &desc, &j->snapshots));
+cleanup:
+    return result;
 }
 
 /* Make everything of a run. After a failure close_job frees what is there. */
@@ -316,6 +346,7 @@ cleanup:
 static void close_job(job *j)
 {
     dtrain_metrics_destroy(j->metrics);
+    dtrain_checkpoint_close(j->snapshots);
     dtrain_checkpoint_close(j->checkpoint);
     dtrain_state_destroy(j->state);
     dtrain_trainer_destroy(j->trainer);

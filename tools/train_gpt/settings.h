@@ -11,7 +11,8 @@ typedef struct settings {
     const char *checkpoints, *resume; /* directories */
     const char *import_from, *export_to;
     const char *command; /* the command line, for manifests */
-    long save_every, keep, keep_best, save_blocking, restarts, nonfinite, verify_every;
+    long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, nonfinite,
+        verify_every;
     long schedule, lr_scaling, precision, strategy, offload; /* places in the lists below */
     long param_dtype, reduce_dtype, accum_mode, compression, exchange;
     long ranks, threads, timeout, node_size, memory_limit, reshard, checkpoint, auto_batch;
@@ -205,6 +206,11 @@ static const flag flag_table[] = {
     {"--restarts", 'i', &flags.restarts, 0, 1e6,
      "start the ranks again from the last checkpoint when one fails, so many times without "
      "progress",
+     NULL},
+    {"--snapshot-every", 'i', &flags.snapshot_every, 0, 1e12,
+     "steps between two snapshots in the launcher's memory, from which --restarts goes on sooner; "
+     "0 "
+     "= none",
      NULL},
     {"--nonfinite", 'w', &flags.nonfinite, 0, 0,
      "after a NaN: stop, skip the step, or roll back to the last checkpoint and go on behind the "

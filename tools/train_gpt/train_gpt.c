@@ -48,16 +48,34 @@ static bool save_due(const job *j, long done, bool validated, bool stopping)
            (s->keep_best && validated);
 }
 
+/* Save the state after `done` steps where that is due. What goes to the disk goes to memory as well, so that the newest
+ * snapshot is never older than the newest checkpoint. */
+static dtrain_result save(job *j, long done, const dtrain_step_record *record, bool validated,
+                          bool stopping)
+{
+    const long every = j->s->snapshot_every;
+    const bool due = save_due(j, done, validated, stopping);
+    dtrain_result result = DTRAIN_OK;
+    if (due) TRY(dtrain_checkpoint_save(j->checkpoint, done, record->val_loss));
+    if (every && (due || done % every == 0))
+        TRY(dtrain_checkpoint_save(j->snapshots, done, record->val_loss));
+cleanup:
+    return result;
+}
+
 /* After a NaN: load the last checkpoint and go on behind the batch that led to it. Twice from the same checkpoint
  * would be a crash loop. */
-static dtrain_result roll_back(job *j, long *step)
+static dtrain_result roll_back(dtrain_world *world, job *j, long *step)
 {
     dtrain_loader_info data;
     dtrain_load_info from;
     dtrain_result result = DTRAIN_OK;
     TRY(dtrain_checkpoint_wait(j->checkpoint));
     dtrain_loader_query(j->train.loader, &data);
-    TRY(dtrain_checkpoint_load(j->state, j->s->checkpoints, NULL, &from));
+    TRY(load_newest(world, j, &from));
+    if (from.step < 0)
+        TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC, "step %ld is not finite, and nothing is saved yet",
+                        *step));
     if (from.step == j->rolled_back)
         TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC,
                         "step %ld is not finite again after a roll-back to step %lld: lower the "
@@ -73,7 +91,7 @@ cleanup:
 
 /* Train from the step that the run begins or goes on with. A signal that asks a rank to stop makes all of them
  * stop after the same step, with a checkpoint. */
-static dtrain_result train_steps(job *j)
+static dtrain_result train_steps(dtrain_world *world, job *j)
 {
     const settings *s = j->s;
     dtrain_result result = DTRAIN_OK;
@@ -84,7 +102,7 @@ static dtrain_result train_steps(job *j)
         bool due = step + 1 == s->steps || (s->eval_every && (step + 1) % s->eval_every == 0);
         result = dtrain_trainer_step(j->trainer, &record);
         if (result == DTRAIN_ERROR_NUMERIC && s->nonfinite == 2) {
-            TRY(roll_back(j, &step));
+            TRY(roll_back(world, j, &step));
             continue;
         }
         TRY(result);
@@ -92,8 +110,7 @@ static dtrain_result train_steps(job *j)
         due = due && s->eval_batches && !stopping;
         if (due) TRY(validate(j, &record.val_loss));
         TRY(dtrain_metrics_step(j->metrics, &record));
-        if (save_due(j, step + 1, due, stopping))
-            TRY(dtrain_checkpoint_save(j->checkpoint, step + 1, record.val_loss));
+        TRY(save(j, step + 1, &record, due, stopping));
     }
     if (j->checkpoint) TRY(dtrain_checkpoint_wait(j->checkpoint));
     j->stopped = stopping;
@@ -135,7 +152,7 @@ static int train(dtrain_world *world, void *user)
     TRY(open_job(world, (const settings *)user, &j));
     if (dtrain_world_rank(world) == 0) show_start(world, &j);
     fflush(stdout);
-    TRY(train_steps(&j));
+    TRY(train_steps(world, &j));
     TRY(finish_job(world, &j));
 cleanup:
     close_job(&j);
@@ -162,6 +179,25 @@ static int choose_backends(const settings *s, dtrain_launch_desc *launch)
     if (!cpu && !s->comm && !s->emulate) launch->comm_ops = dtrain_nccl_comm_ops();
 #endif
     launch->emulation = s->emulation;
+    return 0;
+}
+
+/* How much the launcher may keep for snapshots: an old one and a new one, of values and two moments, of two arrays a
+ * rank that compression keeps, and of what is in no tensor. It is committed when it is used. */
+static int reserve_snapshots(const settings *s, dtrain_launch_desc *launch)
+{
+    const uint64_t ranks = launch->rank_count ? launch->rank_count : launch->default_rank_count;
+    uint64_t elements = 0;
+    gpt model;
+    if (!s->snapshot_every) return 0;
+    const dtrain_result result = create_model(s, &model);
+    for (size_t i = 0; result == DTRAIN_OK && i < model.param_count; i++)
+        elements += (uint64_t)(model.params[i].shape[0] *
+                               (model.params[i].shape[1] ? model.params[i].shape[1] : 1));
+    gpt_free(&model);
+    if (result != DTRAIN_OK) return BAD("--snapshot-every: no memory for a model's names");
+    launch->kept_bytes = 2 * sizeof(float) * elements * (3 + (s->compression ? 2 * ranks : 0)) +
+                         ((uint64_t)16 << 20) + ((uint64_t)4 << 20) * ranks;
     return 0;
 }
 
@@ -196,6 +232,7 @@ int main(int argc, char **argv)
     launch.threads_per_rank = (uint32_t)s->threads;
     launch.timeout_ms = (uint32_t)s->timeout * 1000;
     launch.restarts = (uint32_t)s->restarts;
+    if (reserve_snapshots(s, &launch)) return 2;
     launch.catch_signals = s->checkpoints != NULL;
     launch.mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
     if (dtrain_launch(&launch, train, s, &info) == DTRAIN_OK) return 0;
