@@ -108,6 +108,7 @@
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, layer normalisation, embedding, attention
+       src/tape/batchnorm.c                 Batch normalisation
        src/tape/elementwise.c               Elementwise operations and losses
        src/tape/checkpointing.c             Activation checkpointing
        src/tape/arena.c                     The tape's memory
@@ -154,6 +155,7 @@
        src/device/cpu/cpu.c                 The CPU device: state, memory, table
        src/device/cpu/launch.c              Launchers of kernels
        src/device/cpu/launch_gemm.c         Launchers of matrix products
+       src/device/cpu/launch_batchnorm.c    Launchers of batch normalisation
        src/device/cpu/launch_sparse.c       Sparse gradients
        src/device/cpu/gemm.c                The driver of matrix products
        src/device/cpu/kernels.c             Kernels: how work is cut
@@ -162,6 +164,7 @@
        src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
        src/device/cpu/kernels/layernorm.h   Layer normalisation
        src/device/cpu/kernels/tokens.h      Activation, embedding, cross-entropy
+       src/device/cpu/kernels/batchnorm.h   Batch normalisation
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
        src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
@@ -230,6 +233,7 @@
                 behind, in which call; comm/flight.c.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
+   buffer       a parameter that no gradient changes but an operation does: running averages.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
    ZeRO, FSDP   strategies that shard: optimizer state (ZeRO-1), gradients too (ZeRO-2), parameters
                 too (ZeRO-3, fully sharded data parallel).
@@ -1025,6 +1029,9 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
 
 #define DTRAIN_PARAM_FROZEN 1u   /* no gradient, no optimizer state */
 #define DTRAIN_PARAM_NO_DECAY 2u /* weight decay skips it; 1-D tensors are skipped anyway */
+/* Frozen, whole on every rank, and written by an operation, as running averages are: a step ends
+ * with the mean over the ranks. */
+#define DTRAIN_PARAM_BUFFER 4u
 
 typedef enum dtrain_init {
     DTRAIN_INIT_ZERO = 0,
@@ -1235,7 +1242,8 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
 /* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
- * backward the gradients, or this rank's shards of them, hold the mean over the ranks.
+ * backward the gradients, or this rank's shards of them, hold the mean over the ranks, and so do
+ * buffers (DTRAIN_PARAM_BUFFER).
  * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
  * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
@@ -1573,6 +1581,28 @@ DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum);
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_batch_norm_desc {
+    float momentum;               /* of the running averages; 0 = 0.1 */
+    float epsilon;                /* 0 = 1e-5 */
+    dtrain_activation activation; /* of the result: none or ReLU */
+    dtrain_tensor *residual;      /* like x, is added before the activation; NULL = none */
+    dtrain_param *running_mean, *running_var; /* (n), with DTRAIN_PARAM_BUFFER, which begin as 0 and
+                                                 1: mean and unbiased variance of the batches, for
+                                                 passes without gradients. NULL = none: such passes
+                                                 take their own batch */
+    dtrain_comm *comm; /* the batch is that of all its ranks (SyncBatchNorm), which then call
+                          the same operations in the same order. One of its own, from
+                          dtrain_comm_split: the strategy's calls would come between.
+                          NULL = each rank has its own batch */
+} dtrain_batch_norm_desc;
+/* Normalise each channel, the last axis (n), to mean 0 and variance 1 over all rows of x, then
+ * scale and shift it by weight and bias (n), add the residual and apply the activation: the
+ * BatchNorm2d of PyTorch for (batch, height, width, channels). desc may be NULL (Ioffe and Szegedy,
+ * "Batch Normalization", 2015). */
+DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                            dtrain_param *weight, dtrain_param *bias,
+                                            const dtrain_batch_norm_desc *desc);
 /* Look up tokens (batch, sequence) I32 -> (batch*sequence, n): row of `token` (vocabulary, n) plus
  * row of `position` (sequence or more, n), which may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
@@ -2804,13 +2834,79 @@ typedef struct dtrain_orthogonalize_args {
     float *x;
 } dtrain_orthogonalize_args;
 
+/* Batch normalisation: every column (channel) of x (rows, n) is normalised over all rows, here and
+ * on other ranks (Ioffe and Szegedy, 2015). In four steps, so that what ranks have to exchange lies
+ * between kernels:
+ *
+ *     moments      x -> part: this rank's share of the statistics
+ *     statistics   the parts of all ranks, in their order -> mean, rstd; running averages
+ *     batchnorm    x -> y
+ *     sums         x, y, d_y -> this rank's share of two sums over all rows
+ *     backward     x, y, d_y, the sums of all ranks -> d_x
+ *
+ * part (1 + 2 n): the number of rows, the means, the sums of squared deviations from them. Sums of
+ * many rows are taken in double or over chunks that follow from the arguments. */
+typedef struct dtrain_batchnorm_moments_args {
+    int64_t rows, n;
+    const void *x;
+    float *part;
+    dtrain_dtype dtype; /* of x */
+} dtrain_batchnorm_moments_args;
+
+/* running = (1 - momentum) running + momentum new, with the unbiased variance; NULL: there is none.
+ * With parts 0, mean and rstd are those of the running averages, which stay as they are. */
+typedef struct dtrain_batchnorm_statistics_args {
+    int64_t parts, n;
+    float epsilon, momentum;
+    const float *all;                  /* (parts, 1 + 2 n) */
+    float *mean, *rstd;                /* (n) */
+    float *inverse_count;              /* (1): 1 / rows of all parts */
+    float *running_mean, *running_var; /* (n) or NULL */
+} dtrain_batchnorm_statistics_args;
+
+/* y = act((x - mean) rstd weight + bias + residual); the activation is none or ReLU. y may be x or
+ * residual. */
+typedef struct dtrain_batchnorm_args {
+    int64_t rows, n;
+    uint32_t activation;
+    const void *x, *residual; /* (rows, n); residual may be NULL */
+    const float *mean, *rstd, *weight, *bias;
+    void *y;
+    dtrain_dtype dtype; /* of x, residual and y */
+} dtrain_batchnorm_args;
+
+/* With d = d_y act' and h = (x - mean) rstd: sums (2 n) = sum of d, sum of d h over these rows; d
+ * is the gradient of the residual too. y is read for ReLU only. */
+typedef struct dtrain_batchnorm_sums_args {
+    int64_t rows, n;
+    uint32_t activation;
+    const void *x, *y, *d_y;
+    const float *mean, *rstd;
+    float *sums;
+    void *d_residual; /* or NULL */
+    bool accumulate;  /* to d_residual */
+    dtrain_dtype dtype;
+} dtrain_batchnorm_sums_args;
+
+/* d_x = weight rstd (d - (sum of d + h sum of d h) / rows), with sums over all ranks' rows. */
+typedef struct dtrain_batchnorm_backward_args {
+    int64_t rows, n;
+    uint32_t activation;
+    const void *x, *y, *d_y;
+    const float *mean, *rstd, *weight;
+    const float *sums, *inverse_count; /* (2 n), (1) */
+    void *d_x;
+    bool accumulate;
+    dtrain_dtype dtype;
+} dtrain_batchnorm_backward_args;
+
 typedef enum dtrain_copy_kind {
     DTRAIN_COPY_HOST_TO_DEVICE = 1,
     DTRAIN_COPY_DEVICE_TO_HOST = 2, /* waits for the compute stream */
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 7u
+#define DTRAIN_DEVICE_ABI 8u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -2892,6 +2988,12 @@ struct dtrain_device_ops {
     dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
     dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
     dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);
+    dtrain_result (*batchnorm_moments)(dtrain_device *, const dtrain_batchnorm_moments_args *);
+    dtrain_result (*batchnorm_statistics)(dtrain_device *,
+                                          const dtrain_batchnorm_statistics_args *);
+    dtrain_result (*batchnorm)(dtrain_device *, const dtrain_batchnorm_args *);
+    dtrain_result (*batchnorm_sums)(dtrain_device *, const dtrain_batchnorm_sums_args *);
+    dtrain_result (*batchnorm_backward)(dtrain_device *, const dtrain_batchnorm_backward_args *);
 };
 
 struct dtrain_device {
@@ -7944,7 +8046,9 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)        \
+    X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm) X(batchnorm_sums)              \
+    X(batchnorm_backward)
 /* clang-format on */
 
 /* The entries from stream_create to may_free of a device that has finished its work when a call
@@ -11431,6 +11535,21 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
  * step that fails for a missing gradient has made the same collectives as one that succeeds, and
  * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
  * because they read the shards that will be updated. */
+/* Bring buffers to their mean over the ranks. Running averages are linear in what is averaged: the
+ * mean of those that ranks have kept by themselves is the one of all their batches. */
+static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        dtrain_work *work = NULL;
+        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
+        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, p->value, p->value, (size_t)p->count,
+                                      DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
@@ -11445,6 +11564,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
         result = layout->grad_home->settle(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__average_buffers(strategy);
     if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
     dtrain__rewind(strategy, last);
@@ -13186,7 +13306,8 @@ static void dtrain__lay_units(dtrain__layout *layout)
         entry->bucket = DTRAIN__NONE;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
-        entry->whole = !layout->shards.state || p->count < layout->desc->whole_below;
+        entry->whole = !layout->shards.state || p->count < layout->desc->whole_below ||
+                       (p->flags & DTRAIN_PARAM_BUFFER);
     }
 }
 
@@ -13710,7 +13831,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         for (size_t k = 0; k < i; k++)
             if (strcmp(params[k].name, p->name) == 0)
                 return dtrain__param_fail(p, i, "parameter %zu has the same name", k);
-        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY))
+        if (p->flags & DTRAIN_PARAM_BUFFER) p->flags |= DTRAIN_PARAM_FROZEN;
+        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY | DTRAIN_PARAM_BUFFER))
             return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
                                       (unsigned)p->flags);
         if (p->init > DTRAIN_INIT_UNIFORM)
@@ -16378,6 +16500,230 @@ DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv
         dtrain__tape_stick(
             tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
     return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ================================================================================================
+ * src/tape/batchnorm.c
+ * ==============================================================================================*/
+
+/* Batch normalisation
+ *
+ * With d = d_y act', h = (x - mean) rstd and rows counted over all ranks of the batch:
+ *
+ *     d_weight += sum of d h     d_bias += sum of d     d_residual += d
+ *     d_x += weight rstd (d - (sum of d + h sum of d h) / rows)
+ *
+ *     forward     moments --(all-gather of 1 + 2 n)--> statistics --> y
+ *     backward    sums    --(all-reduce of 2 n)------> d_x
+ *
+ * Parts are put together in the order of the ranks, so all of them have the same mean. Gradients of
+ * weight and bias stay this rank's share: the strategy averages them like others. What is exchanged
+ * is exchanged once: activation checkpointing makes y again from the mean that is there. */
+
+typedef struct dtrain__batch_norm {
+    dtrain_batch_norm_desc desc;
+    dtrain_batchnorm_moments_args moments;
+    dtrain_batchnorm_statistics_args statistics;
+    dtrain_batchnorm_args forward;
+    bool batch; /* the statistics are those of the batch; else the running averages */
+    bool known; /* they are there */
+} dtrain__batch_norm;
+
+static int dtrain__batch_ranks(const dtrain__batch_norm *layer)
+{
+    return layer->desc.comm ? dtrain_comm_size(layer->desc.comm) : 1;
+}
+
+static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain__batch_norm *layer)
+{
+    const dtrain_batch_norm_desc *desc = &layer->desc;
+    const dtrain_strategy *strategy = op->tape->strategy;
+    const char *name = op->desc->name;
+    if (desc->activation != DTRAIN_ACTIVATION_NONE && desc->activation != DTRAIN_ACTIVATION_RELU)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: activation is %u, expected none or ReLU: its slope is taken from "
+                           "its result",
+                           name, (unsigned)desc->activation);
+    if (!(desc->momentum >= 0 && desc->momentum <= 1) || !(desc->epsilon >= 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: momentum is %g, expected 0 to 1; epsilon is %g, expected 0 or more",
+                           name, (double)desc->momentum, (double)desc->epsilon);
+    for (uint32_t i = 2; i < op->param_count; i++)
+        if (!(op->params[i]->flags & DTRAIN_PARAM_BUFFER))
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: parameter %s is a running average without DTRAIN_PARAM_BUFFER",
+                               name, op->params[i]->name ? op->params[i]->name : "?");
+    for (uint32_t i = 0; i < op->param_count; i++)
+        DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
+    if (strategy && desc->comm && desc->comm == strategy->comm)
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "%s: comm is that of the strategy, whose calls would come between; give "
+                           "it one of its own (dtrain_comm_split)",
+                           name);
+    if (op->input_count == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__check_same(op));
+    if (op->inputs[1]->dtype == op->inputs[0]->dtype) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: x is %s and the residual %s; cast one of them",
+                       name, dtrain_dtype_name((dtrain_dtype)op->inputs[0]->dtype),
+                       dtrain_dtype_name((dtrain_dtype)op->inputs[1]->dtype));
+}
+
+/* Take memory that activation checkpointing does not drop. */
+static float *dtrain__batch_norm_floats(dtrain_op *op, int64_t count)
+{
+    return (float *)dtrain__take_data(op->tape, NULL, count, DTRAIN_DTYPE_F32);
+}
+
+static dtrain_result dtrain__batch_norm_prepare(dtrain_op *op)
+{
+    dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
+    const dtrain_tensor *x = op->inputs[0];
+    const int64_t n = x->shape[x->ndim - 1], part = 1 + 2 * n;
+    const int ranks = dtrain__batch_ranks(layer);
+    dtrain_batchnorm_statistics_args *statistics = &layer->statistics;
+    dtrain_batchnorm_args *forward = &layer->forward;
+    forward->rows = x->count / n;
+    forward->n = statistics->n = n;
+    DTRAIN__TRY(dtrain__batch_norm_check(op, layer));
+    layer->batch = !(op->tape->pass.flags & DTRAIN_TAPE_NO_GRAD) || !layer->desc.running_mean;
+    dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, x->shape);
+
+    float *all = dtrain__batch_norm_floats(op, part * ranks);
+    layer->moments.rows = forward->rows;
+    layer->moments.n = n;
+    layer->moments.x = op->input_data[0];
+    layer->moments.part = ranks > 1 ? dtrain__batch_norm_floats(op, part) : all;
+    layer->moments.dtype = (dtrain_dtype)x->dtype;
+
+    statistics->parts = layer->batch ? ranks : 0;
+    statistics->epsilon = layer->desc.epsilon > 0 ? layer->desc.epsilon : 1e-5f;
+    statistics->momentum = layer->desc.momentum > 0 ? layer->desc.momentum : 0.1f;
+    statistics->all = all;
+    statistics->mean = dtrain__batch_norm_floats(op, n);
+    statistics->rstd = dtrain__batch_norm_floats(op, n);
+    statistics->inverse_count = dtrain__batch_norm_floats(op, 1);
+    if (op->param_count > 2) { /* buffers are parameters that an operation writes */
+        statistics->running_mean = (float *)(uintptr_t)op->param_data[2];
+        statistics->running_var = (float *)(uintptr_t)op->param_data[3];
+    }
+
+    forward->activation = layer->desc.activation;
+    forward->x = op->input_data[0];
+    forward->residual = op->input_count > 1 ? op->input_data[1] : NULL;
+    forward->mean = statistics->mean;
+    forward->rstd = statistics->rstd;
+    forward->weight = (const float *)op->param_data[0];
+    forward->bias = (const float *)op->param_data[1];
+    forward->y = op->output_data[0];
+    forward->dtype = (dtrain_dtype)x->dtype;
+    op->reads = DTRAIN_OP_READS_INPUTS;
+    if (forward->activation != DTRAIN_ACTIVATION_NONE) op->reads |= DTRAIN_OP_READS_OUTPUTS;
+    return DTRAIN_OK;
+}
+
+/* Find mean and rstd, once. */
+static dtrain_result dtrain__batch_norm_statistics(dtrain_op *op, dtrain__batch_norm *layer)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    const dtrain_batchnorm_moments_args *moments = &layer->moments;
+    if (layer->known) return DTRAIN_OK;
+    if (layer->batch) DTRAIN__TRY(ops->batchnorm_moments(op->device, moments));
+    if (layer->batch && dtrain__batch_ranks(layer) > 1) {
+        dtrain_work *work = NULL;
+        DTRAIN__TRY(dtrain_all_gather(layer->desc.comm, moments->part,
+                                      (void *)(uintptr_t)layer->statistics.all,
+                                      (size_t)(1 + 2 * moments->n), DTRAIN_DTYPE_F32, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+    layer->known = true;
+    return ops->batchnorm_statistics(op->device, &layer->statistics);
+}
+
+static dtrain_result dtrain__batch_norm_forward(dtrain_op *op)
+{
+    dtrain__batch_norm *layer = (dtrain__batch_norm *)op->args;
+    DTRAIN__TRY(dtrain__batch_norm_statistics(op, layer));
+    return op->device->ops->batchnorm(op->device, &layer->forward);
+}
+
+/* Add this rank's sums to the gradients of weight and bias. */
+static dtrain_result dtrain__batch_norm_params(dtrain_op *op, const float *sums, int64_t n)
+{
+    for (uint32_t i = 0; i < 2; i++) {
+        dtrain_axpby_args args;
+        memset(&args, 0, sizeof args);
+        args.y = dtrain_op_param_grad(op, i, &args.accumulate);
+        if (!args.y) continue;
+        args.count = n;
+        args.a = args.b = 1;
+        args.x = sums + (i == 0 ? n : 0);
+        args.dtype = DTRAIN_DTYPE_F32;
+        DTRAIN__TRY(op->device->ops->axpby(op->device, &args));
+    }
+    return op->tape->error;
+}
+
+static dtrain_result dtrain__batch_norm_backward(dtrain_op *op)
+{
+    const dtrain__batch_norm *layer = (const dtrain__batch_norm *)op->args;
+    const dtrain_batchnorm_args *forward = &layer->forward;
+    const dtrain_device_ops *ops = op->device->ops;
+    const int64_t n = forward->n;
+    dtrain_batchnorm_sums_args sums;
+    dtrain_batchnorm_backward_args slope;
+    memset(&sums, 0, sizeof sums);
+    memset(&slope, 0, sizeof slope);
+    float *both = dtrain__batch_norm_floats(op, 2 * n);
+    sums.rows = slope.rows = forward->rows;
+    sums.n = slope.n = n;
+    sums.activation = slope.activation = forward->activation;
+    sums.x = slope.x = forward->x;
+    sums.y = slope.y = forward->y;
+    sums.d_y = slope.d_y = op->outputs[0]->grad;
+    sums.mean = slope.mean = forward->mean;
+    sums.rstd = slope.rstd = forward->rstd;
+    sums.dtype = slope.dtype = forward->dtype;
+    sums.sums = both;
+    if (op->input_count > 1) sums.d_residual = dtrain_op_input_grad(op, 1, &sums.accumulate);
+    DTRAIN__TRY(op->tape->error);
+    DTRAIN__TRY(ops->batchnorm_sums(op->device, &sums));
+    DTRAIN__TRY(dtrain__batch_norm_params(op, both, n));
+    if (dtrain__batch_ranks(layer) > 1 && !op->planning) {
+        dtrain_work *work = NULL;
+        DTRAIN__TRY(dtrain_all_reduce(layer->desc.comm, both, both, (size_t)(2 * n),
+                                      DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+    slope.weight = forward->weight;
+    slope.sums = both;
+    slope.inverse_count = layer->statistics.inverse_count;
+    slope.d_x = dtrain_op_input_grad(op, 0, &slope.accumulate);
+    if (!slope.d_x) return op->tape->error;
+    return ops->batchnorm_backward(op->device, &slope);
+}
+
+DTRAIN__OP(batch_norm, batch_norm, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
+           DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                            dtrain_param *weight, dtrain_param *bias,
+                                            const dtrain_batch_norm_desc *desc)
+{
+    dtrain_param *params[4] = {weight, bias, NULL, NULL};
+    dtrain_tensor *inputs[2] = {x, NULL};
+    dtrain__batch_norm args;
+    memset(&args, 0, sizeof args);
+    if (desc) args.desc = *desc;
+    inputs[1] = args.desc.residual;
+    params[2] = args.desc.running_mean;
+    params[3] = args.desc.running_var;
+    const bool running = args.desc.running_mean != NULL;
+    if (tape && running != (args.desc.running_var != NULL)) /* sticks: nothing is applied */
+        dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                                             "dtrain_batch_norm: running_mean and running_var are "
+                                             "given together or not at all"));
+    return dtrain_tape_apply(tape, &dtrain__batch_norm_op, inputs, args.desc.residual ? 2 : 1,
+                             params, running ? 4 : 2, &args, sizeof args);
 }
 
 /* ================================================================================================
@@ -25121,7 +25467,8 @@ typedef struct dtrain__job {
     X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
-    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)
+    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk) X(batchnorm_moments)        \
+    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)
 /* clang-format on */
 
 typedef struct dtrain__kernels {
@@ -25267,7 +25614,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
 
-/* device/cpu/launch.c, launch_gemm.c, launch_sparse.c: checks, cuts the work and runs it */
+/* device/cpu/launch.c, launch_gemm.c, launch_batchnorm.c, launch_sparse.c: checks, cuts the work
+ * and runs it */
 #define DTRAIN__CPU_LAUNCHER(op)                                          \
     DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
                                                    const dtrain_##op##_args *args);
@@ -26209,6 +26557,133 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_gemm(dtrain_device *device, const dtra
         DTRAIN__TRY(
             dtrain__gemm_after(device, args, args->activation, z, of_c ? args->bias_grad : NULL));
     return args->bias_grad && !of_c ? dtrain__gemm_bias_grad(device, args) : DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/device/cpu/launch_batchnorm.c
+ * ==============================================================================================*/
+
+/* Launchers of batch normalisation
+ *
+ * The chunks of rows follow from the shape, never from the number of threads. What they leave is
+ * put together in double, in order: these are few numbers. */
+
+#define DTRAIN__BATCHNORM_CHUNK 4096 /* elements: they stay in L1 */
+#define DTRAIN__BATCHNORM_CHUNKS 512 /* at most */
+
+/* Run a kernel over chunks of rows, with 2 n floats of scratch for each. */
+static dtrain_result dtrain__over_chunks(dtrain__cpu *cpu, dtrain__range_fn range, const void *args,
+                                         int64_t rows, int64_t n, dtrain_dtype dtype,
+                                         dtrain__job *job)
+{
+    int64_t chunk = DTRAIN__BATCHNORM_CHUNK / n, most = DTRAIN__BATCHNORM_CHUNKS;
+    if (chunk < 16) chunk = 16;
+    if (rows > chunk * most) chunk = (rows + most - 1) / most;
+    const int64_t chunk_count = (rows + chunk - 1) / chunk;
+    *job = dtrain__job_make(args, chunk_count, 1, dtype);
+    job->chunk = chunk;
+    job->chunk_count = chunk_count;
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, chunk_count * 2 * n, &job->scratch));
+    return dtrain__job_run(cpu, job, range, rows * n);
+}
+
+/* Put two sets of rows together: how many, their mean, the sum of squared deviations from it (Chan,
+ * Golub and LeVeque, 1979). */
+static void dtrain__moments_join(double *count, double *mean, double *spread, double more,
+                                 double more_mean, double more_spread)
+{
+    const double all = *count + more, apart = more_mean - *mean;
+    if (all <= 0) return;
+    *mean += apart * (more / all);
+    *spread += more_spread + apart * apart * (*count * more / all);
+    *count = all;
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_batchnorm_moments(dtrain_device *device, const dtrain_batchnorm_moments_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t n = args->n;
+    dtrain__job job;
+    DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_moments, args, args->rows, n,
+                                    args->dtype, &job));
+    args->part[0] = (float)args->rows;
+    for (int64_t i = 0; i < n; i++) {
+        const float *found = job.scratch + i;
+        double count = 0, mean = 0, spread = 0;
+        for (int64_t row = 0; row < args->rows; row += job.chunk, found += 2 * n) {
+            const int64_t rest = args->rows - row;
+            dtrain__moments_join(&count, &mean, &spread,
+                                 (double)(rest < job.chunk ? rest : job.chunk), (double)found[0],
+                                 (double)found[n]);
+        }
+        args->part[1 + i] = (float)mean;
+        args->part[1 + n + i] = (float)spread;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_statistics(
+    dtrain_device *device, const dtrain_batchnorm_statistics_args *args)
+{
+    const int64_t n = args->n;
+    const double epsilon = (double)args->epsilon;
+    double rows = 0;
+    (void)device;
+    for (int64_t i = 0; i < n; i++) {
+        double count = 0, mean = 0, spread = 0;
+        if (!args->parts) {
+            args->mean[i] = args->running_mean[i];
+            args->rstd[i] = (float)(1 / sqrt((double)args->running_var[i] + epsilon));
+            continue;
+        }
+        for (int64_t p = 0; p < args->parts; p++) {
+            const float *part = args->all + p * (1 + 2 * n);
+            dtrain__moments_join(&count, &mean, &spread, (double)part[0], (double)part[1 + i],
+                                 (double)part[1 + n + i]);
+        }
+        args->mean[i] = (float)mean;
+        args->rstd[i] = (float)(1 / sqrt((count > 0 ? spread / count : 0) + epsilon));
+        rows = count;
+        if (!args->running_mean) continue;
+        const float variance = (float)(spread / (count > 1 ? count - 1 : 1));
+        args->running_mean[i] += args->momentum * ((float)mean - args->running_mean[i]);
+        args->running_var[i] += args->momentum * (variance - args->running_var[i]);
+    }
+    if (args->parts) *args->inverse_count = (float)(1 / (rows > 0 ? rows : 1));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm(dtrain_device *device,
+                                                    const dtrain_batchnorm_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
+    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm, args->rows * args->n);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_batchnorm_sums(dtrain_device *device,
+                                                         const dtrain_batchnorm_sums_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job;
+    DTRAIN__TRY(dtrain__over_chunks(cpu, cpu->kernels->batchnorm_sums, args, args->rows, args->n,
+                                    args->dtype, &job));
+    for (int64_t i = 0; i < 2 * args->n; i++) {
+        double sum = 0;
+        for (int64_t c = 0; c < job.chunk_count; c++)
+            sum += (double)job.scratch[c * 2 * args->n + i];
+        args->sums[i] = (float)sum;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_batchnorm_backward(dtrain_device *device, const dtrain_batchnorm_backward_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
+    return dtrain__job_run(cpu, &job, cpu->kernels->batchnorm_backward, args->rows * args->n);
 }
 
 /* ================================================================================================
@@ -27925,6 +28400,126 @@ DTRAIN__KERNEL_AS(cross_entropy_backward)
         dtrain__vstore_as(a->d_logits, dtype, target, dtrain__vexp(wanted - lse) * scale - scale,
                           1);
     }
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels/batchnorm.h
+ * ==============================================================================================*/
+
+/* Batch normalisation
+ *
+ * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
+ * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. */
+
+/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
+DTRAIN__KERNEL_AS(batchnorm_moments)
+{
+    const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        const dtrain__v share = dtrain__vset(1 / (float)(last - first));
+        float *mean = job->scratch + chunk * 2 * a->n, *spread = mean + a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__v even = dtrain__vset(0), odd = even;
+            for (int64_t row = first; row < last; row += 2) {
+                even += dtrain__vload_as(a->x, dtype, row * a->n + i, n);
+                if (row + 1 < last) odd += dtrain__vload_as(a->x, dtype, (row + 1) * a->n + i, n);
+            }
+            const dtrain__v center = (even + odd) * share;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t row = first; row < last; row++) {
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, row * a->n + i, n) - center;
+                sum = dtrain__vfma(off, off, sum);
+            }
+            dtrain__vstore_n(mean + i, center, n);
+            dtrain__vstore_n(spread + i, sum, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL_AS(batchnorm)
+{
+    const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t at = row * a->n + i, n = a->n - i;
+            const dtrain__v scale =
+                dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v off =
+                dtrain__vload_as(a->x, dtype, at, n) - dtrain__vload_n(a->mean + i, n);
+            dtrain__v y = dtrain__vfma(off, scale, dtrain__vload_n(a->bias + i, n));
+            if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
+            dtrain__vstore_as(a->y, dtype, at, DTRAIN__K(vactivate)(a->activation, y), n);
+        }
+}
+
+/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
+                                                    const void *y, dtrain_dtype dtype, int64_t at,
+                                                    int64_t n)
+{
+    const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
+    if (activation == DTRAIN_ACTIVATION_NONE) return d;
+    return DTRAIN__K(vdeactivate)(activation, dtrain__vload_as(y, dtype, at, n), d);
+}
+
+/* Range: chunks. Sums of d and of d h. */
+DTRAIN__KERNEL_AS(batchnorm_sums)
+{
+    const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            dtrain__v sum = dtrain__vset(0), product = sum;
+            for (int64_t row = first; row < last; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                sum += d;
+                product = dtrain__vfma(d, h, product);
+                if (!a->d_residual) continue;
+                dtrain__v out = d;
+                if (a->accumulate) out += dtrain__vload_as(a->d_residual, dtype, at, n);
+                dtrain__vstore_as(a->d_residual, dtype, at, out, n);
+            }
+            dtrain__vstore_n(sums + i, sum, n);
+            dtrain__vstore_n(sums + a->n + i, product, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL_AS(batchnorm_backward)
+{
+    const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain__v share = dtrain__vset(a->inverse_count[0]);
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t at = row * a->n + i, n = a->n - i;
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            const dtrain__v h =
+                (dtrain__vload_as(a->x, dtype, at, n) - dtrain__vload_n(a->mean + i, n)) * rstd;
+            const dtrain__v d =
+                DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+            const dtrain__v both = dtrain__vfma(h, dtrain__vload_n(a->sums + a->n + i, n),
+                                                dtrain__vload_n(a->sums + i, n));
+            dtrain__v slope = rstd * dtrain__vload_n(a->weight + i, n) * (d - both * share);
+            if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
+            dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+        }
 }
 
 /* ================================================================================================

@@ -15,4 +15,5 @@
 #include "device/cuda/flash.cuh"
 #include "device/cuda/sparse.cuh"
 #include "device/cuda/columns.cuh"
+#include "device/cuda/batchnorm.cuh"
 #include "device/cuda/table.cuh"

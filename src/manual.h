@@ -89,6 +89,7 @@
                 behind, in which call; comm/flight.c.
    collective   a call that every rank of a communicator makes: all-reduce, barrier, ...
    DDP          distributed data parallel: every rank has the whole model and a part of the batch.
+   buffer       a parameter that no gradient changes but an operation does: running averages.
    shard        the part of parameters, gradients or optimizer state that one rank keeps.
    ZeRO, FSDP   strategies that shard: optimizer state (ZeRO-1), gradients too (ZeRO-2), parameters
                 too (ZeRO-3, fully sharded data parallel).

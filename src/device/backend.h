@@ -297,13 +297,79 @@ typedef struct dtrain_orthogonalize_args {
     float *x;
 } dtrain_orthogonalize_args;
 
+/* Batch normalisation: every column (channel) of x (rows, n) is normalised over all rows, here and
+ * on other ranks (Ioffe and Szegedy, 2015). In four steps, so that what ranks have to exchange lies
+ * between kernels:
+ *
+ *     moments      x -> part: this rank's share of the statistics
+ *     statistics   the parts of all ranks, in their order -> mean, rstd; running averages
+ *     batchnorm    x -> y
+ *     sums         x, y, d_y -> this rank's share of two sums over all rows
+ *     backward     x, y, d_y, the sums of all ranks -> d_x
+ *
+ * part (1 + 2 n): the number of rows, the means, the sums of squared deviations from them. Sums of
+ * many rows are taken in double or over chunks that follow from the arguments. */
+typedef struct dtrain_batchnorm_moments_args {
+    int64_t rows, n;
+    const void *x;
+    float *part;
+    dtrain_dtype dtype; /* of x */
+} dtrain_batchnorm_moments_args;
+
+/* running = (1 - momentum) running + momentum new, with the unbiased variance; NULL: there is none.
+ * With parts 0, mean and rstd are those of the running averages, which stay as they are. */
+typedef struct dtrain_batchnorm_statistics_args {
+    int64_t parts, n;
+    float epsilon, momentum;
+    const float *all;                  /* (parts, 1 + 2 n) */
+    float *mean, *rstd;                /* (n) */
+    float *inverse_count;              /* (1): 1 / rows of all parts */
+    float *running_mean, *running_var; /* (n) or NULL */
+} dtrain_batchnorm_statistics_args;
+
+/* y = act((x - mean) rstd weight + bias + residual); the activation is none or ReLU. y may be x or
+ * residual. */
+typedef struct dtrain_batchnorm_args {
+    int64_t rows, n;
+    uint32_t activation;
+    const void *x, *residual; /* (rows, n); residual may be NULL */
+    const float *mean, *rstd, *weight, *bias;
+    void *y;
+    dtrain_dtype dtype; /* of x, residual and y */
+} dtrain_batchnorm_args;
+
+/* With d = d_y act' and h = (x - mean) rstd: sums (2 n) = sum of d, sum of d h over these rows; d
+ * is the gradient of the residual too. y is read for ReLU only. */
+typedef struct dtrain_batchnorm_sums_args {
+    int64_t rows, n;
+    uint32_t activation;
+    const void *x, *y, *d_y;
+    const float *mean, *rstd;
+    float *sums;
+    void *d_residual; /* or NULL */
+    bool accumulate;  /* to d_residual */
+    dtrain_dtype dtype;
+} dtrain_batchnorm_sums_args;
+
+/* d_x = weight rstd (d - (sum of d + h sum of d h) / rows), with sums over all ranks' rows. */
+typedef struct dtrain_batchnorm_backward_args {
+    int64_t rows, n;
+    uint32_t activation;
+    const void *x, *y, *d_y;
+    const float *mean, *rstd, *weight;
+    const float *sums, *inverse_count; /* (2 n), (1) */
+    void *d_x;
+    bool accumulate;
+    dtrain_dtype dtype;
+} dtrain_batchnorm_backward_args;
+
 typedef enum dtrain_copy_kind {
     DTRAIN_COPY_HOST_TO_DEVICE = 1,
     DTRAIN_COPY_DEVICE_TO_HOST = 2, /* waits for the compute stream */
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 7u
+#define DTRAIN_DEVICE_ABI 8u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -385,6 +451,12 @@ struct dtrain_device_ops {
     dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
     dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
     dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);
+    dtrain_result (*batchnorm_moments)(dtrain_device *, const dtrain_batchnorm_moments_args *);
+    dtrain_result (*batchnorm_statistics)(dtrain_device *,
+                                          const dtrain_batchnorm_statistics_args *);
+    dtrain_result (*batchnorm)(dtrain_device *, const dtrain_batchnorm_args *);
+    dtrain_result (*batchnorm_sums)(dtrain_device *, const dtrain_batchnorm_sums_args *);
+    dtrain_result (*batchnorm_backward)(dtrain_device *, const dtrain_batchnorm_backward_args *);
 };
 
 struct dtrain_device {

@@ -58,7 +58,8 @@ static void dtrain__lay_units(dtrain__layout *layout)
         entry->bucket = DTRAIN__NONE;
         if (p->state.storage == p) entry->unit = unit;
         else if (storage->unit != unit) storage->unit = DTRAIN__NONE;
-        entry->whole = !layout->shards.state || p->count < layout->desc->whole_below;
+        entry->whole = !layout->shards.state || p->count < layout->desc->whole_below ||
+                       (p->flags & DTRAIN_PARAM_BUFFER);
     }
 }
 

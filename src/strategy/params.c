@@ -127,7 +127,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
         for (size_t k = 0; k < i; k++)
             if (strcmp(params[k].name, p->name) == 0)
                 return dtrain__param_fail(p, i, "parameter %zu has the same name", k);
-        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY))
+        if (p->flags & DTRAIN_PARAM_BUFFER) p->flags |= DTRAIN_PARAM_FROZEN;
+        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY | DTRAIN_PARAM_BUFFER))
             return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
                                       (unsigned)p->flags);
         if (p->init > DTRAIN_INIT_UNIFORM)

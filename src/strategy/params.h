@@ -9,6 +9,9 @@
 
 #define DTRAIN_PARAM_FROZEN 1u   /* no gradient, no optimizer state */
 #define DTRAIN_PARAM_NO_DECAY 2u /* weight decay skips it; 1-D tensors are skipped anyway */
+/* Frozen, whole on every rank, and written by an operation, as running averages are: a step ends
+ * with the mean over the ranks. */
+#define DTRAIN_PARAM_BUFFER 4u
 
 typedef enum dtrain_init {
     DTRAIN_INIT_ZERO = 0,

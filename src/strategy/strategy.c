@@ -531,6 +531,21 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
  * step that fails for a missing gradient has made the same collectives as one that succeeds, and
  * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
  * because they read the shards that will be updated. */
+/* Bring buffers to their mean over the ranks. Running averages are linear in what is averaged: the
+ * mean of those that ranks have kept by themselves is the one of all their batches. */
+static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        dtrain_work *work = NULL;
+        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
+        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, p->value, p->value, (size_t)p->count,
+                                      DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
@@ -545,6 +560,7 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
         result = layout->grad_home->settle(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__average_buffers(strategy);
     if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
     dtrain__rewind(strategy, last);

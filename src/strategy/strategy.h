@@ -173,7 +173,8 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
 /* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
- * backward the gradients, or this rank's shards of them, hold the mean over the ranks.
+ * backward the gradients, or this rank's shards of them, hold the mean over the ranks, and so do
+ * buffers (DTRAIN_PARAM_BUFFER).
  * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
  * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);

@@ -25,6 +25,28 @@ DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum);
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_batch_norm_desc {
+    float momentum;               /* of the running averages; 0 = 0.1 */
+    float epsilon;                /* 0 = 1e-5 */
+    dtrain_activation activation; /* of the result: none or ReLU */
+    dtrain_tensor *residual;      /* like x, is added before the activation; NULL = none */
+    dtrain_param *running_mean, *running_var; /* (n), with DTRAIN_PARAM_BUFFER, which begin as 0 and
+                                                 1: mean and unbiased variance of the batches, for
+                                                 passes without gradients. NULL = none: such passes
+                                                 take their own batch */
+    dtrain_comm *comm; /* the batch is that of all its ranks (SyncBatchNorm), which then call
+                          the same operations in the same order. One of its own, from
+                          dtrain_comm_split: the strategy's calls would come between.
+                          NULL = each rank has its own batch */
+} dtrain_batch_norm_desc;
+/* Normalise each channel, the last axis (n), to mean 0 and variance 1 over all rows of x, then
+ * scale and shift it by weight and bias (n), add the residual and apply the activation: the
+ * BatchNorm2d of PyTorch for (batch, height, width, channels). desc may be NULL (Ioffe and Szegedy,
+ * "Batch Normalization", 2015). */
+DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                            dtrain_param *weight, dtrain_param *bias,
+                                            const dtrain_batch_norm_desc *desc);
 /* Look up tokens (batch, sequence) I32 -> (batch*sequence, n): row of `token` (vocabulary, n) plus
  * row of `position` (sequence or more, n), which may be NULL. */
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,

@@ -19,6 +19,8 @@ match (permutations, sampler lists, conversions). `dy` is the incoming gradient 
     op_randperm[]     torch.randperm(n) after torch.manual_seed(seed)
     op_sampler[]      DistributedSampler(n items, R replicas, shuffle=True, seed, drop_last) after set_epoch(epoch): the index
                       lists of ranks 0 .. R-1, one after the other, `per` indices each
+    op_batch_norm_*   (12,4), eps 1e-5, momentum 0.1, y = relu(batch_norm(x) + residual): x, w, b, residual, dy ->
+                      y, dx, dw, db, dresidual; running mean and var after it; inferred: batch_norm(x) with those
     op_to_half[]      fp32 bits -> bf16 bits and fp16 bits, round to nearest, ties to even. A NaN has no golden bits
                       (versions of torch differ): 0x7fc0 and 0x7e00 stand for any NaN there
 """
@@ -248,8 +250,24 @@ def conversions():
                + ",\n    ".join(", ".join(rows[i:i + 4]) for i in range(0, len(rows), 4)) + "\n};\n")
 
 
+def batch_norm():
+    comment("batch normalisation of (12,4), with a residual and ReLU behind it; running averages after the step")
+    x, w, b, residual, dy = (random.normal(*shape) for shape in ((12, 4), (4,), (4,), (12, 4), (12, 4)))
+    x[:, 1] = (x[:, 1] + 50.0).float().double()
+    for t in (x, w, b, residual):
+        t.requires_grad_()
+    mean, var = torch.zeros(4).double(), torch.ones(4).double()
+    y = F.relu(F.batch_norm(x, mean, var, w, b, training=True, momentum=0.1, eps=1e-5) + residual)
+    y.backward(dy)
+    inferred = F.batch_norm(x, mean, var, w, b, training=False, eps=1e-5)
+    for name, t in (("x", x), ("w", w), ("b", b), ("residual", residual), ("dy", dy), ("y", y), ("dx", x.grad), ("dw", w.grad),
+                    ("db", b.grad), ("dresidual", residual.grad), ("mean", mean), ("var", var), ("inferred", inferred)):
+        floats("op_batch_norm_" + name, t)
+
+
 def main(path):
-    for part in (layernorm, gelu, cross_entropy, attention, optimizers, schedules, permutations, samplers, conversions):
+    for part in (layernorm, gelu, cross_entropy, attention, optimizers, schedules, permutations, samplers, conversions,
+                 batch_norm):
         part()
     with open(path, "w") as f:
         f.write("/* Written by make_op_golden.py; see its first comment for what is here. Do not edit. */\n"

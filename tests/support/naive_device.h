@@ -521,6 +521,110 @@ static dtrain_result naive_orthogonalize(dtrain_device *device, const dtrain_ort
     return DTRAIN_OK;
 }
 
+/* ---- Batch normalisation: columns of (rows, n) ---- */
+
+static dtrain_result naive_batchnorm_moments(dtrain_device *device,
+                                             const dtrain_batchnorm_moments_args *a)
+{
+    (void)device;
+    a->part[0] = (float)a->rows;
+    for (int64_t c = 0; c < a->n; c++) {
+        double mean = 0, spread = 0;
+        for (int64_t r = 0; r < a->rows; r++)
+            mean += naive_get(a->x, a->dtype, r * a->n + c) / (double)a->rows;
+        for (int64_t r = 0; r < a->rows; r++)
+            spread += pow(naive_get(a->x, a->dtype, r * a->n + c) - mean, 2);
+        a->part[1 + c] = (float)mean;
+        a->part[1 + a->n + c] = (float)spread;
+    }
+    return DTRAIN_OK;
+}
+
+/* All parts as one set: the mean of means weighed by rows, then the spread around it. */
+static dtrain_result naive_batchnorm_statistics(dtrain_device *device,
+                                                const dtrain_batchnorm_statistics_args *a)
+{
+    const int64_t part = 1 + 2 * a->n;
+    const double m = (double)a->momentum;
+    (void)device;
+    for (int64_t c = 0; c < a->n; c++) {
+        double rows = 0, mean = 0, spread = 0;
+        for (int64_t p = 0; p < a->parts; p++) {
+            rows += (double)a->all[p * part];
+            mean += (double)a->all[p * part] * (double)a->all[p * part + 1 + c];
+        }
+        mean = rows > 0 ? mean / rows : (double)a->running_mean[c];
+        for (int64_t p = 0; p < a->parts; p++)
+            spread += (double)a->all[p * part + 1 + a->n + c] +
+                      (double)a->all[p * part] * pow((double)a->all[p * part + 1 + c] - mean, 2);
+        const double variance = rows > 0 ? spread / rows : (double)a->running_var[c];
+        a->mean[c] = (float)mean;
+        a->rstd[c] = (float)(1 / sqrt(variance + (double)a->epsilon));
+        if (a->parts == 0) continue;
+        a->inverse_count[0] = (float)(1 / rows);
+        if (!a->running_mean) continue;
+        a->running_mean[c] = (float)((1 - m) * (double)a->running_mean[c] + m * mean);
+        a->running_var[c] =
+            (float)((1 - m) * (double)a->running_var[c] + m * spread / (rows > 1 ? rows - 1 : 1));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result naive_batchnorm(dtrain_device *device, const dtrain_batchnorm_args *a)
+{
+    (void)device;
+    for (int64_t i = 0; i < a->rows * a->n; i++) {
+        const int64_t c = i % a->n;
+        double y = (naive_get(a->x, a->dtype, i) - (double)a->mean[c]) * (double)a->rstd[c] *
+                       (double)a->weight[c] +
+                   (double)a->bias[c];
+        if (a->residual) y += naive_get(a->residual, a->dtype, i);
+        naive_put(a->y, a->dtype, i, a->activation && y < 0 ? 0 : y);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result naive_batchnorm_sums(dtrain_device *device,
+                                          const dtrain_batchnorm_sums_args *a)
+{
+    (void)device;
+    for (int64_t c = 0; c < a->n; c++) {
+        double sum = 0, product = 0;
+        for (int64_t i = c; i < a->rows * a->n; i += a->n) {
+            const double h =
+                (naive_get(a->x, a->dtype, i) - (double)a->mean[c]) * (double)a->rstd[c];
+            double d = naive_get(a->d_y, a->dtype, i);
+            if (a->activation && !(naive_get(a->y, a->dtype, i) > 0)) d = 0;
+            sum += d;
+            product += d * h;
+            if (a->d_residual)
+                naive_put(a->d_residual, a->dtype, i,
+                          d + (a->accumulate ? naive_get(a->d_residual, a->dtype, i) : 0));
+        }
+        a->sums[c] = (float)sum;
+        a->sums[a->n + c] = (float)product;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result naive_batchnorm_backward(dtrain_device *device,
+                                              const dtrain_batchnorm_backward_args *a)
+{
+    (void)device;
+    for (int64_t i = 0; i < a->rows * a->n; i++) {
+        const int64_t c = i % a->n;
+        const double rstd = (double)a->rstd[c];
+        const double h = (naive_get(a->x, a->dtype, i) - (double)a->mean[c]) * rstd;
+        double d = naive_get(a->d_y, a->dtype, i);
+        if (a->activation && !(naive_get(a->y, a->dtype, i) > 0)) d = 0;
+        d -= ((double)a->sums[c] + h * (double)a->sums[a->n + c]) * (double)a->inverse_count[0];
+        naive_put(a->d_x, a->dtype, i,
+                  (double)a->weight[c] * rstd * d +
+                      (a->accumulate ? naive_get(a->d_x, a->dtype, i) : 0));
+    }
+    return DTRAIN_OK;
+}
+
 /* These kernels and this memory; streams and events are the plan device's, which do nothing. */
 static inline const dtrain_device_ops *naive_device_ops(void)
 {
@@ -556,6 +660,11 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.topk = naive_topk;
     ops.scatter_add = naive_scatter_add;
     ops.orthogonalize = naive_orthogonalize;
+    ops.batchnorm_moments = naive_batchnorm_moments;
+    ops.batchnorm_statistics = naive_batchnorm_statistics;
+    ops.batchnorm = naive_batchnorm;
+    ops.batchnorm_sums = naive_batchnorm_sums;
+    ops.batchnorm_backward = naive_batchnorm_backward;
     return &ops;
 }
 

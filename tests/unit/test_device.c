@@ -737,6 +737,60 @@ static void test_embedding(void)
     }
 }
 
+/* ---- Batch normalisation ---- */
+
+static void batchnorm_case(int64_t rows, int64_t n)
+{
+    const uint32_t relu = DTRAIN_ACTIVATION_RELU;
+    float *x = noise(rows * n, 1), *d_y = noise(rows * n, 1), *weight = noise(n, 1);
+    float *bias = noise(n, 1), *first[4] = {NULL, NULL, NULL, NULL};
+    const int64_t counts[4] = {1 + 2 * n, rows * n, 2 * n, rows * n};
+    double *want = doubles(rows * n);
+    for (int64_t c = 0; c < n; c++) {
+        double mean = 0, spread = 0;
+        for (int64_t r = 0; r < rows; r++) mean += (double)x[r * n + c] / (double)rows;
+        for (int64_t r = 0; r < rows; r++) spread += pow((double)x[r * n + c] - mean, 2);
+        for (int64_t r = 0; r < rows; r++) {
+            const double h = ((double)x[r * n + c] - mean) / sqrt(spread / (double)rows + 1e-3);
+            want[r * n + c] = fmax(0, h * (double)weight[c] + (double)bias[c]);
+        }
+    }
+    for (int t = 1; t <= THREADS; t++) {
+        dtrain_device *d = devices[t];
+        float *got[4], *mean = floats(n), *rstd = floats(n), share;
+        for (int i = 0; i < 4; i++) got[i] = floats(counts[i]);
+        const dtrain_batchnorm_moments_args moments = {rows, n, x, got[0], DTRAIN_DTYPE_F32};
+        const dtrain_batchnorm_statistics_args statistics = {1,    n,    1e-3f,  0.1f, got[0],
+                                                             mean, rstd, &share, NULL, NULL};
+        const dtrain_batchnorm_args forward = {
+            rows, n, relu, x, NULL, mean, rstd, weight, bias, got[1], DTRAIN_DTYPE_F32};
+        const dtrain_batchnorm_sums_args sums = {
+            rows, n, relu, x, got[1], d_y, mean, rstd, got[2], NULL, false, DTRAIN_DTYPE_F32};
+        const dtrain_batchnorm_backward_args backward = {
+            rows, n,      relu,   x,      got[1], d_y,   mean,
+            rstd, weight, got[2], &share, got[3], false, DTRAIN_DTYPE_F32};
+        CHECK(!d->ops->batchnorm_moments(d, &moments));
+        CHECK(!d->ops->batchnorm_statistics(d, &statistics));
+        CHECK(!d->ops->batchnorm(d, &forward) && close_to(got[1], want, rows * n, 1e-4));
+        CHECK(!d->ops->batchnorm_sums(d, &sums) && !d->ops->batchnorm_backward(d, &backward));
+        for (int i = 0; i < 4; i++) {
+            if (t == 1) first[i] = got[i];
+            CHECK_MSG(same(first[i], got[i], counts[i]), "%s: step %d of %d x %d, %d threads",
+                      variant, i, (int)rows, (int)n, t);
+            if (t > 1) free(got[i]);
+        }
+        free(mean), free(rstd);
+    }
+    for (int i = 0; i < 4; i++) free(first[i]);
+    free(x), free(d_y), free(weight), free(bias), free(want);
+}
+
+static void test_batchnorm(void)
+{
+    static const int64_t shapes[][2] = {{3, 1}, {40, 3}, {700, 16}, {130, 33}, {5, 200}, {9000, 4}};
+    EACH(i, shapes) batchnorm_case(shapes[i][0], shapes[i][1]);
+}
+
 /* ---- Cross-entropy ---- */
 
 /* `classes` of n columns count; the others hold what must not matter. */
@@ -1052,6 +1106,7 @@ static void test_variant(const dtrain__kernels *kernels)
     test_embedding();
     test_cross_entropy();
     test_attention();
+    test_batchnorm();
     for (int t = 1; t <= THREADS; t++) dtrain_device_destroy(devices[t]);
     variant = "";
 }

@@ -550,6 +550,61 @@ static void test_sparse(void)
     CHECK(strstr(dtrain_last_error(), "index 4 at place 1") != NULL && x[0] == 1);
 }
 
+/* The five steps of batch normalisation, each from what the same device has left before. */
+static void batchnorm_case(int64_t rows, int64_t n, dtrain_dtype type, bool relu, bool residual,
+                           bool accumulate)
+{
+    const dtrain_dtype wide = DTRAIN_DTYPE_F32;
+    const uint32_t activation = relu ? DTRAIN_ACTIVATION_RELU : DTRAIN_ACTIVATION_NONE;
+    pair *x = noise(rows * n, type, 2), *r = residual ? noise(rows * n, type, 1) : NULL;
+    pair *y = noise(rows * n, type, 1), *d_y = noise(rows * n, type, 1);
+    pair *d_x = noise(rows * n, type, 1), *d_r = residual ? noise(rows * n, type, 1) : NULL;
+    pair *all = noise(2 * (1 + 2 * n), wide, 1), *mean = noise(n, wide, 1);
+    pair *rstd = noise(n, wide, 1), *share = noise(1, wide, 1), *running = noise(2 * n, wide, 1);
+    pair *weight = noise(n, wide, 1), *bias = noise(n, wide, 1), *sums = noise(2 * n, wide, 1);
+    for (int side = 0; side < 2; side++) { /* another rank's part, and a mean far from 0 */
+        float *part = f32(all, side) + 1 + 2 * n;
+        part[0] = 5;
+        for (int64_t c = 0; c < n; c++) part[1 + n + c] = fabsf(part[1 + n + c]);
+        for (int64_t i = 0; i < rows * n; i++)
+            naive_put(x->of[side], type, i,
+                      naive_get(x->of[side], type, i) + (double)(i % n % 3) * 8);
+    }
+    ON_BOTH(batchnorm_moments, moments, {rows, n, any(x, side), f32(all, side), type})
+    same(all, 2e-5 * (double)rows, "moments");
+    ON_BOTH(batchnorm_statistics, statistics,
+            {2, n, 1e-5f, 0.3f, f32(all, side), f32(mean, side), f32(rstd, side), f32(share, side),
+             f32(running, side), f32(running, side) + n})
+    same(mean, 1e-5, "mean"), same(rstd, 1e-5, "rstd"), same(share, 1e-6, "1 / rows");
+    same(running, 1e-5, "running averages");
+    ON_BOTH(batchnorm, forward,
+            {rows, n, activation, any(x, side), any(r, side), f32(mean, side), f32(rstd, side),
+             f32(weight, side), f32(bias, side), any(y, side), type})
+    same(y, 2e-4, "batch normalisation");
+    memcpy(y->of[1], y->of[0], (size_t)(rows * n) * dtrain_dtype_bytes(type)); /* which are 0 */
+    ON_BOTH(batchnorm_sums, add,
+            {rows, n, activation, any(x, side), any(y, side), any(d_y, side), f32(mean, side),
+             f32(rstd, side), f32(sums, side), any(d_r, side), accumulate, type})
+    same(sums, 1e-4 * sqrt((double)rows) + 1e-4, "sums");
+    if (d_r) same(d_r, 1e-5, "gradient of the residual");
+    ON_BOTH(batchnorm_backward, backward,
+            {rows, n, activation, any(x, side), any(y, side), any(d_y, side), f32(mean, side),
+             f32(rstd, side), f32(weight, side), f32(sums, side), f32(share, side), any(d_x, side),
+             accumulate, type})
+    same(d_x, 1e-3, "gradient of x");
+    release();
+}
+static void test_batchnorm(void)
+{
+    static const int64_t sizes[][2] = {{1, 1},   {2, 3},   {5, 16},  {33, 7},   {300, 16},
+                                       {70, 64}, {9, 130}, {1, 515}, {4099, 2}, {20000, 1}};
+    for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++)
+        for (int t = 0; t < TYPES; t++)
+            for (int options = 0; options < 8; options++)
+                batchnorm_case(sizes[s][0], sizes[s][1], types[t], options & 1, options & 2,
+                               options & 4);
+}
+
 /* Work of the CPU is done when a call returns: its table has no streams, events or graphs. */
 static void test_order(void)
 {
@@ -597,6 +652,7 @@ int main(int argc, char **argv)
     RUN(test_clip);
     RUN(test_optimizers);
     RUN(test_sparse);
+    RUN(test_batchnorm);
     RUN(test_order);
     RUN(test_wrong_types);
     dtrain_device_destroy(cpu);

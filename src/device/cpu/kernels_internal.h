@@ -32,7 +32,8 @@ typedef struct dtrain__job {
     X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
-    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)
+    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk) X(batchnorm_moments)        \
+    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)
 /* clang-format on */
 
 typedef struct dtrain__kernels {

@@ -13,9 +13,10 @@
 #include "device/cuda/flash.cuh"
 #include "device/cuda/sparse.cuh"
 #include "device/cuda/columns.cuh"
+#include "device/cuda/batchnorm.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 7,
-              "the table below is that of ABI 7: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 8,
+              "the table below is that of ABI 8: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -70,6 +71,11 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_sgd,
                                           dtrain_cuda_topk,
                                           dtrain_cuda_scatter_add,
-                                          dtrain_cuda_orthogonalize};
+                                          dtrain_cuda_orthogonalize,
+                                          dtrain_cuda_batchnorm_moments,
+                                          dtrain_cuda_batchnorm_statistics,
+                                          dtrain_cuda_batchnorm,
+                                          dtrain_cuda_batchnorm_sums,
+                                          dtrain_cuda_batchnorm_backward};
     return &ops;
 }

@@ -4,6 +4,7 @@
 #include "device/cpu/kernels/elementwise.h"
 #include "device/cpu/kernels/layernorm.h"
 #include "device/cpu/kernels/tokens.h"
+#include "device/cpu/kernels/batchnorm.h"
 #include "device/cpu/kernels/sparse.h"
 #include "device/cpu/kernels/gemm.h"
 #include "device/cpu/kernels/pairs.h"

@@ -1,0 +1,115 @@
+/* Batch normalisation
+ *
+ * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
+ * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. */
+
+/* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
+DTRAIN__KERNEL_AS(batchnorm_moments)
+{
+    const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        const dtrain__v share = dtrain__vset(1 / (float)(last - first));
+        float *mean = job->scratch + chunk * 2 * a->n, *spread = mean + a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__v even = dtrain__vset(0), odd = even;
+            for (int64_t row = first; row < last; row += 2) {
+                even += dtrain__vload_as(a->x, dtype, row * a->n + i, n);
+                if (row + 1 < last) odd += dtrain__vload_as(a->x, dtype, (row + 1) * a->n + i, n);
+            }
+            const dtrain__v center = (even + odd) * share;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t row = first; row < last; row++) {
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, row * a->n + i, n) - center;
+                sum = dtrain__vfma(off, off, sum);
+            }
+            dtrain__vstore_n(mean + i, center, n);
+            dtrain__vstore_n(spread + i, sum, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL_AS(batchnorm)
+{
+    const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t at = row * a->n + i, n = a->n - i;
+            const dtrain__v scale =
+                dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v off =
+                dtrain__vload_as(a->x, dtype, at, n) - dtrain__vload_n(a->mean + i, n);
+            dtrain__v y = dtrain__vfma(off, scale, dtrain__vload_n(a->bias + i, n));
+            if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
+            dtrain__vstore_as(a->y, dtype, at, DTRAIN__K(vactivate)(a->activation, y), n);
+        }
+}
+
+/* d_y act', in front of the activation. ReLU's output is positive where its input is. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const void *d_y,
+                                                    const void *y, dtrain_dtype dtype, int64_t at,
+                                                    int64_t n)
+{
+    const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
+    if (activation == DTRAIN_ACTIVATION_NONE) return d;
+    return DTRAIN__K(vdeactivate)(activation, dtrain__vload_as(y, dtype, at, n), d);
+}
+
+/* Range: chunks. Sums of d and of d h. */
+DTRAIN__KERNEL_AS(batchnorm_sums)
+{
+    const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        const int64_t first = chunk * job->chunk, past = first + job->chunk;
+        const int64_t last = past < a->rows ? past : a->rows;
+        float *sums = job->scratch + chunk * 2 * a->n;
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            dtrain__v sum = dtrain__vset(0), product = sum;
+            for (int64_t row = first; row < last; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                sum += d;
+                product = dtrain__vfma(d, h, product);
+                if (!a->d_residual) continue;
+                dtrain__v out = d;
+                if (a->accumulate) out += dtrain__vload_as(a->d_residual, dtype, at, n);
+                dtrain__vstore_as(a->d_residual, dtype, at, out, n);
+            }
+            dtrain__vstore_n(sums + i, sum, n);
+            dtrain__vstore_n(sums + a->n + i, product, n);
+        }
+    }
+}
+
+/* Range: rows. */
+DTRAIN__KERNEL_AS(batchnorm_backward)
+{
+    const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain__v share = dtrain__vset(a->inverse_count[0]);
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t at = row * a->n + i, n = a->n - i;
+            const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
+            const dtrain__v h =
+                (dtrain__vload_as(a->x, dtype, at, n) - dtrain__vload_n(a->mean + i, n)) * rstd;
+            const dtrain__v d =
+                DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+            const dtrain__v both = dtrain__vfma(h, dtrain__vload_n(a->sums + a->n + i, n),
+                                                dtrain__vload_n(a->sums + i, n));
+            dtrain__v slope = rstd * dtrain__vload_n(a->weight + i, n) * (d - both * share);
+            if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
+            dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+        }
+}
