@@ -109,6 +109,7 @@
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, layer normalisation, embedding, attention
        src/tape/batchnorm.c                 Batch normalisation
+       src/tape/convolution.c               Convolution and pooling
        src/tape/elementwise.c               Elementwise operations and losses
        src/tape/checkpointing.c             Activation checkpointing
        src/tape/arena.c                     The tape's memory
@@ -157,6 +158,7 @@
        src/device/cpu/launch_gemm.c         Launchers of matrix products
        src/device/cpu/launch_batchnorm.c    Launchers of batch normalisation
        src/device/cpu/launch_sparse.c       Sparse gradients
+       src/device/cpu/launch_convolution.c  Launchers of convolution and pooling
        src/device/cpu/gemm.c                The driver of matrix products
        src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
@@ -168,6 +170,8 @@
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
        src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
+       src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights, depthwise
+       src/device/cpu/kernels/pooling.h     Pooling: maximum and average of windows
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/mix.h         Sums over ranks
        src/device/cpu/kernels/table.h       The table of one instruction set
@@ -1614,6 +1618,37 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 
+/* Axis 0 is the height, axis 1 the width. Zeros are the defaults: stride 1, padding 0, dilation 1,
+ * one group. */
+typedef struct dtrain_conv2d_desc {
+    int64_t stride[2], padding[2], dilation[2], groups;
+} dtrain_conv2d_desc;
+
+/* Apply a convolution as PyTorch's conv2d defines it, but with channels last: x (batch, height,
+ * width, in_channels) -> (batch, out_height, out_width, out_channels), where out_height is (height +
+ * 2 padding - dilation (kernel_height - 1) - 1) / stride + 1, rounded down. weight has PyTorch's
+ * shape (out_channels, in_channels / groups, kernel_height, kernel_width), with a kernel of at most
+ * 64 x 64; bias (out_channels) may be NULL. groups divides both numbers of channels; with groups =
+ * in_channels = out_channels the convolution is depthwise. desc NULL: the defaults. */
+DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, const dtrain_conv2d_desc *desc);
+
+/* kernel has no default; stride 0 is the kernel; padding is at most half of the kernel. */
+typedef struct dtrain_pool2d_desc {
+    int64_t kernel[2], stride[2], padding[2];
+} dtrain_pool2d_desc;
+
+/* Take the maximum of each window, x (batch, height, width, channels) -> (batch, out_height,
+ * out_width, channels). The gradient goes to the first maximum, row by row. NaN is larger than
+ * everything; of several, the gradient goes to the last, as in PyTorch. */
+DTRAIN_API dtrain_tensor *dtrain_max_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                            const dtrain_pool2d_desc *desc);
+/* Average each window; padding counts as zeros, as it does in PyTorch unless asked otherwise. */
+DTRAIN_API dtrain_tensor *dtrain_avg_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                            const dtrain_pool2d_desc *desc);
+/* Average each image, x (batch, height, width, channels) -> (batch, channels). */
+DTRAIN_API dtrain_tensor *dtrain_global_avg_pool(dtrain_tape *tape, dtrain_tensor *x);
+
 /* Add two tensors of the same count and last axis; the result has the wider type of the two. */
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
 /* Multiply every element by factor. */
@@ -2900,6 +2935,65 @@ typedef struct dtrain_batchnorm_backward_args {
     dtrain_dtype dtype;
 } dtrain_batchnorm_backward_args;
 
+/* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an image
+ * has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of the same
+ * form; there are out_height x out_width windows, whose taps may lie outside. */
+typedef struct dtrain_windows2d {
+    int64_t batch, height, width, channels;
+    int64_t out_height, out_width;
+    int64_t kernel[2], stride[2], padding[2], dilation[2]; /* taps: kernel[0] x kernel[1] */
+} dtrain_windows2d;
+
+#define DTRAIN_CONV2D_KERNEL 64 /* taps of an axis, at most */
+
+/* y (batch, out_height, out_width, out_channels) = the sum over taps of x times weight, plus bias;
+ * a tap outside the image is 0. Group g of `groups` takes its share of the channels of x to its
+ * share of those of y. */
+typedef struct dtrain_conv2d_args {
+    dtrain_windows2d windows;
+    int64_t out_channels, groups;
+    const void *x;
+    const void *weight; /* (out_channels, channels / groups, kernel[0], kernel[1]) */
+    const float *bias;  /* (out_channels) or NULL */
+    void *y;
+    dtrain_dtype dtype; /* of x, weight, y */
+} dtrain_conv2d_args;
+
+/* The gradients of such a call; each of d_x, d_weight and d_bias may be NULL: not wanted. Sums over
+ * pixels are taken in shares that follow from the shapes alone, and in order. */
+typedef struct dtrain_conv2d_backward_args {
+    dtrain_windows2d windows;
+    int64_t out_channels, groups;
+    const void *x, *weight, *d_y;
+    void *d_x;
+    float *d_weight, *d_bias;
+    bool accumulate_x, accumulate_weight, accumulate_bias;
+    dtrain_dtype dtype;   /* of x, weight, d_y */
+    dtrain_dtype x_dtype; /* of d_x */
+} dtrain_conv2d_backward_args;
+
+/* y (batch, out_height, out_width, channels) = the largest element of each window, or the sum over
+ * its taps divided by kernel[0]*kernel[1] (taps outside the image are 0 and count). index, if
+ * wanted, receives the tap a*kernel[1] + b that was the maximum: the first one; of NaN, which is
+ * larger than everything, the last. Each window has a tap inside; dilation is 1. */
+typedef struct dtrain_pool2d_args {
+    dtrain_windows2d windows;
+    bool maximum;
+    const void *x;
+    void *y;
+    int32_t *index;     /* like y, or NULL; of maxima only */
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_pool2d_args;
+
+typedef struct dtrain_pool2d_backward_args {
+    dtrain_windows2d windows;
+    bool maximum, accumulate;
+    const int32_t *index; /* of maxima; NULL otherwise */
+    const void *d_y;
+    void *d_x;
+    dtrain_dtype dtype; /* of d_y and d_x */
+} dtrain_pool2d_backward_args;
+
 typedef enum dtrain_copy_kind {
     DTRAIN_COPY_HOST_TO_DEVICE = 1,
     DTRAIN_COPY_DEVICE_TO_HOST = 2, /* waits for the compute stream */
@@ -2994,6 +3088,10 @@ struct dtrain_device_ops {
     dtrain_result (*batchnorm)(dtrain_device *, const dtrain_batchnorm_args *);
     dtrain_result (*batchnorm_sums)(dtrain_device *, const dtrain_batchnorm_sums_args *);
     dtrain_result (*batchnorm_backward)(dtrain_device *, const dtrain_batchnorm_backward_args *);
+    dtrain_result (*conv2d)(dtrain_device *, const dtrain_conv2d_args *);
+    dtrain_result (*conv2d_backward)(dtrain_device *, const dtrain_conv2d_backward_args *);
+    dtrain_result (*pool2d)(dtrain_device *, const dtrain_pool2d_args *);
+    dtrain_result (*pool2d_backward)(dtrain_device *, const dtrain_pool2d_backward_args *);
 };
 
 struct dtrain_device {
@@ -8048,7 +8146,8 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
     X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)        \
     X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm) X(batchnorm_sums)              \
-    X(batchnorm_backward)
+    X(batchnorm_backward)                                                                    \
+    X(conv2d) X(conv2d_backward) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* The entries from stream_create to may_free of a device that has finished its work when a call
@@ -16727,6 +16826,252 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
 }
 
 /* ================================================================================================
+ * src/tape/convolution.c
+ * ==============================================================================================*/
+
+/* Convolution and pooling
+ *
+ * Images are (batch, height, width, channels): a pixel's channels are neighbours in memory, so an
+ * image is also a matrix of pixels, which linear layers, normalisations and sums take as it is.
+ *
+ * What a node keeps alive until its backward, beside its parameters:
+ *
+ *     convolution       x
+ *     maximum           for each output which of its window's elements it was
+ *     average           nothing */
+
+/* Fill in the images and the counts of windows. Axes of the desc with 0 have become its defaults. */
+static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d *w)
+{
+    static const char *const names[2] = {"height", "width"};
+    const dtrain_tensor *x = op->inputs[0];
+    char text[DTRAIN__SHAPE_TEXT];
+    int64_t count[2];
+    if (x->ndim != 4)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: x is %s, expected (batch, height, width, channels)", op->desc->name,
+                           dtrain__shape_text(x->shape, text));
+    for (int axis = 0; axis < 2; axis++) {
+        const int64_t padded = x->shape[1 + axis] + 2 * w->padding[axis];
+        const int64_t reach = (w->kernel[axis] - 1) * w->dilation[axis] + 1;
+        if (w->stride[axis] < 1 || w->dilation[axis] < 1 || w->padding[axis] < 0)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: %s has stride %lld, dilation %lld, padding %lld; expected 1 or "
+                               "more of the first two and 0 or more of the last",
+                               op->desc->name, names[axis], (long long)w->stride[axis],
+                               (long long)w->dilation[axis], (long long)w->padding[axis]);
+        if (reach > padded)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: a window reaches over %lld pixels, but x %s with its padding "
+                               "has a %s of %lld",
+                               op->desc->name, (long long)reach,
+                               dtrain__shape_text(x->shape, text), names[axis], (long long)padded);
+        count[axis] = (padded - reach) / w->stride[axis] + 1;
+    }
+    w->batch = x->shape[0];
+    w->height = x->shape[1];
+    w->width = x->shape[2];
+    w->channels = x->shape[3];
+    w->out_height = count[0];
+    w->out_width = count[1];
+    return DTRAIN_OK;
+}
+
+/* ---- Convolution */
+
+static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
+{
+    dtrain_conv2d_args *args = (dtrain_conv2d_args *)op->args;
+    dtrain_windows2d *w = &args->windows;
+    const dtrain_tensor *x = op->inputs[0];
+    const int64_t *weight = op->param_shape[0];
+    char image[DTRAIN__SHAPE_TEXT], found[DTRAIN__SHAPE_TEXT];
+    for (int axis = 0; axis < 2; axis++) {
+        w->kernel[axis] = weight[2 + axis];
+        if (weight[3] < 1)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_conv2d: parameter %s is %s, expected (out_channels, "
+                               "in_channels / groups, kernel_height, kernel_width)",
+                               op->params[0]->name ? op->params[0]->name : "?",
+                               dtrain__shape_text(weight, found));
+        if (w->kernel[axis] > DTRAIN_CONV2D_KERNEL)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "dtrain_conv2d: parameter %s is %s, expected a kernel of at most "
+                               "%d x %d",
+                               op->params[0]->name ? op->params[0]->name : "?",
+                               dtrain__shape_text(weight, found), DTRAIN_CONV2D_KERNEL,
+                               DTRAIN_CONV2D_KERNEL);
+    }
+    DTRAIN__TRY(dtrain__windows_over(op, w));
+    if (args->groups < 1 || x->shape[3] % args->groups || weight[0] % args->groups ||
+        x->shape[3] / args->groups != weight[1])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_conv2d: parameter %s is %s where input %s in %lld groups needs "
+                           "(out_channels, in_channels / groups, kernel_height, kernel_width)",
+                           op->params[0]->name ? op->params[0]->name : "?",
+                           dtrain__shape_text(weight, found), dtrain__shape_text(x->shape, image),
+                           (long long)args->groups);
+    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, weight[0], 0));
+    const int64_t shape[4] = {w->batch, w->out_height, w->out_width, weight[0]};
+    dtrain_op_output(op, op->cast, 4, shape);
+    args->out_channels = weight[0];
+    args->x = op->input_data[0];
+    args->weight = op->param_data[0];
+    args->bias = (const float *)op->param_data[1];
+    args->y = op->output_data[0];
+    args->dtype = op->cast;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__conv2d_forward(dtrain_op *op)
+{
+    return op->device->ops->conv2d(op->device, (const dtrain_conv2d_args *)op->args);
+}
+
+static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
+{
+    const dtrain_conv2d_args *forward = (const dtrain_conv2d_args *)op->args;
+    dtrain_conv2d_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.windows = forward->windows;
+    args.out_channels = forward->out_channels;
+    args.groups = forward->groups;
+    args.x = forward->x;
+    args.weight = forward->weight;
+    args.d_y = op->outputs[0]->grad;
+    args.dtype = forward->dtype;
+    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    args.d_weight = dtrain_op_param_grad(op, 0, &args.accumulate_weight);
+    args.d_bias = dtrain_op_param_grad(op, 1, &args.accumulate_bias);
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
+    DTRAIN__TRY(op->tape->error);
+    return op->device->ops->conv2d_backward(op->device, &args);
+}
+
+DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+
+DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, const dtrain_conv2d_desc *desc)
+{
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain_conv2d_args args;
+    memset(&args, 0, sizeof args);
+    for (int axis = 0; axis < 2; axis++) {
+        args.windows.stride[axis] = desc && desc->stride[axis] ? desc->stride[axis] : 1;
+        args.windows.dilation[axis] = desc && desc->dilation[axis] ? desc->dilation[axis] : 1;
+        args.windows.padding[axis] = desc ? desc->padding[axis] : 0;
+    }
+    args.groups = desc && desc->groups ? desc->groups : 1;
+    return dtrain_tape_apply(tape, &dtrain__conv2d_op, &x, 1, params, bias ? 2 : 1, &args,
+                             sizeof args);
+}
+
+/* ---- Pooling
+ *
+ * The average over an image is a pool with one window, whose output has no height and width. */
+
+typedef struct dtrain__pool2d {
+    dtrain_pool2d_args forward;
+    bool global;
+} dtrain__pool2d;
+
+static dtrain_result dtrain__pool2d_prepare(dtrain_op *op)
+{
+    dtrain__pool2d *pool = (dtrain__pool2d *)op->args;
+    dtrain_pool2d_args *args = &pool->forward;
+    dtrain_windows2d *w = &args->windows;
+    const dtrain_tensor *x = op->inputs[0];
+    for (int axis = 0; axis < 2; axis++) {
+        if (pool->global && x->ndim == 4) w->kernel[axis] = x->shape[1 + axis];
+        if (pool->global) continue;
+        if (w->kernel[axis] < 1 || w->padding[axis] < 0 || 2 * w->padding[axis] > w->kernel[axis])
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: axis %d has a kernel of %lld and padding of %lld; expected 1 "
+                               "or more, and half of the kernel at most",
+                               op->desc->name, axis, (long long)w->kernel[axis],
+                               (long long)w->padding[axis]);
+    }
+    DTRAIN__TRY(dtrain__windows_over(op, w));
+    const int64_t shape[4] = {w->batch, w->out_height, w->out_width, w->channels};
+    const int64_t flat[2] = {w->batch, w->channels};
+    dtrain_tensor *y = dtrain_op_output(op, (dtrain_dtype)x->dtype, pool->global ? 2 : 4,
+                                        pool->global ? flat : shape);
+    if (!y) return op->tape->error;
+    args->x = op->input_data[0];
+    args->y = op->output_data[0];
+    args->dtype = (dtrain_dtype)x->dtype;
+    if (args->maximum && op->needs_grad)
+        args->index = (int32_t *)dtrain_op_save(op, DTRAIN_DTYPE_I32, y->count);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__pool2d_forward(dtrain_op *op)
+{
+    return op->device->ops->pool2d(op->device, &((const dtrain__pool2d *)op->args)->forward);
+}
+
+static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
+{
+    const dtrain_pool2d_args *forward = &((const dtrain__pool2d *)op->args)->forward;
+    dtrain_pool2d_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.windows = forward->windows;
+    args.maximum = forward->maximum;
+    args.index = forward->index;
+    args.d_y = op->outputs[0]->grad;
+    args.dtype = forward->dtype;
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
+    if (!args.d_x) return op->tape->error;
+    return op->device->ops->pool2d_backward(op->device, &args);
+}
+
+DTRAIN__OP(max_pool2d, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(avg_pool2d, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(global_avg_pool, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+/* Apply a pool; desc NULL: over whole images. */
+static dtrain_tensor *dtrain__pool2d_apply(dtrain_tape *tape, const dtrain_op_desc *op,
+                                           dtrain_tensor *x, const dtrain_pool2d_desc *desc,
+                                           bool maximum)
+{
+    dtrain__pool2d args;
+    dtrain_windows2d *w = &args.forward.windows;
+    memset(&args, 0, sizeof args);
+    args.global = desc == NULL;
+    args.forward.maximum = maximum;
+    for (int axis = 0; axis < 2; axis++) {
+        w->dilation[axis] = w->stride[axis] = 1;
+        if (!desc) continue;
+        w->kernel[axis] = desc->kernel[axis];
+        w->stride[axis] = desc->stride[axis] ? desc->stride[axis] : desc->kernel[axis];
+        w->padding[axis] = desc->padding[axis];
+    }
+    return dtrain_tape_apply(tape, op, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+/* A desc that is missing is one of zeros: its kernel is refused by name. */
+static const dtrain_pool2d_desc dtrain__pool2d_none = {{0, 0}, {0, 0}, {0, 0}};
+
+DTRAIN_API dtrain_tensor *dtrain_max_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                            const dtrain_pool2d_desc *desc)
+{
+    return dtrain__pool2d_apply(tape, &dtrain__max_pool2d_op, x, desc ? desc : &dtrain__pool2d_none,
+                                true);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_avg_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                            const dtrain_pool2d_desc *desc)
+{
+    return dtrain__pool2d_apply(tape, &dtrain__avg_pool2d_op, x, desc ? desc : &dtrain__pool2d_none,
+                                false);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_global_avg_pool(dtrain_tape *tape, dtrain_tensor *x)
+{
+    return dtrain__pool2d_apply(tape, &dtrain__global_avg_pool_op, x, NULL, false);
+}
+
+/* ================================================================================================
  * src/tape/elementwise.c
  * ==============================================================================================*/
 
@@ -25379,19 +25724,65 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 
 enum {
     DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__PITCH = DTRAIN__KC + 16, /* from row to row of a panel of rows; not 2^n cache lines */
     DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
     DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
     DTRAIN__MR_MAX = 32,
     DTRAIN__NR_MAX = 32
 };
 
+/* A matrix that is never in memory: row r is window r of images (height, width, channels), its
+ * columns are taps and in each tap `depth` channels. The windows of an image begin at pixels
+ * (i*stride[0], j*stride[1]), i < rows, j < columns; tap (a, b) is y[a], x[b] pixels away from
+ * there, and 0 where that is outside. */
+typedef struct dtrain__windows {
+    int64_t height, width, channels, depth;
+    int64_t rows, columns, stride[2];
+    int64_t tap_rows, tap_columns;
+    bool joined; /* the taps of a row are one run in memory, where all are inside */
+    int32_t y[DTRAIN_CONV2D_KERNEL], x[DTRAIN_CONV2D_KERNEL];
+} dtrain__windows;
+
+/* Where a window begins; image: elements from the first image. */
+typedef struct dtrain__corner {
+    int64_t image, row, column;
+} dtrain__corner;
+
+static inline dtrain__corner dtrain__window_corner(const dtrain__windows *w, int64_t index)
+{
+    dtrain__corner at;
+    at.column = index % w->columns;
+    at.row = index / w->columns % w->rows;
+    at.image = index / w->columns / w->rows * (w->height * w->width * w->channels);
+    return at;
+}
+
+static inline void dtrain__window_next(const dtrain__windows *w, dtrain__corner *at)
+{
+    if (++at->column < w->columns) return;
+    at->column = 0;
+    if (++at->row < w->rows) return;
+    at->row = 0;
+    at->image += w->height * w->width * w->channels;
+}
+
+/* Return where a tap's channels begin, in elements; -1: outside. */
+static inline int64_t dtrain__window_tap(const dtrain__windows *w, const dtrain__corner *at,
+                                         int64_t a, int64_t b)
+{
+    const int64_t y = at->row * w->stride[0] + w->y[a], x = at->column * w->stride[1] + w->x[b];
+    if (y < 0 || y >= w->height || x < 0 || x >= w->width) return -1;
+    return at->image + (y * w->width + x) * w->channels;
+}
+
 /* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
- * columns of op(B), p along k. */
+ * columns of op(B), p along k. Windows are rows of op(A) when along_k, and columns of A otherwise. */
 typedef struct dtrain__operand {
     const void *data;
     dtrain_dtype dtype;
     int64_t ld;
     int along_k; /* neighbours in memory are neighbours in k */
+    const dtrain__windows *windows; /* NULL: rows are ld elements apart */
 } dtrain__operand;
 
 typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
@@ -25428,6 +25819,7 @@ typedef struct dtrain__isa {
     int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
     int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
     int packing; /* what packing an element costs, in multiply-adds */
+    int pitch;   /* a panel of A has its rows one behind the other, so far apart; 0: side by side */
     void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
                    float beta, float *c, int64_t ldc);
     dtrain__pack_fn pack_a, pack_b;
@@ -25435,6 +25827,16 @@ typedef struct dtrain__isa {
     void (*begin)(void);
     void (*end)(void);
 } dtrain__isa;
+
+/* A product, as the driver takes it. */
+typedef struct dtrain__product {
+    const dtrain_gemm_args *args; /* sizes, factors, C and what follows; not the operands */
+    const dtrain__isa *isa;
+    dtrain__operand a, b;
+    const dtrain__windows *c_rows; /* row i of C is tap (0,0) of window i; NULL: ldc elements apart */
+    int64_t parts;   /* k is cut into so many, each with a C of its own behind the one before */
+    int64_t reserve; /* floats at the beginning of scratch that are the caller's */
+} dtrain__product;
 
 /* ================================================================================================
  * src/device/cpu/kernels_internal.h
@@ -25467,13 +25869,22 @@ typedef struct dtrain__job {
     X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
-    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk) X(batchnorm_moments)        \
-    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)
+    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk) X(batchnorm_moments)                \
+    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)                                     \
+    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                        \
+    X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
+
+/* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
+ * are copied fastest; columns: windows are the columns of A. Wide tiles have two vectors a row. */
+typedef struct dtrain__conv_tiles {
+    dtrain__isa rows, narrow_rows, columns, narrow_columns;
+} dtrain__conv_tiles;
 
 typedef struct dtrain__kernels {
     const char *name;
     const dtrain__isa *gemm;
+    const dtrain__conv_tiles *convolutions;
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
     DTRAIN__RANGES(DTRAIN__RANGE)
@@ -25497,6 +25908,29 @@ typedef struct dtrain__topk_pass {
     int32_t *indices; /* (threads, room) */
     int64_t *found;   /* (threads); -1: more than the list had room for */
 } dtrain__topk_pass;
+
+/* A weight (outer, inner, taps), as strides say, in the order of a product's B: (tap, outer, inner),
+ * in fp32, with the taps in the order of `order`. Or the way back, for the gradient. */
+typedef struct dtrain__conv_weight {
+    const void *weight;
+    float *d_weight, *packed; /* packed: (parts, taps, outer, inner) */
+    dtrain_dtype dtype;       /* of weight */
+    int64_t outer, inner, outer_stride, inner_stride;
+    int64_t taps, parts;
+    const int32_t *order; /* (taps) */
+    bool accumulate;
+} dtrain__conv_weight;
+
+/* A depthwise convolution: channel c of y is that of x alone. */
+typedef struct dtrain__depthwise {
+    dtrain_windows2d windows;
+    const void *x, *d_y;
+    const float *weight, *bias; /* weight: (taps, channels) */
+    void *y;                    /* or d_x */
+    float *sums;                /* (chunks, taps, channels): of the weight gradient */
+    dtrain_dtype dtype, y_dtype;
+    bool accumulate;
+} dtrain__depthwise;
 
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
@@ -25613,9 +26047,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__product *product);
+DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
 
-/* device/cpu/launch.c, launch_gemm.c, launch_batchnorm.c, launch_sparse.c: checks, cuts the work
- * and runs it */
+/* device/cpu/launch*.c: checks, cuts the work and runs it */
 #define DTRAIN__CPU_LAUNCHER(op)                                          \
     DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
                                                    const dtrain_##op##_args *args);
@@ -26932,6 +27367,516 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
 }
 
 /* ================================================================================================
+ * src/device/cpu/launch_convolution.c
+ * ==============================================================================================*/
+
+/* Launchers of convolution and pooling
+ *
+ * A convolution is three products with windows (gemm_internal.h) in place of a matrix. With pixels
+ * of the output as rows, taps and channels of a group as k:
+ *
+ *     forward            y (pixels, out) = windows of x (pixels, taps in) weight (taps in, out)
+ *     weight gradient    (taps in, out) = windows of x ^T (taps in, pixels) d_y (pixels, out)
+ *     input gradient     d_x (pixels, in) = windows of d_y (pixels, taps out) weight (taps out, in)
+ *
+ * A tap of the last is d_y at (pixel + padding - tap dilation) / stride, if that is whole. Pixels of
+ * x that leave the same remainder modulo the stride have the same taps: each such class is a product
+ * of its own, with the taps that it has and with rows of C that are every stride-th pixel. So no
+ * product is taken with a tap that is not there.
+ *
+ * Each group is a product of its own; with one channel of input and output in each, the depthwise
+ * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
+ * in) in fp32, into the beginning of scratch. */
+
+/* One group, or all of a depthwise convolution. */
+typedef struct dtrain__conv {
+    dtrain__cpu *cpu;
+    dtrain_windows2d windows;
+    int64_t in, out, in_all, out_all; /* channels of the group, of all */
+    int64_t taps, pixels;             /* of the output */
+    int64_t group;
+    const char *x, *weight, *d_y; /* from the group's first channel on; d_y is y forward */
+    const float *bias;
+    dtrain_dtype dtype;
+    float *packed; /* scratch */
+    int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
+} dtrain__conv;
+
+static size_t dtrain__conv_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_DTYPE_F32 ? 4 : 2; }
+
+static dtrain_result dtrain__check_windows(const char *call, const dtrain_windows2d *w,
+                                           dtrain_dtype dtype)
+{
+    bool fits = w->batch >= 0 && w->height > 0 && w->width > 0 && w->channels > 0;
+    const int64_t size[2] = {w->height, w->width}, count[2] = {w->out_height, w->out_width};
+    for (int axis = 0; axis < 2 && fits; axis++) {
+        fits = w->kernel[axis] > 0 && w->stride[axis] > 0 && w->dilation[axis] > 0 &&
+               w->padding[axis] >= 0 && count[axis] > 0;
+        fits = fits && (count[axis] - 1) * w->stride[axis] +
+                               (w->kernel[axis] - 1) * w->dilation[axis] <
+                           size[axis] + 2 * w->padding[axis];
+    }
+    if (!fits)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: %lld x %lld windows of %lld x %lld taps do not fit images of %lld x %lld", call,
+            (long long)w->out_height, (long long)w->out_width, (long long)w->kernel[0],
+            (long long)w->kernel[1], (long long)w->height, (long long)w->width);
+    if (dtype > DTRAIN_DTYPE_F16)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "%s: activations of type %s: expected f32, bf16 or f16", call,
+                           dtrain_dtype_name(dtype));
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__check_conv(const char *call, const dtrain_windows2d *w, int64_t out,
+                                        int64_t groups, dtrain_dtype dtype)
+{
+    DTRAIN__TRY(dtrain__check_windows(call, w, dtype));
+    if (groups < 1 || out < 1 || w->channels % groups || out % groups)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: %lld and %lld channels cannot be cut into %lld groups", call,
+                           (long long)w->channels, (long long)out, (long long)groups);
+    if (w->kernel[0] > DTRAIN_CONV2D_KERNEL || w->kernel[1] > DTRAIN_CONV2D_KERNEL)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: %lld x %lld taps, expected at most %d",
+                           call, (long long)w->kernel[0], (long long)w->kernel[1],
+                           DTRAIN_CONV2D_KERNEL);
+    return DTRAIN_OK;
+}
+
+static dtrain__conv dtrain__conv_make(dtrain_device *device, const dtrain_windows2d *w,
+                                      int64_t out_channels, int64_t groups, dtrain_dtype dtype)
+{
+    dtrain__conv conv;
+    memset(&conv, 0, sizeof conv);
+    conv.cpu = (dtrain__cpu *)device->state;
+    conv.windows = *w;
+    conv.in_all = w->channels;
+    conv.out_all = out_channels;
+    conv.in = w->channels / groups;
+    conv.out = out_channels / groups;
+    conv.taps = w->kernel[0] * w->kernel[1];
+    conv.pixels = w->batch * w->out_height * w->out_width;
+    conv.dtype = dtype;
+    return conv;
+}
+
+/* The windows of the next group. */
+static void dtrain__conv_next(dtrain__conv *conv)
+{
+    const size_t bytes = dtrain__conv_bytes(conv->dtype);
+    conv->group++;
+    if (conv->x) conv->x += bytes * (size_t)conv->in;
+    if (conv->d_y) conv->d_y += bytes * (size_t)conv->out;
+    if (conv->weight) conv->weight += bytes * (size_t)(conv->in * conv->out * conv->taps);
+    if (conv->bias) conv->bias += conv->out;
+}
+
+/* Return how many parts the pixels of a weight gradient are cut into: each has at least 1024, and
+ * their gradients together at most 4 MiB or a single one. */
+static int64_t dtrain__conv_parts(const dtrain__conv *conv)
+{
+    const int64_t room = (1 << 20) / (conv->taps * conv->in * conv->out);
+    int64_t parts = conv->pixels / 1024;
+    if (parts > 32) parts = 32;
+    if (parts > room) parts = room;
+    if (parts < 2) return 1;
+    const int64_t part = (conv->pixels + parts - 1) / parts;
+    return (conv->pixels + part - 1) / part;
+}
+
+/* Take scratch for `floats` of packed weights, the order of taps and what a product needs, all at
+ * once: growing it later would lose what is there. */
+static dtrain_result dtrain__conv_scratch(dtrain__conv *conv, int64_t floats, int64_t *reserve)
+{
+    const int64_t packed = dtrain__multiple(floats, DTRAIN__LINE);
+    float *scratch;
+    *reserve = packed + dtrain__multiple(2 * conv->taps, DTRAIN__LINE);
+    DTRAIN__TRY(dtrain__cpu_scratch(
+        conv->cpu, *reserve + dtrain__gemm_slot(true) * conv->cpu->thread_count, &scratch));
+    conv->packed = scratch;
+    conv->order = (int32_t *)(void *)(scratch + packed);
+    for (int64_t t = 0; t < conv->taps; t++) conv->order[t] = (int32_t)t;
+    return DTRAIN_OK;
+}
+
+/* Describe a weight (out, in, taps) as (outer, inner): (in, out), or (out, in). */
+static dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
+{
+    dtrain__conv_weight weight;
+    memset(&weight, 0, sizeof weight);
+    weight.weight = conv->weight;
+    weight.packed = conv->packed;
+    weight.dtype = conv->dtype;
+    weight.taps = conv->taps;
+    weight.order = conv->order;
+    weight.outer = out_first ? conv->out : conv->in;
+    weight.inner = out_first ? conv->in : conv->out;
+    weight.outer_stride = conv->taps * (out_first ? conv->in : 1);
+    weight.inner_stride = conv->taps * (out_first ? 1 : conv->in);
+    return weight;
+}
+
+static dtrain_result dtrain__conv_pack(const dtrain__conv *conv, const dtrain__conv_weight *weight)
+{
+    dtrain__job job = dtrain__job_make(weight, weight->outer, 1, weight->dtype);
+    return dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->conv_weight,
+                           weight->taps * weight->outer * weight->inner);
+}
+
+/* Choose between tiles: the narrow one where the wide one would waste more than an eighth. */
+static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain__isa *narrow,
+                                           int64_t n)
+{
+    const int64_t in_wide = dtrain__multiple(n, wide->nr), in_narrow = dtrain__multiple(n, narrow->nr);
+    return 8 * in_wide > 9 * in_narrow ? narrow : wide;
+}
+
+/* The windows of a convolution over x. */
+static dtrain__windows dtrain__conv_windows(const dtrain__conv *conv)
+{
+    const dtrain_windows2d *from = &conv->windows;
+    dtrain__windows w;
+    memset(&w, 0, sizeof w);
+    w.height = from->height;
+    w.width = from->width;
+    w.channels = conv->in_all;
+    w.depth = conv->in;
+    w.rows = from->out_height;
+    w.columns = from->out_width;
+    w.stride[0] = from->stride[0];
+    w.stride[1] = from->stride[1];
+    w.tap_rows = from->kernel[0];
+    w.tap_columns = from->kernel[1];
+    w.joined = conv->in == conv->in_all && from->dilation[1] == 1;
+    for (int64_t t = 0; t < from->kernel[0]; t++)
+        w.y[t] = (int32_t)(t * from->dilation[0] - from->padding[0]);
+    for (int64_t t = 0; t < from->kernel[1]; t++)
+        w.x[t] = (int32_t)(t * from->dilation[1] - from->padding[1]);
+    return w;
+}
+
+/* Return whether windows are the pixels themselves: then they are a matrix. */
+static bool dtrain__windows_plain(const dtrain__windows *w)
+{
+    return w->tap_rows == 1 && w->tap_columns == 1 && w->y[0] == 0 && w->x[0] == 0 &&
+           w->stride[0] == 1 && w->stride[1] == 1 && w->rows == w->height && w->columns == w->width;
+}
+
+static dtrain__operand dtrain__conv_operand(const void *data, dtrain_dtype dtype, int64_t ld,
+                                            const dtrain__windows *windows)
+{
+    dtrain__operand operand;
+    memset(&operand, 0, sizeof operand);
+    operand.data = data;
+    operand.dtype = dtype;
+    operand.ld = ld;
+    operand.windows = windows && !dtrain__windows_plain(windows) ? windows : NULL;
+    return operand;
+}
+
+static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t reserve)
+{
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
+    const dtrain__windows windows = dtrain__conv_windows(conv);
+    const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
+    dtrain_gemm_args args;
+    dtrain__product product;
+    DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
+    memset(&args, 0, sizeof args);
+    args.m = conv->pixels;
+    args.n = conv->out;
+    args.k = conv->taps * conv->in;
+    args.alpha = 1;
+    args.c = (void *)(uintptr_t)conv->d_y;
+    args.ldc = conv->out_all;
+    args.c_dtype = conv->dtype;
+    args.bias = conv->bias;
+    memset(&product, 0, sizeof product);
+    product.args = &args;
+    product.isa = dtrain__conv_isa(&tiles->rows, &tiles->narrow_rows, args.n);
+    product.a = dtrain__conv_operand(conv->x, conv->dtype, conv->in_all, &windows);
+    product.a.along_k = 1;
+    product.b = dtrain__conv_operand(conv->packed, DTRAIN_DTYPE_F32, conv->out, NULL);
+    product.parts = 1;
+    product.reserve = reserve;
+    return dtrain__gemm_run(conv->cpu, &product);
+}
+
+static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t reserve,
+                                              float *d_weight, bool accumulate)
+{
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
+    const dtrain__windows windows = dtrain__conv_windows(conv);
+    dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
+    dtrain_gemm_args args;
+    dtrain__product product;
+    memset(&args, 0, sizeof args);
+    args.m = conv->taps * conv->in;
+    args.n = args.ldc = conv->out;
+    args.k = conv->pixels;
+    args.alpha = 1;
+    args.c = conv->packed;
+    args.c_dtype = DTRAIN_DTYPE_F32;
+    memset(&product, 0, sizeof product);
+    product.args = &args;
+    product.isa = dtrain__conv_isa(&tiles->columns, &tiles->narrow_columns, args.n);
+    product.a = dtrain__conv_operand(conv->x, conv->dtype, conv->in_all, &windows);
+    product.b = dtrain__conv_operand(conv->d_y, conv->dtype, conv->out_all, NULL);
+    product.parts = dtrain__conv_parts(conv);
+    product.reserve = reserve;
+    DTRAIN__TRY(dtrain__gemm_run(conv->cpu, &product));
+    weight.d_weight = d_weight + conv->group * conv->in * conv->out * conv->taps;
+    weight.parts = product.parts;
+    weight.accumulate = accumulate;
+    dtrain__job job = dtrain__job_make(&weight, weight.outer, 1, DTRAIN_DTYPE_F32);
+    return dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->conv_weight_sum,
+                           weight.parts * args.m * args.n);
+}
+
+/* List the taps of an axis that pixels with remainder `rest` modulo the stride have, and for each
+ * where its pixel of d_y is; return how many. The window of the class's pixel i is at i. */
+static int64_t dtrain__class_taps(const dtrain_windows2d *w, int axis, int64_t rest, int32_t *taps,
+                                  int32_t *offset)
+{
+    int64_t count = 0;
+    for (int64_t t = 0; t < w->kernel[axis]; t++) {
+        const int64_t at = rest + w->padding[axis] - t * w->dilation[axis];
+        if (at % w->stride[axis]) continue;
+        taps[count] = (int32_t)t;
+        offset[count++] = (int32_t)(at / w->stride[axis]);
+    }
+    return count;
+}
+
+/* The product of one class of pixels. */
+static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserve,
+                                        const int64_t rest[2], void *d_x, dtrain_dtype x_dtype,
+                                        bool accumulate)
+{
+    const dtrain__conv_tiles *tiles = conv->cpu->kernels->convolutions;
+    const dtrain_windows2d *from = &conv->windows;
+    const size_t bytes = dtrain__conv_bytes(x_dtype);
+    int32_t taps[2][DTRAIN_CONV2D_KERNEL];
+    dtrain__windows windows = dtrain__conv_windows(conv), c_rows = windows;
+    dtrain_gemm_args args;
+    dtrain__product product;
+    c_rows.rows = (from->height - rest[0] + from->stride[0] - 1) / from->stride[0];
+    c_rows.columns = (from->width - rest[1] + from->stride[1] - 1) / from->stride[1];
+    c_rows.y[0] = (int32_t)rest[0];
+    c_rows.x[0] = (int32_t)rest[1];
+    windows.height = from->out_height;
+    windows.width = from->out_width;
+    windows.channels = conv->out_all;
+    windows.depth = conv->out;
+    windows.rows = c_rows.rows;
+    windows.columns = c_rows.columns;
+    windows.stride[0] = windows.stride[1] = 1;
+    windows.joined = false; /* taps run backwards */
+    windows.tap_rows = dtrain__class_taps(from, 0, rest[0], taps[0], windows.y);
+    windows.tap_columns = dtrain__class_taps(from, 1, rest[1], taps[1], windows.x);
+
+    dtrain__conv_weight weight = dtrain__conv_weights(conv, true);
+    weight.taps = windows.tap_rows * windows.tap_columns;
+    weight.order = conv->order + conv->taps;
+    for (int64_t t = 0; t < weight.taps; t++)
+        conv->order[conv->taps + t] = (int32_t)(taps[0][t / windows.tap_columns] * from->kernel[1] +
+                                   taps[1][t % windows.tap_columns]);
+    DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
+    memset(&args, 0, sizeof args);
+    args.m = from->batch * c_rows.rows * c_rows.columns;
+    args.n = conv->in;
+    args.k = weight.taps * conv->out;
+    args.alpha = 1;
+    args.beta = accumulate ? 1.0f : 0.0f;
+    args.c = (char *)d_x + bytes * (size_t)(conv->group * conv->in);
+    args.ldc = conv->in_all;
+    args.c_dtype = x_dtype;
+    memset(&product, 0, sizeof product);
+    product.args = &args;
+    product.isa = dtrain__conv_isa(&tiles->rows, &tiles->narrow_rows, args.n);
+    product.a = dtrain__conv_operand(conv->d_y, conv->dtype, conv->out_all, &windows);
+    product.a.along_k = 1;
+    product.b = dtrain__conv_operand(conv->packed, DTRAIN_DTYPE_F32, conv->in, NULL);
+    product.c_rows = from->stride[0] * from->stride[1] > 1 ? &c_rows : NULL;
+    product.parts = 1;
+    product.reserve = reserve;
+    return dtrain__gemm_run(conv->cpu, &product);
+}
+
+/* ---- Depthwise */
+
+static dtrain__depthwise dtrain__depthwise_make(const dtrain__conv *conv)
+{
+    dtrain__depthwise depthwise;
+    memset(&depthwise, 0, sizeof depthwise);
+    depthwise.windows = conv->windows;
+    depthwise.x = conv->x;
+    depthwise.d_y = conv->d_y;
+    depthwise.weight = conv->packed;
+    depthwise.dtype = depthwise.y_dtype = conv->dtype;
+    return depthwise;
+}
+
+/* The groups of a depthwise convolution are the output channels of one with a single channel. */
+static void dtrain__depthwise_group(dtrain__conv *conv)
+{
+    conv->in = 1;
+    conv->out = conv->out_all;
+}
+
+static dtrain_result dtrain__depthwise_weight_grad(const dtrain__conv *conv, float *d_weight,
+                                                   bool accumulate)
+{
+    const int64_t rows = conv->windows.batch * conv->windows.out_height;
+    dtrain__depthwise depthwise = dtrain__depthwise_make(conv);
+    dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
+    const int64_t parts = dtrain__conv_parts(conv);
+    dtrain__job job = dtrain__job_make(&depthwise, 0, 1, conv->dtype);
+    job.chunk = (rows + parts - 1) / parts;
+    job.total = weight.parts = (rows + job.chunk - 1) / job.chunk;
+    depthwise.sums = conv->packed;
+    weight.d_weight = d_weight;
+    weight.accumulate = accumulate;
+    DTRAIN__TRY(dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->depthwise_weight,
+                                conv->pixels * conv->out * conv->taps));
+    job = dtrain__job_make(&weight, weight.outer, 1, DTRAIN_DTYPE_F32);
+    return dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->conv_weight_sum,
+                           weight.parts * conv->out * conv->taps);
+}
+
+/* ---- Entries */
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
+                                                 const dtrain_conv2d_args *args)
+{
+    const dtrain_windows2d *w = &args->windows;
+    int64_t reserve;
+    DTRAIN__TRY(dtrain__check_conv("conv2d", w, args->out_channels, args->groups, args->dtype));
+    dtrain__conv conv =
+        dtrain__conv_make(device, w, args->out_channels, args->groups, args->dtype);
+    conv.x = (const char *)args->x;
+    conv.weight = (const char *)args->weight;
+    conv.d_y = (const char *)args->y;
+    conv.bias = args->bias;
+    DTRAIN__TRY(
+        dtrain__conv_scratch(&conv, conv.taps * conv.in * args->out_channels, &reserve));
+    if (conv.in == 1 && conv.out == 1) {
+        dtrain__depthwise_group(&conv);
+        const dtrain__conv_weight weight = dtrain__conv_weights(&conv, false);
+        dtrain__depthwise depthwise = dtrain__depthwise_make(&conv);
+        depthwise.y = args->y;
+        depthwise.bias = args->bias;
+        DTRAIN__TRY(dtrain__conv_pack(&conv, &weight));
+        dtrain__job job =
+            dtrain__job_make(&depthwise, w->batch * w->out_height, 1, args->dtype);
+        return dtrain__job_run(conv.cpu, &job, conv.cpu->kernels->depthwise,
+                               conv.pixels * conv.out * conv.taps);
+    }
+    for (; conv.group < args->groups; dtrain__conv_next(&conv))
+        DTRAIN__TRY(dtrain__conv_forward(&conv, reserve));
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__depthwise_backward(dtrain__conv *conv,
+                                                const dtrain_conv2d_backward_args *args)
+{
+    const dtrain_windows2d *w = &conv->windows;
+    dtrain__depthwise_group(conv);
+    if (args->d_weight)
+        DTRAIN__TRY(
+            dtrain__depthwise_weight_grad(conv, args->d_weight, args->accumulate_weight));
+    if (!args->d_x) return DTRAIN_OK;
+    const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
+    dtrain__depthwise depthwise = dtrain__depthwise_make(conv);
+    depthwise.y = args->d_x;
+    depthwise.y_dtype = args->x_dtype;
+    depthwise.accumulate = args->accumulate_x;
+    DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
+    const dtrain_dtype widest = args->x_dtype > args->dtype ? args->x_dtype : args->dtype;
+    dtrain__job job = dtrain__job_make(&depthwise, w->batch * w->height, 1, widest);
+    return dtrain__job_run(conv->cpu, &job, conv->cpu->kernels->depthwise_input,
+                           w->batch * w->height * w->width * conv->out * conv->taps);
+}
+
+static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t reserve,
+                                            const dtrain_conv2d_backward_args *args)
+{
+    int64_t rest[2];
+    if (args->d_weight)
+        DTRAIN__TRY(dtrain__conv_weight_grad(conv, reserve, args->d_weight,
+                                             args->accumulate_weight));
+    if (!args->d_x) return DTRAIN_OK;
+    const int64_t height = conv->windows.height, width = conv->windows.width;
+    for (rest[0] = 0; rest[0] < conv->windows.stride[0] && rest[0] < height; rest[0]++)
+        for (rest[1] = 0; rest[1] < conv->windows.stride[1] && rest[1] < width; rest[1]++)
+            DTRAIN__TRY(dtrain__conv_class(conv, reserve, rest, args->d_x, args->x_dtype,
+                                           args->accumulate_x));
+    return DTRAIN_OK;
+}
+
+/* Column sums of d_y. */
+static dtrain_result dtrain__conv_bias_grad(dtrain_device *device, const dtrain__conv *conv,
+                                            const dtrain_conv2d_backward_args *args)
+{
+    dtrain_activation_backward_args sums;
+    memset(&sums, 0, sizeof sums);
+    sums.accumulate = args->accumulate_bias;
+    sums.rows = conv->pixels;
+    sums.n = args->out_channels;
+    sums.d_out = args->d_y;
+    sums.d_in = (void *)(uintptr_t)args->d_y; /* the same: only d_bias is made */
+    sums.d_bias = args->d_bias;
+    sums.dtype = args->dtype;
+    return dtrain__cpu_activation_backward(device, &sums);
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_conv2d_backward(dtrain_device *device, const dtrain_conv2d_backward_args *args)
+{
+    int64_t reserve;
+    DTRAIN__TRY(dtrain__check_conv("conv2d_backward", &args->windows, args->out_channels,
+                                   args->groups, args->dtype));
+    DTRAIN__TRY(dtrain__check_windows("conv2d_backward", &args->windows,
+                                      args->d_x ? args->x_dtype : args->dtype));
+    dtrain__conv conv = dtrain__conv_make(device, &args->windows, args->out_channels,
+                                          args->groups, args->dtype);
+    conv.x = (const char *)args->x;
+    conv.weight = (const char *)args->weight;
+    conv.d_y = (const char *)args->d_y;
+    if (args->d_bias) DTRAIN__TRY(dtrain__conv_bias_grad(device, &conv, args));
+    const int64_t weights = conv.taps * conv.in * args->out_channels;
+    DTRAIN__TRY(dtrain__conv_scratch(
+        &conv, weights * (args->d_weight ? dtrain__conv_parts(&conv) : 1), &reserve));
+    if (conv.in == 1 && conv.out == 1) return dtrain__depthwise_backward(&conv, args);
+    for (; conv.group < args->groups; dtrain__conv_next(&conv))
+        DTRAIN__TRY(dtrain__group_backward(&conv, reserve, args));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d(dtrain_device *device,
+                                                 const dtrain_pool2d_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const dtrain_windows2d *w = &args->windows;
+    DTRAIN__TRY(dtrain__check_windows("pool2d", w, args->dtype));
+    dtrain__job job = dtrain__job_make(args, w->batch * w->out_height, 1, args->dtype);
+    return dtrain__job_run(cpu, &job, cpu->kernels->pool2d,
+                           w->batch * w->height * w->width * w->channels);
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_pool2d_backward(dtrain_device *device, const dtrain_pool2d_backward_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const dtrain_windows2d *w = &args->windows;
+    DTRAIN__TRY(dtrain__check_windows("pool2d_backward", w, args->dtype));
+    dtrain__job job = dtrain__job_make(args, w->batch * w->height, 1, args->dtype);
+    return dtrain__job_run(cpu, &job, cpu->kernels->pool2d_backward,
+                           w->batch * w->height * w->width * w->channels);
+}
+
+/* ================================================================================================
  * src/device/cpu/gemm.c
  * ==============================================================================================*/
 
@@ -26965,7 +27910,9 @@ typedef struct dtrain__gemm_job {
     const dtrain_gemm_args *args;
     const dtrain__isa *isa;
     dtrain__operand a, b;
+    const dtrain__windows *c_rows;
     int64_t k, k_step;      /* k is 0 when alpha is */
+    int64_t parts, part_k;  /* of k, for which there is a C each */
     int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
     int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
     int64_t rows, cols;     /* rectangles */
@@ -26979,7 +27926,8 @@ typedef struct dtrain__gemm_job {
 typedef struct dtrain__gemm_pass {
     const dtrain__gemm_job *job;
     int64_t i0, i1, j0, j1;
-    int64_t p;
+    int64_t p, end; /* along k */
+    int64_t c_at;   /* where this part's C begins, in elements */
     int k, cells; /* k in cells of the panels */
     int first, last;
     float *a_block, *b_panel, *partial;
@@ -27004,6 +27952,31 @@ static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, in
     x.rows = rows;
     x.cols = cols;
     return x;
+}
+
+/* Return where row i of C begins, in elements. */
+static int64_t dtrain__gemm_row(const dtrain__gemm_pass *pass, int64_t i)
+{
+    const dtrain__windows *rows = pass->job->c_rows;
+    if (!rows) return pass->c_at + i * pass->job->args->ldc;
+    const dtrain__corner corner = dtrain__window_corner(rows, i);
+    return dtrain__window_tap(rows, &corner, 0, 0);
+}
+
+/* Move a tile from or to C, or a row at a time where those of C are not equally far apart. */
+static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t j, int rows,
+                              int cols, float *tile, bool load)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const int step = job->c_rows ? 1 : rows;
+    for (int r = 0; r < rows; r += step, tile += step * job->isa->nr) {
+        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype,
+                                                      dtrain__gemm_row(pass, i + r) + j);
+        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, step, cols);
+        if (load) job->isa->tile->load(tile, &c);
+        else job->isa->tile->store(&c, tile);
+    }
 }
 
 /* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
@@ -27036,24 +28009,24 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     const float beta = pass->first ? x->beta : 1;
     float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
 
-    void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, i * x->ldc + j);
-    const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
     const dtrain__rectangle partial =
         dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
                              DTRAIN_DTYPE_F32, job->n_step, rows, cols);
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
-        isa->tile->load(tile, job->needs_partial && !pass->first ? &partial : &c);
+        if (job->needs_partial && !pass->first) isa->tile->load(tile, &partial);
+        else dtrain__gemm_move(pass, i, j, rows, cols, tile, true);
     }
     isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
     if (pass->last) {
-        at = x->aux;
+        void *at = x->aux;
         if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
         const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
         dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
-    isa->tile->store(job->needs_partial && !pass->last ? &partial : &c, tile);
+    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile);
+    else dtrain__gemm_move(pass, i, j, rows, cols, tile, false);
 }
 
 static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
@@ -27062,16 +28035,24 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
     const dtrain__isa *isa = job->isa;
-    if (x->c_dtype != DTRAIN_DTYPE_F32 || pass->i1 - i < isa->mr || pass->j1 - j < isa->nr) {
+    if (x->c_dtype != DTRAIN_DTYPE_F32 || job->c_rows || pass->i1 - i < isa->mr ||
+        pass->j1 - j < isa->nr) {
         dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
         return;
     }
-    int64_t at = i * x->ldc + j;
+    int64_t at = dtrain__gemm_row(pass, i) + j;
     float *c = (float *)x->c + at;
     isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
     if (pass->last && (x->bias || x->aux || x->activation))
         isa->tile->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
                           x->aux ? (float *)x->aux + at : NULL, x->activation);
+}
+
+/* Return the floats of a panel of A. */
+static int dtrain__gemm_panel(const dtrain__gemm_pass *pass)
+{
+    const dtrain__isa *isa = pass->job->isa;
+    return isa->mr * (isa->pitch ? isa->pitch : pass->cells);
 }
 
 /* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
@@ -27080,11 +28061,11 @@ static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
 {
     const dtrain__gemm_job *job = pass->job;
     int mr = job->isa->mr;
-    int chunk = job->a.along_k ? pass->k : 16 * job->isa->pair;
+    int chunk = job->a.along_k || job->a.windows ? pass->k : 16 * job->isa->pair;
     for (int p = 0; p < pass->k; p += chunk) {
         int steps = pass->k - p < chunk ? pass->k - p : chunk;
         float *panel = pass->a_block + p / job->isa->pair * mr;
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += mr * pass->cells)
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += dtrain__gemm_panel(pass))
             job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
                              pass->p + p, steps);
     }
@@ -27095,9 +28076,10 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
     const dtrain__gemm_job *job = pass->job;
     const dtrain__isa *isa = job->isa;
     int mr = isa->mr, nr = isa->nr;
-    /* Two panels of A do not repay a copy of B that lies in the right order already. */
-    int in_place =
-        !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && pass->i1 - pass->i0 <= 2 * mr;
+    /* Two panels of A do not repay a copy of B that lies in the right order already, and none does
+     * where that is a panel. */
+    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 &&
+                   (pass->i1 - pass->i0 <= 2 * mr || job->b.ld == nr);
     dtrain__gemm_pack_a_block(pass);
     for (int64_t j = pass->j0; j < pass->j1; j += nr) {
         const float *b = pass->b_panel, *a = pass->a_block;
@@ -27109,7 +28091,7 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
             isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
                         pass->k);
         }
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->cells)
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += dtrain__gemm_panel(pass))
             dtrain__gemm_tile(pass, i, j, a, b, ldb);
     }
 }
@@ -27124,25 +28106,30 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
     memset(&pass, 0, sizeof pass);
     pass.job = job;
     pass.a_block = job->memory + index * job->slot;
-    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__KC;
+    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__PITCH;
     pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
     if (isa->begin) isa->begin();
     for (;;) {
         int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (at >= job->rows * job->cols) break;
+        const int64_t part = at / (job->rows * job->cols);
+        if (part >= job->parts) break;
+        at %= job->rows * job->cols;
         pass.i0 = at % job->rows * job->m_step;
         pass.j0 = at / job->rows * job->n_step;
         pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
         pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
-        pass.p = 0;
+        pass.p = part * job->part_k;
+        pass.end = dtrain__gemm_min(pass.p + job->part_k, job->k);
+        pass.c_at = part * x->m * x->ldc;
+        pass.first = 1;
         do { /* once even for k == 0: beta, bias and activation remain */
-            pass.k = (int)dtrain__gemm_min(job->k_step, job->k - pass.p);
+            pass.k = (int)dtrain__gemm_min(job->k_step, pass.end - pass.p);
             pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
-            pass.first = pass.p == 0;
-            pass.last = pass.p + pass.k == job->k;
+            pass.last = pass.p + pass.k == pass.end;
             dtrain__gemm_block(&pass);
             pass.p += pass.k;
-        } while (pass.p < job->k);
+            pass.first = 0;
+        } while (pass.p < pass.end);
     }
     if (isa->end) isa->end();
 }
@@ -27152,11 +28139,12 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
 {
     const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
     const int64_t whole = job->isa->pair * job->isa->unit;
-    job->k_step = dtrain__gemm_ceil(job->k, dtrain__gemm_ceil(job->k, most) + (job->k == 0));
+    const int64_t k = job->part_k;
+    job->k_step = dtrain__gemm_ceil(k, dtrain__gemm_ceil(k, most) + (k == 0));
     job->k_step = dtrain__gemm_round(job->k_step, whole);
-    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && job->k > job->k_step;
+    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
     job->m_most = DTRAIN__MC / mr * mr;
-    if (job->isa->pair == 1 || job->needs_partial || job->k == 0) return;
+    if (job->isa->pair == 1 || job->needs_partial || k == 0) return;
     /* Cheap products repay taller blocks, which pack B less often. */
     job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
     if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
@@ -27186,38 +28174,60 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
     }
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+/* Return the floats of scratch that a thread needs; partial: with sums that C cannot hold. */
+DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
 {
+    return DTRAIN__MC * DTRAIN__PITCH + DTRAIN__NR_MAX * DTRAIN__KC +
+           (partial ? DTRAIN__MC * DTRAIN__NC : 0);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__product *product)
+{
+    const dtrain_gemm_args *args = product->args;
     dtrain__gemm_job job;
     dtrain__pool *pool = cpu->pool;
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
     memset(&job, 0, sizeof job);
     job.args = args;
-    job.isa = cpu->isa;
-    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
-        job.isa = cpu->pairs;
-    job.a.data = args->a;
-    job.a.dtype = args->a_dtype;
-    job.a.ld = args->lda;
-    job.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
-    job.b.data = args->b;
-    job.b.dtype = args->b_dtype;
-    job.b.ld = args->ldb;
-    job.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
-
+    job.isa = product->isa;
+    job.a = product->a;
+    job.b = product->b;
+    job.c_rows = product->c_rows;
     job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
+    job.part_k = dtrain__gemm_ceil(job.k, product->parts);
+    job.parts = job.k ? dtrain__gemm_ceil(job.k, job.part_k) : 1;
     dtrain__gemm_cut_k(&job);
 
     /* Waking the others costs more than a quarter of a million multiply-adds. */
     int64_t tiny = 1 << 18;
     if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
     const int threads = pool ? pool->thread_count : 1;
-    dtrain__gemm_cut(&job, threads);
-    job.slot = (DTRAIN__MC + DTRAIN__NR_MAX) * DTRAIN__KC;
-    if (job.needs_partial) job.slot += DTRAIN__MC * DTRAIN__NC;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * threads, &job.memory));
+    dtrain__gemm_cut(&job, job.parts > 1 ? 1 : threads);
+    job.slot = dtrain__gemm_slot(job.needs_partial);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, product->reserve + job.slot * threads, &job.memory));
+    job.memory += product->reserve;
     dtrain__parallel(pool, dtrain__gemm_task, &job);
     return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+{
+    dtrain__product product;
+    memset(&product, 0, sizeof product);
+    product.args = args;
+    product.isa = cpu->isa;
+    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
+        product.isa = cpu->pairs;
+    product.a.data = args->a;
+    product.a.dtype = args->a_dtype;
+    product.a.ld = args->lda;
+    product.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
+    product.b.data = args->b;
+    product.b.dtype = args->b_dtype;
+    product.b.ld = args->ldb;
+    product.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    product.parts = 1;
+    return dtrain__gemm_run(cpu, &product);
 }
 
 /* ================================================================================================
@@ -28829,27 +29839,28 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_b)(float *panel, const dtrain__operand *x, i
 
 /* ---- What follows the last step of k, while the tile is in L1 */
 
-DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, const dtrain__rectangle *from)
+/* Tiles have n floats a row: a constant, two vectors here and one in convolution.h. */
+DTRAIN__HELPER void DTRAIN__K(load_tile_of)(int n, float *tile, const dtrain__rectangle *from)
 {
-    for (int r = 0; r < from->rows; r++, tile += DTRAIN__N)
+    for (int r = 0; r < from->rows; r++, tile += n)
         for (int j = 0; j < from->cols; j += DTRAIN__W)
             dtrain__vstore(tile + j, dtrain__vload_as(from->data, from->dtype, r * from->ld + j,
                                                       from->cols - j));
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile)
+DTRAIN__HELPER void DTRAIN__K(store_tile_of)(int n, const dtrain__rectangle *to, const float *tile)
 {
-    for (int r = 0; r < to->rows; r++, tile += DTRAIN__N)
+    for (int r = 0; r < to->rows; r++, tile += n)
         for (int j = 0; j < to->cols; j += DTRAIN__W)
             dtrain__vstore_as(to->data, to->dtype, r * to->ld + j, dtrain__vload(tile + j),
                               to->cols - j);
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int rows, const float *bias,
-                                            float *aux, uint32_t activation)
+DTRAIN__HELPER void DTRAIN__K(finish_tile_of)(int n, float *c, int64_t ldc, int rows,
+                                              const float *bias, float *aux, uint32_t activation)
 {
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < DTRAIN__N; j += DTRAIN__W) {
+        for (int j = 0; j < n; j += DTRAIN__W) {
             const int64_t at = r * ldc + j;
             dtrain__v x = dtrain__vload(c + at);
             if (bias) x += dtrain__vload(bias + j);
@@ -28868,6 +29879,22 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
     }
 }
 
+DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, const dtrain__rectangle *from)
+{
+    DTRAIN__K(load_tile_of)(DTRAIN__N, tile, from);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile)
+{
+    DTRAIN__K(store_tile_of)(DTRAIN__N, to, tile);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int rows, const float *bias,
+                                            float *aux, uint32_t activation)
+{
+    DTRAIN__K(finish_tile_of)(DTRAIN__N, c, ldc, rows, bias, aux, activation);
+}
+
 static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
                                                      DTRAIN__K(load_tile), DTRAIN__K(store_tile)};
 static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
@@ -28876,6 +29903,7 @@ static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
                                            1,
                                            1,
                                            4,
+                                           0,
                                            DTRAIN__K(gemm_tile),
                                            DTRAIN__K(pack_a),
                                            DTRAIN__K(pack_b),
@@ -29046,6 +30074,7 @@ static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
                                                2,
                                                16,
                                                32,
+                                               0,
                                                DTRAIN__K(kernel_amx),
                                                DTRAIN__K(pack_a_amx),
                                                DTRAIN__K(pack_b_amx),
@@ -29071,6 +30100,507 @@ static bool dtrain__has_amx(void)
 #endif
 #undef DTRAIN__ON_AMX
 #endif
+
+/* ================================================================================================
+ * src/device/cpu/kernels/convolution.h
+ * ==============================================================================================*/
+
+/* Convolution: tiles, packing of windows, weights, depthwise
+ *
+ * A convolution is a product with windows (gemm_internal.h) in place of one matrix, and gemm.c
+ * drives it; here are the tiles and the packing that it needs beside those of gemm.h.
+ *
+ * Forward and for the gradient of the input, windows are rows of A. Packing them is most of what a
+ * narrow layer costs beside its products, so a panel of A keeps its rows one behind the other, in
+ * DTRAIN__PITCH floats each: a run of channels is then copied as it is. The tile reads the rows at
+ * constant distances. For the gradient of the weight, windows are columns of A, whose panels are
+ * those of gemm.h.
+ *
+ * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as many
+ * rows, for layers with few output channels. */
+
+#define DTRAIN__TWELVE(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#if DTRAIN__W == 16
+#define DTRAIN__NARROW_MR 24
+#define DTRAIN__NARROW_ROWS(DO)                                                          \
+    DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15) DO(16) DO(17) DO(18) DO(19) DO(20) DO(21) \
+        DO(22) DO(23)
+#else
+#define DTRAIN__NARROW_MR 12
+#define DTRAIN__NARROW_ROWS(DO) DTRAIN__TWELVE(DO)
+#endif
+
+#define DTRAIN__NARROW_BEGIN(r)          \
+    dtrain__v sum##r = dtrain__vset(0);  \
+    __builtin_prefetch(c + (r)*c_row);
+#define DTRAIN__NARROW_STEP(r) \
+    sum##r = dtrain__vfma(dtrain__vset(a[(r)*a_row + at]), b_only, sum##r);
+#define DTRAIN__NARROW_END(r)                                                              \
+    do {                                                                                   \
+        float *to = c + (r)*c_row;                                                         \
+        sum##r *= dtrain__vset(alpha);                                                     \
+        if (beta != 0) sum##r = dtrain__vfma(dtrain__vset(beta), dtrain__vload(to), sum##r); \
+        dtrain__vstore(to, sum##r);                                                        \
+    } while (0);
+#define DTRAIN__NARROW_TILE                                                          \
+    DTRAIN__NARROW_ROWS(DTRAIN__NARROW_BEGIN)                                        \
+    DTRAIN__UNROLL for (int64_t p = 0, at = 0; p < k; p++, at += a_step, b += b_row) \
+    {                                                                                \
+        const dtrain__v b_only = dtrain__vload(b);                                   \
+        DTRAIN__NARROW_ROWS(DTRAIN__NARROW_STEP)                                     \
+    }                                                                                \
+    DTRAIN__NARROW_ROWS(DTRAIN__NARROW_END)
+
+DTRAIN__ROUTINE void DTRAIN__K(rows_tile)(int64_t k, const float *a, const float *b, int64_t b_row,
+                                          float alpha, float beta, float *c, int64_t c_row)
+{
+    enum { rows = DTRAIN__MR, a_row = DTRAIN__PITCH, a_step = 1 };
+    DTRAIN__TILE(DTRAIN__ROWS, DTRAIN__ROW_STEP)
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(narrow_rows_tile)(int64_t k, const float *a, const float *b,
+                                                 int64_t b_row, float alpha, float beta, float *c,
+                                                 int64_t c_row)
+{
+    enum { a_row = DTRAIN__PITCH, a_step = 1 };
+    DTRAIN__NARROW_TILE
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(narrow_tile)(int64_t k, const float *a, const float *b,
+                                            int64_t b_row, float alpha, float beta, float *c,
+                                            int64_t c_row)
+{
+    enum { a_row = 1, a_step = DTRAIN__NARROW_MR };
+    DTRAIN__NARROW_TILE
+}
+
+/* ---- Packing */
+
+/* Copy a run, or zeros where at is -1. Whole vectors are stored: what is behind the run in the
+ * panel is written later, or is the slack of a row. */
+DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtype dtype, int64_t at,
+                                        int64_t run)
+{
+    if (at < 0)
+        for (int64_t q = 0; q < run; q += DTRAIN__W) dtrain__vstore(to + q, dtrain__vset(0));
+    else
+        for (int64_t q = 0; q < run; q += DTRAIN__W)
+            dtrain__vstore(to + q, dtrain__vload_as(data, dtype, at + q, run - q));
+}
+
+/* One row of windows, k elements from p on. */
+DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, dtrain_dtype dtype,
+                                           const dtrain__corner *corner, int64_t p, int64_t k)
+{
+    const dtrain__windows *w = x->windows;
+    const int64_t line = w->tap_columns * w->depth, y = corner->row * w->stride[0];
+    const int64_t left = corner->column * w->stride[1] + w->x[0];
+    const bool joined = w->joined && left >= 0 && left + w->tap_columns <= w->width;
+    int64_t a = p / line, in_line = p % line;
+    while (k > 0) {
+        const int64_t row = y + w->y[a], b = joined ? 0 : in_line / w->depth;
+        const int64_t c = in_line - b * w->depth, rest = (joined ? line : w->depth) - c;
+        const int64_t run = rest < k ? rest : k, column = left - w->x[0] + w->x[b];
+        const bool inside = row >= 0 && row < w->height && column >= 0 && column < w->width;
+        const int64_t at = corner->image + (row * w->width + column) * w->channels + c;
+        DTRAIN__K(pack_run)(to, x->data, dtype, inside ? at : -1, run);
+        to += run;
+        k -= run;
+        in_line += run;
+        if (in_line == line) in_line = 0, a++;
+    }
+}
+
+/* Pack `count` rows, one behind the other. Those beyond stay as they are: nothing is made of their
+ * sums. */
+DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__operand *x,
+                                            dtrain_dtype dtype, int64_t index, int count, int64_t p,
+                                            int k)
+{
+    dtrain__corner corner = {0, 0, 0};
+    if (x->windows) corner = dtrain__window_corner(x->windows, index);
+    for (int r = 0; r < count; r++, panel += DTRAIN__PITCH) {
+        if (!x->windows) {
+            DTRAIN__K(pack_run)(panel, x->data, dtype, (index + r) * x->ld + p, k);
+            continue;
+        }
+        DTRAIN__K(pack_window)(panel, x, dtype, &corner, p, k);
+        dtrain__window_next(x->windows, &corner);
+    }
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_window_rows)(float *panel, const dtrain__operand *x,
+                                                 int64_t index, int count, int64_t p, int k)
+{
+    if (x->dtype == DTRAIN_DTYPE_F32)
+        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F32, index, count, p, k);
+    else DTRAIN__K(pack_windows_as)(panel, x, x->dtype, index, count, p, k);
+}
+
+/* A panel's share of a tap: `run` channels from `channel` on. */
+typedef struct DTRAIN__K(share) {
+    int64_t a, b, channel, run;
+} DTRAIN__K(share);
+
+/* Pack `count` columns of windows, k windows from p on, side by side. */
+DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dtrain__operand *x,
+                                               dtrain_dtype dtype, int64_t index, int count,
+                                               int64_t p, int k)
+{
+    const dtrain__windows *w = x->windows;
+    DTRAIN__K(share) shares[DTRAIN__NARROW_MR];
+    int share_count = 0;
+    for (int64_t done = 0; done < count;) {
+        DTRAIN__K(share) *s = &shares[share_count++];
+        const int64_t tap = (index + done) / w->depth;
+        s->a = tap / w->tap_columns;
+        s->b = tap % w->tap_columns;
+        s->channel = (index + done) % w->depth;
+        s->run = w->depth - s->channel < count - done ? w->depth - s->channel : count - done;
+        done += s->run;
+    }
+    dtrain__corner corner = dtrain__window_corner(w, p);
+    for (int i = 0; i < k; i++, panel += width) {
+        float *to = panel;
+        for (int s = 0; s < share_count; to += shares[s++].run) {
+            const int64_t at = dtrain__window_tap(w, &corner, shares[s].a, shares[s].b);
+            DTRAIN__K(pack_run)(to, x->data, dtype, at < 0 ? -1 : at + shares[s].channel,
+                                shares[s].run);
+        }
+        dtrain__window_next(w, &corner);
+    }
+}
+
+DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dtrain__operand *x,
+                                               int64_t index, int count, int64_t p, int k)
+{
+    if (!x->windows) DTRAIN__K(pack_steps)(panel, width, x, index, count, p, k);
+    else if (x->dtype == DTRAIN_DTYPE_F32)
+        DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F32, index, count, p, k);
+    else DTRAIN__K(pack_columns_as)(panel, width, x, x->dtype, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_columns)(float *panel, const dtrain__operand *x, int64_t index,
+                                             int count, int64_t p, int k)
+{
+    DTRAIN__K(pack_columns_of)(panel, DTRAIN__MR, x, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_columns)(float *panel, const dtrain__operand *x,
+                                                    int64_t index, int count, int64_t p, int k)
+{
+    DTRAIN__K(pack_columns_of)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operand *x, int64_t index,
+                                              int count, int64_t p, int k)
+{
+    DTRAIN__K(pack_steps)(panel, DTRAIN__W, x, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(load_narrow_tile)(float *tile, const dtrain__rectangle *from)
+{
+    DTRAIN__K(load_tile_of)(DTRAIN__W, tile, from);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(store_narrow_tile)(const dtrain__rectangle *to, const float *tile)
+{
+    DTRAIN__K(store_tile_of)(DTRAIN__W, to, tile);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(finish_narrow_tile)(float *c, int64_t ldc, int rows,
+                                                   const float *bias, float *aux,
+                                                   uint32_t activation)
+{
+    DTRAIN__K(finish_tile_of)(DTRAIN__W, c, ldc, rows, bias, aux, activation);
+}
+
+static const dtrain__tile_ops DTRAIN__K(narrow_tile_ops) = {
+    DTRAIN__K(finish_narrow_tile), DTRAIN__K(slope_tile), DTRAIN__K(load_narrow_tile),
+    DTRAIN__K(store_narrow_tile)};
+
+/* pair, unit, packing: as in gemm.h, but rows are packed for half of the price. */
+#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b, tile_ops)           \
+    {                                                                                        \
+        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel),     \
+            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL           \
+    }
+static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
+    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b,
+                     tile_ops),
+    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
+                     pack_window_rows, pack_narrow_b, narrow_tile_ops),
+    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile, pack_columns, pack_b, tile_ops),
+    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 4, 0, narrow_tile, pack_narrow_columns,
+                     pack_narrow_b, narrow_tile_ops)};
+
+/* ---- Weights */
+
+/* Range: `outer`. */
+DTRAIN__KERNEL(conv_weight)
+{
+    const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
+    for (int64_t o = begin; o < end; o++)
+        for (int64_t i = 0; i < a->inner; i++) {
+            const int64_t from = o * a->outer_stride + i * a->inner_stride;
+            for (int64_t t = 0; t < a->taps; t++)
+                a->packed[(t * a->outer + o) * a->inner + i] =
+                    dtrain__vload_as(a->weight, a->dtype, from + a->order[t], 1)[0];
+        }
+}
+
+/* Range: `outer`. Adds the parts of a gradient up, in order, where the weight's elements are. */
+DTRAIN__KERNEL(conv_weight_sum)
+{
+    const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
+    const int64_t count = a->taps * a->outer * a->inner;
+    for (int64_t o = begin; o < end; o++)
+        for (int64_t i = 0; i < a->inner; i += DTRAIN__W) {
+            const int64_t n = a->inner - i < DTRAIN__W ? a->inner - i : DTRAIN__W;
+            for (int64_t t = 0; t < a->taps; t++) {
+                const float *from = a->packed + (t * a->outer + o) * a->inner + i;
+                dtrain__v sum = dtrain__vload_n(from, n);
+                for (int64_t part = 1; part < a->parts; part++)
+                    sum += dtrain__vload_n(from + part * count, n);
+                float *to = a->d_weight + o * a->outer_stride + i * a->inner_stride + a->order[t];
+                for (int64_t lane = 0; lane < n; lane++, to += a->inner_stride)
+                    *to = (a->accumulate ? *to : 0) + sum[lane];
+            }
+        }
+}
+
+/* ---- Depthwise */
+
+/* The taps of an axis whose pixels are inside, for the window that begins at `first`: [*begin, *end). */
+DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t dilation, int64_t kernel,
+                                           int64_t size, int64_t *begin, int64_t *end)
+{
+    *begin = 0, *end = kernel;
+    while (*begin < *end && first + *begin * dilation < 0) ++*begin;
+    while (*end > *begin && first + (*end - 1) * dilation >= size) --*end;
+}
+
+/* Range: rows of y, batch * out_height. */
+DTRAIN__KERNEL_AS(depthwise)
+{
+    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t image = row / w->out_height * w->height;
+        const int64_t y = row % w->out_height * w->stride[0] - w->padding[0];
+        int64_t a0, a1, b0, b1;
+        DTRAIN__K(taps_inside)(y, w->dilation[0], w->kernel[0], w->height, &a0, &a1);
+        for (int64_t j = 0; j < w->out_width; j++) {
+            const int64_t x = j * w->stride[1] - w->padding[1];
+            DTRAIN__K(taps_inside)(x, w->dilation[1], w->kernel[1], w->width, &b0, &b1);
+            for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+                const int64_t n = w->channels - c;
+                dtrain__v sum = a->bias ? dtrain__vload_n(a->bias + c, n) : dtrain__vset(0);
+                for (int64_t i = a0; i < a1; i++)
+                    for (int64_t k = b0; k < b1; k++) {
+                        const int64_t at = (image + y + i * w->dilation[0]) * w->width + x +
+                                           k * w->dilation[1];
+                        const float *weight = a->weight + (i * w->kernel[1] + k) * w->channels + c;
+                        sum = dtrain__vfma(dtrain__vload_as(a->x, dtype, at * w->channels + c, n),
+                                           dtrain__vload_n(weight, n), sum);
+                    }
+                dtrain__vstore_as(a->y, dtype, (row * w->out_width + j) * w->channels + c, sum, n);
+            }
+        }
+    }
+}
+
+/* Return the window of an axis that has its tap `tap` at pixel `at`; -1: there is none. */
+DTRAIN__HELPER int64_t DTRAIN__K(window_of)(const dtrain_windows2d *w, int axis, int64_t count,
+                                            int64_t at, int64_t tap)
+{
+    const int64_t first = at + w->padding[axis] - tap * w->dilation[axis];
+    if (first < 0 || first % w->stride[axis] || first / w->stride[axis] >= count) return -1;
+    return first / w->stride[axis];
+}
+
+/* Range: rows of x, batch * height. */
+DTRAIN__KERNEL_AS(depthwise_input)
+{
+    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t at = begin * w->width; at < end * w->width; at++) {
+        const int64_t row = at / w->width, image = row / w->height * w->out_height;
+        for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+            const int64_t n = w->channels - c;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t tap = 0; tap < w->kernel[0] * w->kernel[1]; tap++) {
+                const int64_t i = DTRAIN__K(window_of)(w, 0, w->out_height, row % w->height,
+                                                       tap / w->kernel[1]);
+                const int64_t j = DTRAIN__K(window_of)(w, 1, w->out_width, at % w->width,
+                                                       tap % w->kernel[1]);
+                if (i < 0 || j < 0) continue;
+                const int64_t from = ((image + i) * w->out_width + j) * w->channels + c;
+                sum = dtrain__vfma(dtrain__vload_as(a->d_y, dtype, from, n),
+                                   dtrain__vload_n(a->weight + tap * w->channels + c, n), sum);
+            }
+            if (a->accumulate) sum += dtrain__vload_as(a->y, x_dtype, at * w->channels + c, n);
+            dtrain__vstore_as(a->y, x_dtype, at * w->channels + c, sum, n);
+        }
+    }
+}
+
+/* Range: chunks of job->chunk rows of y, each with sums of its own. */
+DTRAIN__KERNEL_AS(depthwise_weight)
+{
+    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const int64_t taps = w->kernel[0] * w->kernel[1], rows = w->batch * w->out_height;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        float *sums = a->sums + chunk * taps * w->channels;
+        memset(sums, 0, (size_t)(taps * w->channels) * sizeof *sums);
+        for (int64_t row = chunk * job->chunk; row < (chunk + 1) * job->chunk && row < rows; row++)
+            for (int64_t tap = 0; tap < taps; tap++) {
+                const int64_t y = row % w->out_height * w->stride[0] - w->padding[0] +
+                                  tap / w->kernel[1] * w->dilation[0];
+                const int64_t x = tap % w->kernel[1] * w->dilation[1] - w->padding[1];
+                if (y < 0 || y >= w->height) continue;
+                const int64_t line = (row / w->out_height * w->height + y) * w->width;
+                int64_t j0 = 0, j1 = w->out_width; /* windows whose tap is inside */
+                while (j0 < j1 && j0 * w->stride[1] + x < 0) j0++;
+                while (j1 > j0 && (j1 - 1) * w->stride[1] + x >= w->width) j1--;
+                for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+                    const int64_t n = w->channels - c;
+                    float *to = sums + tap * w->channels + c;
+                    dtrain__v sum = dtrain__vload_n(to, n);
+                    for (int64_t j = j0; j < j1; j++) {
+                        const int64_t from = (line + j * w->stride[1] + x) * w->channels + c;
+                        const int64_t at = (row * w->out_width + j) * w->channels + c;
+                        sum = dtrain__vfma(dtrain__vload_as(a->x, dtype, from, n),
+                                           dtrain__vload_as(a->d_y, dtype, at, n), sum);
+                    }
+                    dtrain__vstore_n(to, sum, n);
+                }
+            }
+    }
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels/pooling.h
+ * ==============================================================================================*/
+
+/* Pooling: maximum and average of windows
+ *
+ * Backward works on pixels of x, each of which adds up what the windows that contain it send: one
+ * store and one rounding an element, and no two threads write to one place. */
+
+/* The maximum of a window and where it is; the tap is kept as lanes of integers. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
+                                                   const int64_t first[2], int64_t image, int64_t c,
+                                                   dtrain__vi *index)
+{
+    const dtrain_windows2d *w = &a->windows;
+    dtrain__v top = dtrain__vset(-INFINITY);
+    int64_t a0, a1, b0, b1;
+    DTRAIN__K(taps_inside)(first[0], 1, w->kernel[0], w->height, &a0, &a1);
+    DTRAIN__K(taps_inside)(first[1], 1, w->kernel[1], w->width, &b0, &b1);
+    dtrain__vi where = dtrain__viset((int32_t)(a0 * w->kernel[1] + b0));
+    for (int64_t i = a0; i < a1; i++)
+        for (int64_t j = b0; j < b1; j++) {
+            const int64_t at = ((image + first[0] + i) * w->width + first[1] + j) * w->channels + c;
+            const dtrain__v x = dtrain__vload_as(a->x, dtype, at, w->channels - c);
+            const dtrain__vi wins = (dtrain__vi)(x > top) | (dtrain__vi)(x != x);
+            top = DTRAIN__K(vselect)(wins, x, top);
+            where =
+                (where & ~wins) | (dtrain__viset((int32_t)(i * w->kernel[1] + j)) & wins);
+        }
+    *index = where;
+    return top;
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
+                                               const int64_t first[2], int64_t image, int64_t c)
+{
+    const dtrain_windows2d *w = &a->windows;
+    dtrain__v sum = dtrain__vset(0);
+    int64_t a0, a1, b0, b1;
+    DTRAIN__K(taps_inside)(first[0], 1, w->kernel[0], w->height, &a0, &a1);
+    DTRAIN__K(taps_inside)(first[1], 1, w->kernel[1], w->width, &b0, &b1);
+    for (int64_t i = a0; i < a1; i++)
+        for (int64_t j = b0; j < b1; j++) {
+            const int64_t at = ((image + first[0] + i) * w->width + first[1] + j) * w->channels + c;
+            sum += dtrain__vload_as(a->x, dtype, at, w->channels - c);
+        }
+    return sum;
+}
+
+/* Range: rows of y, batch * out_height. */
+DTRAIN__KERNEL_AS(pool2d)
+{
+    const dtrain_pool2d_args *a = (const dtrain_pool2d_args *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain__v taps = dtrain__vset((float)(w->kernel[0] * w->kernel[1]));
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t j = 0; j < w->out_width; j++)
+            for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+                const int64_t image = row / w->out_height * w->height, n = w->channels - c;
+                const int64_t at = (row * w->out_width + j) * w->channels + c;
+                const int64_t first[2] = {row % w->out_height * w->stride[0] - w->padding[0],
+                                          j * w->stride[1] - w->padding[1]};
+                if (!a->maximum) {
+                    const dtrain__v sum = DTRAIN__K(window_sum)(a, dtype, first, image, c);
+                    dtrain__vstore_as(a->y, dtype, at, sum / taps, n);
+                    continue;
+                }
+                dtrain__vi index;
+                const dtrain__v top = DTRAIN__K(window_maximum)(a, dtype, first, image, c, &index);
+                dtrain__vstore_as(a->y, dtype, at, top, n);
+                if (a->index)
+                    memcpy(a->index + at, &index,
+                           (size_t)(n < DTRAIN__W ? n : DTRAIN__W) * sizeof *a->index);
+            }
+}
+
+/* What window `at` sends to its tap. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(pool_share)(const dtrain_pool2d_backward_args *a,
+                                               dtrain_dtype dtype, int64_t at, int64_t n,
+                                               int64_t tap)
+{
+    const dtrain__v d = dtrain__vload_as(a->d_y, dtype, at, n);
+    if (!a->maximum) return d;
+    dtrain__vi index = dtrain__viset(-1);
+    memcpy(&index, a->index + at, (size_t)(n < DTRAIN__W ? n : DTRAIN__W) * sizeof *a->index);
+    return dtrain__vkeep(d, (dtrain__vi)(index == dtrain__viset((int32_t)tap)));
+}
+
+/* Range: rows of x, batch * height. */
+DTRAIN__KERNEL_AS(pool2d_backward)
+{
+    const dtrain_pool2d_backward_args *a = (const dtrain_pool2d_backward_args *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain__v taps = dtrain__vset(a->maximum ? 1 : (float)(w->kernel[0] * w->kernel[1]));
+    for (int64_t at = begin * w->width; at < end * w->width; at++) {
+        const int64_t row = at / w->width, image = row / w->height * w->out_height;
+        const int64_t y = row % w->height + w->padding[0], x = at % w->width + w->padding[1];
+        const int64_t i1 = y / w->stride[0] < w->out_height ? y / w->stride[0] : w->out_height - 1;
+        const int64_t j1 = x / w->stride[1] < w->out_width ? x / w->stride[1] : w->out_width - 1;
+        for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+            const int64_t n = w->channels - c;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t i = i1; i >= 0 && y - i * w->stride[0] < w->kernel[0]; i--)
+                for (int64_t j = j1; j >= 0 && x - j * w->stride[1] < w->kernel[1]; j--) {
+                    const int64_t from = ((image + i) * w->out_width + j) * w->channels + c;
+                    const int64_t tap =
+                        (y - i * w->stride[0]) * w->kernel[1] + x - j * w->stride[1];
+                    sum += DTRAIN__K(pool_share)(a, dtype, from, n, tap);
+                }
+            sum /= taps;
+            if (a->accumulate) sum += dtrain__vload_as(a->d_x, dtype, at * w->channels + c, n);
+            dtrain__vstore_as(a->d_x, dtype, at * w->channels + c, sum, n);
+        }
+    }
+}
 
 /* ================================================================================================
  * src/device/cpu/kernels/attention.h
@@ -29503,6 +31033,7 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
 
 #define DTRAIN__ENTRY(name) DTRAIN__K(name),
 static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa),
+                                                   &DTRAIN__K(convolutions),
                                                    DTRAIN__K(mix), DTRAIN__RANGES(DTRAIN__ENTRY)};
 
 /* The other macros have the same text in every instance. */
@@ -29511,5 +31042,7 @@ static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX
 #undef DTRAIN__ON
 #undef DTRAIN__MR
 #undef DTRAIN__ROWS
+#undef DTRAIN__NARROW_MR
+#undef DTRAIN__NARROW_ROWS
 #undef DTRAIN__UNROLL
 #endif

@@ -6587,6 +6587,10 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_batchnorm_statistics,
                                           dtrain_cuda_batchnorm,
                                           dtrain_cuda_batchnorm_sums,
-                                          dtrain_cuda_batchnorm_backward};
+                                          dtrain_cuda_batchnorm_backward,
+                                          dtrain_cuda_conv2d,
+                                          dtrain_cuda_conv2d_backward,
+                                          dtrain_cuda_pool2d,
+                                          dtrain_cuda_pool2d_backward};
     return &ops;
 }

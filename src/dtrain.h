@@ -101,6 +101,7 @@ extern "C" {
 #include "tape/backward.c"
 #include "tape/layers.c"
 #include "tape/batchnorm.c"
+#include "tape/convolution.c"
 #include "tape/elementwise.c"
 #include "tape/checkpointing.c"
 #include "tape/arena.c"
@@ -135,6 +136,7 @@ extern "C" {
 #include "device/cpu/launch_gemm.c"
 #include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_sparse.c"
+#include "device/cpu/launch_convolution.c"
 #include "device/cpu/gemm.c"
 #include "device/cpu/kernels.c"
 

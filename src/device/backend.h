@@ -363,6 +363,65 @@ typedef struct dtrain_batchnorm_backward_args {
     dtrain_dtype dtype;
 } dtrain_batchnorm_backward_args;
 
+/* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an image
+ * has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of the same
+ * form; there are out_height x out_width windows, whose taps may lie outside. */
+typedef struct dtrain_windows2d {
+    int64_t batch, height, width, channels;
+    int64_t out_height, out_width;
+    int64_t kernel[2], stride[2], padding[2], dilation[2]; /* taps: kernel[0] x kernel[1] */
+} dtrain_windows2d;
+
+#define DTRAIN_CONV2D_KERNEL 64 /* taps of an axis, at most */
+
+/* y (batch, out_height, out_width, out_channels) = the sum over taps of x times weight, plus bias;
+ * a tap outside the image is 0. Group g of `groups` takes its share of the channels of x to its
+ * share of those of y. */
+typedef struct dtrain_conv2d_args {
+    dtrain_windows2d windows;
+    int64_t out_channels, groups;
+    const void *x;
+    const void *weight; /* (out_channels, channels / groups, kernel[0], kernel[1]) */
+    const float *bias;  /* (out_channels) or NULL */
+    void *y;
+    dtrain_dtype dtype; /* of x, weight, y */
+} dtrain_conv2d_args;
+
+/* The gradients of such a call; each of d_x, d_weight and d_bias may be NULL: not wanted. Sums over
+ * pixels are taken in shares that follow from the shapes alone, and in order. */
+typedef struct dtrain_conv2d_backward_args {
+    dtrain_windows2d windows;
+    int64_t out_channels, groups;
+    const void *x, *weight, *d_y;
+    void *d_x;
+    float *d_weight, *d_bias;
+    bool accumulate_x, accumulate_weight, accumulate_bias;
+    dtrain_dtype dtype;   /* of x, weight, d_y */
+    dtrain_dtype x_dtype; /* of d_x */
+} dtrain_conv2d_backward_args;
+
+/* y (batch, out_height, out_width, channels) = the largest element of each window, or the sum over
+ * its taps divided by kernel[0]*kernel[1] (taps outside the image are 0 and count). index, if
+ * wanted, receives the tap a*kernel[1] + b that was the maximum: the first one; of NaN, which is
+ * larger than everything, the last. Each window has a tap inside; dilation is 1. */
+typedef struct dtrain_pool2d_args {
+    dtrain_windows2d windows;
+    bool maximum;
+    const void *x;
+    void *y;
+    int32_t *index;     /* like y, or NULL; of maxima only */
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_pool2d_args;
+
+typedef struct dtrain_pool2d_backward_args {
+    dtrain_windows2d windows;
+    bool maximum, accumulate;
+    const int32_t *index; /* of maxima; NULL otherwise */
+    const void *d_y;
+    void *d_x;
+    dtrain_dtype dtype; /* of d_y and d_x */
+} dtrain_pool2d_backward_args;
+
 typedef enum dtrain_copy_kind {
     DTRAIN_COPY_HOST_TO_DEVICE = 1,
     DTRAIN_COPY_DEVICE_TO_HOST = 2, /* waits for the compute stream */
@@ -457,6 +516,10 @@ struct dtrain_device_ops {
     dtrain_result (*batchnorm)(dtrain_device *, const dtrain_batchnorm_args *);
     dtrain_result (*batchnorm_sums)(dtrain_device *, const dtrain_batchnorm_sums_args *);
     dtrain_result (*batchnorm_backward)(dtrain_device *, const dtrain_batchnorm_backward_args *);
+    dtrain_result (*conv2d)(dtrain_device *, const dtrain_conv2d_args *);
+    dtrain_result (*conv2d_backward)(dtrain_device *, const dtrain_conv2d_backward_args *);
+    dtrain_result (*pool2d)(dtrain_device *, const dtrain_pool2d_args *);
+    dtrain_result (*pool2d_backward)(dtrain_device *, const dtrain_pool2d_backward_args *);
 };
 
 struct dtrain_device {

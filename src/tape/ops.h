@@ -58,6 +58,37 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 
+/* Axis 0 is the height, axis 1 the width. Zeros are the defaults: stride 1, padding 0, dilation 1,
+ * one group. */
+typedef struct dtrain_conv2d_desc {
+    int64_t stride[2], padding[2], dilation[2], groups;
+} dtrain_conv2d_desc;
+
+/* Apply a convolution as PyTorch's conv2d defines it, but with channels last: x (batch, height,
+ * width, in_channels) -> (batch, out_height, out_width, out_channels), where out_height is (height +
+ * 2 padding - dilation (kernel_height - 1) - 1) / stride + 1, rounded down. weight has PyTorch's
+ * shape (out_channels, in_channels / groups, kernel_height, kernel_width), with a kernel of at most
+ * 64 x 64; bias (out_channels) may be NULL. groups divides both numbers of channels; with groups =
+ * in_channels = out_channels the convolution is depthwise. desc NULL: the defaults. */
+DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, const dtrain_conv2d_desc *desc);
+
+/* kernel has no default; stride 0 is the kernel; padding is at most half of the kernel. */
+typedef struct dtrain_pool2d_desc {
+    int64_t kernel[2], stride[2], padding[2];
+} dtrain_pool2d_desc;
+
+/* Take the maximum of each window, x (batch, height, width, channels) -> (batch, out_height,
+ * out_width, channels). The gradient goes to the first maximum, row by row. NaN is larger than
+ * everything; of several, the gradient goes to the last, as in PyTorch. */
+DTRAIN_API dtrain_tensor *dtrain_max_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                            const dtrain_pool2d_desc *desc);
+/* Average each window; padding counts as zeros, as it does in PyTorch unless asked otherwise. */
+DTRAIN_API dtrain_tensor *dtrain_avg_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                            const dtrain_pool2d_desc *desc);
+/* Average each image, x (batch, height, width, channels) -> (batch, channels). */
+DTRAIN_API dtrain_tensor *dtrain_global_avg_pool(dtrain_tape *tape, dtrain_tensor *x);
+
 /* Add two tensors of the same count and last axis; the result has the wider type of the two. */
 DTRAIN_API dtrain_tensor *dtrain_add(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
 /* Multiply every element by factor. */

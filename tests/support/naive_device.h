@@ -625,6 +625,8 @@ static dtrain_result naive_batchnorm_backward(dtrain_device *device,
     return DTRAIN_OK;
 }
 
+#include "naive_conv.h"
+
 /* These kernels and this memory; streams and events are the plan device's, which do nothing. */
 static inline const dtrain_device_ops *naive_device_ops(void)
 {
@@ -665,6 +667,10 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.batchnorm = naive_batchnorm;
     ops.batchnorm_sums = naive_batchnorm_sums;
     ops.batchnorm_backward = naive_batchnorm_backward;
+    ops.conv2d = naive_conv2d;
+    ops.conv2d_backward = naive_conv2d_backward;
+    ops.pool2d = naive_pool2d;
+    ops.pool2d_backward = naive_pool2d_backward;
     return &ops;
 }
 

@@ -41,9 +41,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__product *product);
+DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
 
-/* device/cpu/launch.c, launch_gemm.c, launch_batchnorm.c, launch_sparse.c: checks, cuts the work
- * and runs it */
+/* device/cpu/launch*.c: checks, cuts the work and runs it */
 #define DTRAIN__CPU_LAUNCHER(op)                                          \
     DTRAIN__PRIVATE dtrain_result dtrain__cpu_##op(dtrain_device *device, \
                                                    const dtrain_##op##_args *args);

@@ -38,7 +38,9 @@ typedef struct dtrain__gemm_job {
     const dtrain_gemm_args *args;
     const dtrain__isa *isa;
     dtrain__operand a, b;
+    const dtrain__windows *c_rows;
     int64_t k, k_step;      /* k is 0 when alpha is */
+    int64_t parts, part_k;  /* of k, for which there is a C each */
     int64_t m_most;         /* rows of a rectangle whose A fits the buffer */
     int64_t m_step, n_step; /* rectangle; multiples of mr and nr */
     int64_t rows, cols;     /* rectangles */
@@ -52,7 +54,8 @@ typedef struct dtrain__gemm_job {
 typedef struct dtrain__gemm_pass {
     const dtrain__gemm_job *job;
     int64_t i0, i1, j0, j1;
-    int64_t p;
+    int64_t p, end; /* along k */
+    int64_t c_at;   /* where this part's C begins, in elements */
     int k, cells; /* k in cells of the panels */
     int first, last;
     float *a_block, *b_panel, *partial;
@@ -77,6 +80,31 @@ static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, in
     x.rows = rows;
     x.cols = cols;
     return x;
+}
+
+/* Return where row i of C begins, in elements. */
+static int64_t dtrain__gemm_row(const dtrain__gemm_pass *pass, int64_t i)
+{
+    const dtrain__windows *rows = pass->job->c_rows;
+    if (!rows) return pass->c_at + i * pass->job->args->ldc;
+    const dtrain__corner corner = dtrain__window_corner(rows, i);
+    return dtrain__window_tap(rows, &corner, 0, 0);
+}
+
+/* Move a tile from or to C, or a row at a time where those of C are not equally far apart. */
+static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t j, int rows,
+                              int cols, float *tile, bool load)
+{
+    const dtrain__gemm_job *job = pass->job;
+    const dtrain_gemm_args *x = job->args;
+    const int step = job->c_rows ? 1 : rows;
+    for (int r = 0; r < rows; r += step, tile += step * job->isa->nr) {
+        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype,
+                                                      dtrain__gemm_row(pass, i + r) + j);
+        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, step, cols);
+        if (load) job->isa->tile->load(tile, &c);
+        else job->isa->tile->store(&c, tile);
+    }
 }
 
 /* Bias, aux and activation, or the slope of a backward pass, on a tile; aux is a part of x->aux. */
@@ -109,24 +137,24 @@ static void dtrain__gemm_copied_tile(const dtrain__gemm_pass *pass, int64_t i, i
     const float beta = pass->first ? x->beta : 1;
     float tile[DTRAIN__MR_MAX * DTRAIN__NR_MAX];
 
-    void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, i * x->ldc + j);
-    const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
     const dtrain__rectangle partial =
         dtrain__rectangle_at(pass->partial + (i - pass->i0) * job->n_step + (j - pass->j0),
                              DTRAIN_DTYPE_F32, job->n_step, rows, cols);
 
     if (beta != 0) {
         memset(tile, 0, (size_t)(isa->mr * isa->nr) * sizeof *tile);
-        isa->tile->load(tile, job->needs_partial && !pass->first ? &partial : &c);
+        if (job->needs_partial && !pass->first) isa->tile->load(tile, &partial);
+        else dtrain__gemm_move(pass, i, j, rows, cols, tile, true);
     }
     isa->kernel(pass->cells, a, b, ldb, x->alpha, beta, tile, isa->nr);
     if (pass->last) {
-        at = x->aux;
+        void *at = x->aux;
         if (at) at = (void *)(uintptr_t)dtrain__gemm_at(at, x->c_dtype, i * x->ldc + j);
         const dtrain__rectangle aux = dtrain__rectangle_at(at, x->c_dtype, x->ldc, rows, cols);
         dtrain__gemm_finish_copied(isa, x, j, &aux, tile);
     }
-    isa->tile->store(job->needs_partial && !pass->last ? &partial : &c, tile);
+    if (job->needs_partial && !pass->last) isa->tile->store(&partial, tile);
+    else dtrain__gemm_move(pass, i, j, rows, cols, tile, false);
 }
 
 static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t j, const float *a,
@@ -135,16 +163,24 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
     const dtrain__isa *isa = job->isa;
-    if (x->c_dtype != DTRAIN_DTYPE_F32 || pass->i1 - i < isa->mr || pass->j1 - j < isa->nr) {
+    if (x->c_dtype != DTRAIN_DTYPE_F32 || job->c_rows || pass->i1 - i < isa->mr ||
+        pass->j1 - j < isa->nr) {
         dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
         return;
     }
-    int64_t at = i * x->ldc + j;
+    int64_t at = dtrain__gemm_row(pass, i) + j;
     float *c = (float *)x->c + at;
     isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
     if (pass->last && (x->bias || x->aux || x->activation))
         isa->tile->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
                           x->aux ? (float *)x->aux + at : NULL, x->activation);
+}
+
+/* Return the floats of a panel of A. */
+static int dtrain__gemm_panel(const dtrain__gemm_pass *pass)
+{
+    const dtrain__isa *isa = pass->job->isa;
+    return isa->mr * (isa->pitch ? isa->pitch : pass->cells);
 }
 
 /* Where A is stored transposed, 16 cells of k at a time: their rows of memory stay in L1 while all
@@ -153,11 +189,11 @@ static void dtrain__gemm_pack_a_block(const dtrain__gemm_pass *pass)
 {
     const dtrain__gemm_job *job = pass->job;
     int mr = job->isa->mr;
-    int chunk = job->a.along_k ? pass->k : 16 * job->isa->pair;
+    int chunk = job->a.along_k || job->a.windows ? pass->k : 16 * job->isa->pair;
     for (int p = 0; p < pass->k; p += chunk) {
         int steps = pass->k - p < chunk ? pass->k - p : chunk;
         float *panel = pass->a_block + p / job->isa->pair * mr;
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += mr * pass->cells)
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, panel += dtrain__gemm_panel(pass))
             job->isa->pack_a(panel, &job->a, i, (int)dtrain__gemm_min(mr, pass->i1 - i),
                              pass->p + p, steps);
     }
@@ -168,9 +204,10 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
     const dtrain__gemm_job *job = pass->job;
     const dtrain__isa *isa = job->isa;
     int mr = isa->mr, nr = isa->nr;
-    /* Two panels of A do not repay a copy of B that lies in the right order already. */
-    int in_place =
-        !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && pass->i1 - pass->i0 <= 2 * mr;
+    /* Two panels of A do not repay a copy of B that lies in the right order already, and none does
+     * where that is a panel. */
+    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 &&
+                   (pass->i1 - pass->i0 <= 2 * mr || job->b.ld == nr);
     dtrain__gemm_pack_a_block(pass);
     for (int64_t j = pass->j0; j < pass->j1; j += nr) {
         const float *b = pass->b_panel, *a = pass->a_block;
@@ -182,7 +219,7 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
             isa->pack_b(pass->b_panel, &job->b, j, (int)dtrain__gemm_min(nr, pass->j1 - j), pass->p,
                         pass->k);
         }
-        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += mr * pass->cells)
+        for (int64_t i = pass->i0; i < pass->i1; i += mr, a += dtrain__gemm_panel(pass))
             dtrain__gemm_tile(pass, i, j, a, b, ldb);
     }
 }
@@ -197,25 +234,30 @@ static void dtrain__gemm_task(void *ctx, int index, int count)
     memset(&pass, 0, sizeof pass);
     pass.job = job;
     pass.a_block = job->memory + index * job->slot;
-    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__KC;
+    pass.b_panel = pass.a_block + DTRAIN__MC * DTRAIN__PITCH;
     pass.partial = pass.b_panel + DTRAIN__NR_MAX * DTRAIN__KC;
     if (isa->begin) isa->begin();
     for (;;) {
         int64_t at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (at >= job->rows * job->cols) break;
+        const int64_t part = at / (job->rows * job->cols);
+        if (part >= job->parts) break;
+        at %= job->rows * job->cols;
         pass.i0 = at % job->rows * job->m_step;
         pass.j0 = at / job->rows * job->n_step;
         pass.i1 = dtrain__gemm_min(pass.i0 + job->m_step, x->m);
         pass.j1 = dtrain__gemm_min(pass.j0 + job->n_step, x->n);
-        pass.p = 0;
+        pass.p = part * job->part_k;
+        pass.end = dtrain__gemm_min(pass.p + job->part_k, job->k);
+        pass.c_at = part * x->m * x->ldc;
+        pass.first = 1;
         do { /* once even for k == 0: beta, bias and activation remain */
-            pass.k = (int)dtrain__gemm_min(job->k_step, job->k - pass.p);
+            pass.k = (int)dtrain__gemm_min(job->k_step, pass.end - pass.p);
             pass.cells = (int)dtrain__gemm_round(dtrain__gemm_ceil(pass.k, isa->pair), isa->unit);
-            pass.first = pass.p == 0;
-            pass.last = pass.p + pass.k == job->k;
+            pass.last = pass.p + pass.k == pass.end;
             dtrain__gemm_block(&pass);
             pass.p += pass.k;
-        } while (pass.p < job->k);
+            pass.first = 0;
+        } while (pass.p < pass.end);
     }
     if (isa->end) isa->end();
 }
@@ -225,11 +267,12 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
 {
     const int64_t most = DTRAIN__KC * job->isa->pair, mr = job->isa->mr;
     const int64_t whole = job->isa->pair * job->isa->unit;
-    job->k_step = dtrain__gemm_ceil(job->k, dtrain__gemm_ceil(job->k, most) + (job->k == 0));
+    const int64_t k = job->part_k;
+    job->k_step = dtrain__gemm_ceil(k, dtrain__gemm_ceil(k, most) + (k == 0));
     job->k_step = dtrain__gemm_round(job->k_step, whole);
-    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && job->k > job->k_step;
+    job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
     job->m_most = DTRAIN__MC / mr * mr;
-    if (job->isa->pair == 1 || job->needs_partial || job->k == 0) return;
+    if (job->isa->pair == 1 || job->needs_partial || k == 0) return;
     /* Cheap products repay taller blocks, which pack B less often. */
     job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
     if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;
@@ -259,36 +302,58 @@ static void dtrain__gemm_cut(dtrain__gemm_job *job, int threads)
     }
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+/* Return the floats of scratch that a thread needs; partial: with sums that C cannot hold. */
+DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
 {
+    return DTRAIN__MC * DTRAIN__PITCH + DTRAIN__NR_MAX * DTRAIN__KC +
+           (partial ? DTRAIN__MC * DTRAIN__NC : 0);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__product *product)
+{
+    const dtrain_gemm_args *args = product->args;
     dtrain__gemm_job job;
     dtrain__pool *pool = cpu->pool;
     if (args->m <= 0 || args->n <= 0) return DTRAIN_OK;
     memset(&job, 0, sizeof job);
     job.args = args;
-    job.isa = cpu->isa;
-    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
-        job.isa = cpu->pairs;
-    job.a.data = args->a;
-    job.a.dtype = args->a_dtype;
-    job.a.ld = args->lda;
-    job.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
-    job.b.data = args->b;
-    job.b.dtype = args->b_dtype;
-    job.b.ld = args->ldb;
-    job.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
-
+    job.isa = product->isa;
+    job.a = product->a;
+    job.b = product->b;
+    job.c_rows = product->c_rows;
     job.k = args->alpha == 0 || args->k < 0 ? 0 : args->k;
+    job.part_k = dtrain__gemm_ceil(job.k, product->parts);
+    job.parts = job.k ? dtrain__gemm_ceil(job.k, job.part_k) : 1;
     dtrain__gemm_cut_k(&job);
 
     /* Waking the others costs more than a quarter of a million multiply-adds. */
     int64_t tiny = 1 << 18;
     if (args->m * args->n <= tiny && args->m * args->n * job.k <= tiny) pool = NULL;
     const int threads = pool ? pool->thread_count : 1;
-    dtrain__gemm_cut(&job, threads);
-    job.slot = (DTRAIN__MC + DTRAIN__NR_MAX) * DTRAIN__KC;
-    if (job.needs_partial) job.slot += DTRAIN__MC * DTRAIN__NC;
-    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * threads, &job.memory));
+    dtrain__gemm_cut(&job, job.parts > 1 ? 1 : threads);
+    job.slot = dtrain__gemm_slot(job.needs_partial);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, product->reserve + job.slot * threads, &job.memory));
+    job.memory += product->reserve;
     dtrain__parallel(pool, dtrain__gemm_task, &job);
     return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
+{
+    dtrain__product product;
+    memset(&product, 0, sizeof product);
+    product.args = args;
+    product.isa = cpu->isa;
+    if (cpu->pairs && args->a_dtype == DTRAIN_DTYPE_BF16 && args->b_dtype == DTRAIN_DTYPE_BF16)
+        product.isa = cpu->pairs;
+    product.a.data = args->a;
+    product.a.dtype = args->a_dtype;
+    product.a.ld = args->lda;
+    product.a.along_k = !(args->flags & DTRAIN_GEMM_TRANS_A);
+    product.b.data = args->b;
+    product.b.dtype = args->b_dtype;
+    product.b.ld = args->ldb;
+    product.b.along_k = (args->flags & DTRAIN_GEMM_TRANS_B) != 0;
+    product.parts = 1;
+    return dtrain__gemm_run(cpu, &product);
 }

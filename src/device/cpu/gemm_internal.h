@@ -18,19 +18,65 @@
 
 enum {
     DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__PITCH = DTRAIN__KC + 16, /* from row to row of a panel of rows; not 2^n cache lines */
     DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
     DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
     DTRAIN__MR_MAX = 32,
     DTRAIN__NR_MAX = 32
 };
 
+/* A matrix that is never in memory: row r is window r of images (height, width, channels), its
+ * columns are taps and in each tap `depth` channels. The windows of an image begin at pixels
+ * (i*stride[0], j*stride[1]), i < rows, j < columns; tap (a, b) is y[a], x[b] pixels away from
+ * there, and 0 where that is outside. */
+typedef struct dtrain__windows {
+    int64_t height, width, channels, depth;
+    int64_t rows, columns, stride[2];
+    int64_t tap_rows, tap_columns;
+    bool joined; /* the taps of a row are one run in memory, where all are inside */
+    int32_t y[DTRAIN_CONV2D_KERNEL], x[DTRAIN_CONV2D_KERNEL];
+} dtrain__windows;
+
+/* Where a window begins; image: elements from the first image. */
+typedef struct dtrain__corner {
+    int64_t image, row, column;
+} dtrain__corner;
+
+static inline dtrain__corner dtrain__window_corner(const dtrain__windows *w, int64_t index)
+{
+    dtrain__corner at;
+    at.column = index % w->columns;
+    at.row = index / w->columns % w->rows;
+    at.image = index / w->columns / w->rows * (w->height * w->width * w->channels);
+    return at;
+}
+
+static inline void dtrain__window_next(const dtrain__windows *w, dtrain__corner *at)
+{
+    if (++at->column < w->columns) return;
+    at->column = 0;
+    if (++at->row < w->rows) return;
+    at->row = 0;
+    at->image += w->height * w->width * w->channels;
+}
+
+/* Return where a tap's channels begin, in elements; -1: outside. */
+static inline int64_t dtrain__window_tap(const dtrain__windows *w, const dtrain__corner *at,
+                                         int64_t a, int64_t b)
+{
+    const int64_t y = at->row * w->stride[0] + w->y[a], x = at->column * w->stride[1] + w->x[b];
+    if (y < 0 || y >= w->height || x < 0 || x >= w->width) return -1;
+    return at->image + (y * w->width + x) * w->channels;
+}
+
 /* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
- * columns of op(B), p along k. */
+ * columns of op(B), p along k. Windows are rows of op(A) when along_k, and columns of A otherwise. */
 typedef struct dtrain__operand {
     const void *data;
     dtrain_dtype dtype;
     int64_t ld;
     int along_k; /* neighbours in memory are neighbours in k */
+    const dtrain__windows *windows; /* NULL: rows are ld elements apart */
 } dtrain__operand;
 
 typedef void (*dtrain__pack_fn)(float *panel, const dtrain__operand *x, int64_t index, int count,
@@ -67,6 +113,7 @@ typedef struct dtrain__isa {
     int pair;    /* elements in a cell: 1 (fp32) or 2 (bf16) */
     int unit;    /* a panel has a multiple of so many cells of k; what is too much is 0 */
     int packing; /* what packing an element costs, in multiply-adds */
+    int pitch;   /* a panel of A has its rows one behind the other, so far apart; 0: side by side */
     void (*kernel)(int64_t cells, const float *a, const float *b, int64_t ldb, float alpha,
                    float beta, float *c, int64_t ldc);
     dtrain__pack_fn pack_a, pack_b;
@@ -74,3 +121,13 @@ typedef struct dtrain__isa {
     void (*begin)(void);
     void (*end)(void);
 } dtrain__isa;
+
+/* A product, as the driver takes it. */
+typedef struct dtrain__product {
+    const dtrain_gemm_args *args; /* sizes, factors, C and what follows; not the operands */
+    const dtrain__isa *isa;
+    dtrain__operand a, b;
+    const dtrain__windows *c_rows; /* row i of C is tap (0,0) of window i; NULL: ldc elements apart */
+    int64_t parts;   /* k is cut into so many, each with a C of its own behind the one before */
+    int64_t reserve; /* floats at the beginning of scratch that are the caller's */
+} dtrain__product;

@@ -32,13 +32,22 @@ typedef struct dtrain__job {
     X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
-    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk) X(batchnorm_moments)        \
-    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)
+    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk) X(batchnorm_moments)                \
+    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)                                     \
+    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                        \
+    X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
+
+/* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
+ * are copied fastest; columns: windows are the columns of A. Wide tiles have two vectors a row. */
+typedef struct dtrain__conv_tiles {
+    dtrain__isa rows, narrow_rows, columns, narrow_columns;
+} dtrain__conv_tiles;
 
 typedef struct dtrain__kernels {
     const char *name;
     const dtrain__isa *gemm;
+    const dtrain__conv_tiles *convolutions;
     void (*mix)(const dtrain__mix_job *job);
 #define DTRAIN__RANGE(name) dtrain__range_fn name;
     DTRAIN__RANGES(DTRAIN__RANGE)
@@ -62,6 +71,29 @@ typedef struct dtrain__topk_pass {
     int32_t *indices; /* (threads, room) */
     int64_t *found;   /* (threads); -1: more than the list had room for */
 } dtrain__topk_pass;
+
+/* A weight (outer, inner, taps), as strides say, in the order of a product's B: (tap, outer, inner),
+ * in fp32, with the taps in the order of `order`. Or the way back, for the gradient. */
+typedef struct dtrain__conv_weight {
+    const void *weight;
+    float *d_weight, *packed; /* packed: (parts, taps, outer, inner) */
+    dtrain_dtype dtype;       /* of weight */
+    int64_t outer, inner, outer_stride, inner_stride;
+    int64_t taps, parts;
+    const int32_t *order; /* (taps) */
+    bool accumulate;
+} dtrain__conv_weight;
+
+/* A depthwise convolution: channel c of y is that of x alone. */
+typedef struct dtrain__depthwise {
+    dtrain_windows2d windows;
+    const void *x, *d_y;
+    const float *weight, *bias; /* weight: (taps, channels) */
+    void *y;                    /* or d_x */
+    float *sums;                /* (chunks, taps, channels): of the weight gradient */
+    dtrain_dtype dtype, y_dtype;
+    bool accumulate;
+} dtrain__depthwise;
 
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */

@@ -184,27 +184,28 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_b)(float *panel, const dtrain__operand *x, i
 
 /* ---- What follows the last step of k, while the tile is in L1 */
 
-DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, const dtrain__rectangle *from)
+/* Tiles have n floats a row: a constant, two vectors here and one in convolution.h. */
+DTRAIN__HELPER void DTRAIN__K(load_tile_of)(int n, float *tile, const dtrain__rectangle *from)
 {
-    for (int r = 0; r < from->rows; r++, tile += DTRAIN__N)
+    for (int r = 0; r < from->rows; r++, tile += n)
         for (int j = 0; j < from->cols; j += DTRAIN__W)
             dtrain__vstore(tile + j, dtrain__vload_as(from->data, from->dtype, r * from->ld + j,
                                                       from->cols - j));
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile)
+DTRAIN__HELPER void DTRAIN__K(store_tile_of)(int n, const dtrain__rectangle *to, const float *tile)
 {
-    for (int r = 0; r < to->rows; r++, tile += DTRAIN__N)
+    for (int r = 0; r < to->rows; r++, tile += n)
         for (int j = 0; j < to->cols; j += DTRAIN__W)
             dtrain__vstore_as(to->data, to->dtype, r * to->ld + j, dtrain__vload(tile + j),
                               to->cols - j);
 }
 
-DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int rows, const float *bias,
-                                            float *aux, uint32_t activation)
+DTRAIN__HELPER void DTRAIN__K(finish_tile_of)(int n, float *c, int64_t ldc, int rows,
+                                              const float *bias, float *aux, uint32_t activation)
 {
     for (int r = 0; r < rows; r++)
-        for (int j = 0; j < DTRAIN__N; j += DTRAIN__W) {
+        for (int j = 0; j < n; j += DTRAIN__W) {
             const int64_t at = r * ldc + j;
             dtrain__v x = dtrain__vload(c + at);
             if (bias) x += dtrain__vload(bias + j);
@@ -223,6 +224,22 @@ DTRAIN__ROUTINE void DTRAIN__K(slope_tile)(float *c, const float *z, int count, 
     }
 }
 
+DTRAIN__ROUTINE void DTRAIN__K(load_tile)(float *tile, const dtrain__rectangle *from)
+{
+    DTRAIN__K(load_tile_of)(DTRAIN__N, tile, from);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(store_tile)(const dtrain__rectangle *to, const float *tile)
+{
+    DTRAIN__K(store_tile_of)(DTRAIN__N, to, tile);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(finish_tile)(float *c, int64_t ldc, int rows, const float *bias,
+                                            float *aux, uint32_t activation)
+{
+    DTRAIN__K(finish_tile_of)(DTRAIN__N, c, ldc, rows, bias, aux, activation);
+}
+
 static const dtrain__tile_ops DTRAIN__K(tile_ops) = {DTRAIN__K(finish_tile), DTRAIN__K(slope_tile),
                                                      DTRAIN__K(load_tile), DTRAIN__K(store_tile)};
 static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
@@ -231,6 +248,7 @@ static const dtrain__isa DTRAIN__K(isa) = {DTRAIN__STRING(DTRAIN__SUFFIX),
                                            1,
                                            1,
                                            4,
+                                           0,
                                            DTRAIN__K(gemm_tile),
                                            DTRAIN__K(pack_a),
                                            DTRAIN__K(pack_b),

@@ -8,6 +8,8 @@
 #include "device/cpu/kernels/sparse.h"
 #include "device/cpu/kernels/gemm.h"
 #include "device/cpu/kernels/pairs.h"
+#include "device/cpu/kernels/convolution.h"
+#include "device/cpu/kernels/pooling.h"
 #include "device/cpu/kernels/attention.h"
 #include "device/cpu/kernels/mix.h"
 #include "device/cpu/kernels/table.h"
@@ -18,4 +20,6 @@
 #undef DTRAIN__ON
 #undef DTRAIN__MR
 #undef DTRAIN__ROWS
+#undef DTRAIN__NARROW_MR
+#undef DTRAIN__NARROW_ROWS
 #undef DTRAIN__UNROLL

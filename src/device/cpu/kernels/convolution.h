@@ -1,0 +1,378 @@
+/* Convolution: tiles, packing of windows, weights, depthwise
+ *
+ * A convolution is a product with windows (gemm_internal.h) in place of one matrix, and gemm.c
+ * drives it; here are the tiles and the packing that it needs beside those of gemm.h.
+ *
+ * Forward and for the gradient of the input, windows are rows of A. Packing them is most of what a
+ * narrow layer costs beside its products, so a panel of A keeps its rows one behind the other, in
+ * DTRAIN__PITCH floats each: a run of channels is then copied as it is. The tile reads the rows at
+ * constant distances. For the gradient of the weight, windows are columns of A, whose panels are
+ * those of gemm.h.
+ *
+ * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as many
+ * rows, for layers with few output channels. */
+
+#define DTRAIN__TWELVE(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#if DTRAIN__W == 16
+#define DTRAIN__NARROW_MR 24
+#define DTRAIN__NARROW_ROWS(DO)                                                          \
+    DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15) DO(16) DO(17) DO(18) DO(19) DO(20) DO(21) \
+        DO(22) DO(23)
+#else
+#define DTRAIN__NARROW_MR 12
+#define DTRAIN__NARROW_ROWS(DO) DTRAIN__TWELVE(DO)
+#endif
+
+#define DTRAIN__NARROW_BEGIN(r)          \
+    dtrain__v sum##r = dtrain__vset(0);  \
+    __builtin_prefetch(c + (r)*c_row);
+#define DTRAIN__NARROW_STEP(r) \
+    sum##r = dtrain__vfma(dtrain__vset(a[(r)*a_row + at]), b_only, sum##r);
+#define DTRAIN__NARROW_END(r)                                                              \
+    do {                                                                                   \
+        float *to = c + (r)*c_row;                                                         \
+        sum##r *= dtrain__vset(alpha);                                                     \
+        if (beta != 0) sum##r = dtrain__vfma(dtrain__vset(beta), dtrain__vload(to), sum##r); \
+        dtrain__vstore(to, sum##r);                                                        \
+    } while (0);
+#define DTRAIN__NARROW_TILE                                                          \
+    DTRAIN__NARROW_ROWS(DTRAIN__NARROW_BEGIN)                                        \
+    DTRAIN__UNROLL for (int64_t p = 0, at = 0; p < k; p++, at += a_step, b += b_row) \
+    {                                                                                \
+        const dtrain__v b_only = dtrain__vload(b);                                   \
+        DTRAIN__NARROW_ROWS(DTRAIN__NARROW_STEP)                                     \
+    }                                                                                \
+    DTRAIN__NARROW_ROWS(DTRAIN__NARROW_END)
+
+DTRAIN__ROUTINE void DTRAIN__K(rows_tile)(int64_t k, const float *a, const float *b, int64_t b_row,
+                                          float alpha, float beta, float *c, int64_t c_row)
+{
+    enum { rows = DTRAIN__MR, a_row = DTRAIN__PITCH, a_step = 1 };
+    DTRAIN__TILE(DTRAIN__ROWS, DTRAIN__ROW_STEP)
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(narrow_rows_tile)(int64_t k, const float *a, const float *b,
+                                                 int64_t b_row, float alpha, float beta, float *c,
+                                                 int64_t c_row)
+{
+    enum { a_row = DTRAIN__PITCH, a_step = 1 };
+    DTRAIN__NARROW_TILE
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(narrow_tile)(int64_t k, const float *a, const float *b,
+                                            int64_t b_row, float alpha, float beta, float *c,
+                                            int64_t c_row)
+{
+    enum { a_row = 1, a_step = DTRAIN__NARROW_MR };
+    DTRAIN__NARROW_TILE
+}
+
+/* ---- Packing */
+
+/* Copy a run, or zeros where at is -1. Whole vectors are stored: what is behind the run in the
+ * panel is written later, or is the slack of a row. */
+DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtype dtype, int64_t at,
+                                        int64_t run)
+{
+    if (at < 0)
+        for (int64_t q = 0; q < run; q += DTRAIN__W) dtrain__vstore(to + q, dtrain__vset(0));
+    else
+        for (int64_t q = 0; q < run; q += DTRAIN__W)
+            dtrain__vstore(to + q, dtrain__vload_as(data, dtype, at + q, run - q));
+}
+
+/* One row of windows, k elements from p on. */
+DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, dtrain_dtype dtype,
+                                           const dtrain__corner *corner, int64_t p, int64_t k)
+{
+    const dtrain__windows *w = x->windows;
+    const int64_t line = w->tap_columns * w->depth, y = corner->row * w->stride[0];
+    const int64_t left = corner->column * w->stride[1] + w->x[0];
+    const bool joined = w->joined && left >= 0 && left + w->tap_columns <= w->width;
+    int64_t a = p / line, in_line = p % line;
+    while (k > 0) {
+        const int64_t row = y + w->y[a], b = joined ? 0 : in_line / w->depth;
+        const int64_t c = in_line - b * w->depth, rest = (joined ? line : w->depth) - c;
+        const int64_t run = rest < k ? rest : k, column = left - w->x[0] + w->x[b];
+        const bool inside = row >= 0 && row < w->height && column >= 0 && column < w->width;
+        const int64_t at = corner->image + (row * w->width + column) * w->channels + c;
+        DTRAIN__K(pack_run)(to, x->data, dtype, inside ? at : -1, run);
+        to += run;
+        k -= run;
+        in_line += run;
+        if (in_line == line) in_line = 0, a++;
+    }
+}
+
+/* Pack `count` rows, one behind the other. Those beyond stay as they are: nothing is made of their
+ * sums. */
+DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__operand *x,
+                                            dtrain_dtype dtype, int64_t index, int count, int64_t p,
+                                            int k)
+{
+    dtrain__corner corner = {0, 0, 0};
+    if (x->windows) corner = dtrain__window_corner(x->windows, index);
+    for (int r = 0; r < count; r++, panel += DTRAIN__PITCH) {
+        if (!x->windows) {
+            DTRAIN__K(pack_run)(panel, x->data, dtype, (index + r) * x->ld + p, k);
+            continue;
+        }
+        DTRAIN__K(pack_window)(panel, x, dtype, &corner, p, k);
+        dtrain__window_next(x->windows, &corner);
+    }
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_window_rows)(float *panel, const dtrain__operand *x,
+                                                 int64_t index, int count, int64_t p, int k)
+{
+    if (x->dtype == DTRAIN_DTYPE_F32)
+        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F32, index, count, p, k);
+    else DTRAIN__K(pack_windows_as)(panel, x, x->dtype, index, count, p, k);
+}
+
+/* A panel's share of a tap: `run` channels from `channel` on. */
+typedef struct DTRAIN__K(share) {
+    int64_t a, b, channel, run;
+} DTRAIN__K(share);
+
+/* Pack `count` columns of windows, k windows from p on, side by side. */
+DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dtrain__operand *x,
+                                               dtrain_dtype dtype, int64_t index, int count,
+                                               int64_t p, int k)
+{
+    const dtrain__windows *w = x->windows;
+    DTRAIN__K(share) shares[DTRAIN__NARROW_MR];
+    int share_count = 0;
+    for (int64_t done = 0; done < count;) {
+        DTRAIN__K(share) *s = &shares[share_count++];
+        const int64_t tap = (index + done) / w->depth;
+        s->a = tap / w->tap_columns;
+        s->b = tap % w->tap_columns;
+        s->channel = (index + done) % w->depth;
+        s->run = w->depth - s->channel < count - done ? w->depth - s->channel : count - done;
+        done += s->run;
+    }
+    dtrain__corner corner = dtrain__window_corner(w, p);
+    for (int i = 0; i < k; i++, panel += width) {
+        float *to = panel;
+        for (int s = 0; s < share_count; to += shares[s++].run) {
+            const int64_t at = dtrain__window_tap(w, &corner, shares[s].a, shares[s].b);
+            DTRAIN__K(pack_run)(to, x->data, dtype, at < 0 ? -1 : at + shares[s].channel,
+                                shares[s].run);
+        }
+        dtrain__window_next(w, &corner);
+    }
+}
+
+DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dtrain__operand *x,
+                                               int64_t index, int count, int64_t p, int k)
+{
+    if (!x->windows) DTRAIN__K(pack_steps)(panel, width, x, index, count, p, k);
+    else if (x->dtype == DTRAIN_DTYPE_F32)
+        DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F32, index, count, p, k);
+    else DTRAIN__K(pack_columns_as)(panel, width, x, x->dtype, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_columns)(float *panel, const dtrain__operand *x, int64_t index,
+                                             int count, int64_t p, int k)
+{
+    DTRAIN__K(pack_columns_of)(panel, DTRAIN__MR, x, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_columns)(float *panel, const dtrain__operand *x,
+                                                    int64_t index, int count, int64_t p, int k)
+{
+    DTRAIN__K(pack_columns_of)(panel, DTRAIN__NARROW_MR, x, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(pack_narrow_b)(float *panel, const dtrain__operand *x, int64_t index,
+                                              int count, int64_t p, int k)
+{
+    DTRAIN__K(pack_steps)(panel, DTRAIN__W, x, index, count, p, k);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(load_narrow_tile)(float *tile, const dtrain__rectangle *from)
+{
+    DTRAIN__K(load_tile_of)(DTRAIN__W, tile, from);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(store_narrow_tile)(const dtrain__rectangle *to, const float *tile)
+{
+    DTRAIN__K(store_tile_of)(DTRAIN__W, to, tile);
+}
+
+DTRAIN__ROUTINE void DTRAIN__K(finish_narrow_tile)(float *c, int64_t ldc, int rows,
+                                                   const float *bias, float *aux,
+                                                   uint32_t activation)
+{
+    DTRAIN__K(finish_tile_of)(DTRAIN__W, c, ldc, rows, bias, aux, activation);
+}
+
+static const dtrain__tile_ops DTRAIN__K(narrow_tile_ops) = {
+    DTRAIN__K(finish_narrow_tile), DTRAIN__K(slope_tile), DTRAIN__K(load_narrow_tile),
+    DTRAIN__K(store_narrow_tile)};
+
+/* pair, unit, packing: as in gemm.h, but rows are packed for half of the price. */
+#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b, tile_ops)           \
+    {                                                                                        \
+        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel),     \
+            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL           \
+    }
+static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
+    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b,
+                     tile_ops),
+    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 2, DTRAIN__PITCH, narrow_rows_tile,
+                     pack_window_rows, pack_narrow_b, narrow_tile_ops),
+    DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 4, 0, gemm_tile, pack_columns, pack_b, tile_ops),
+    DTRAIN__CONV_ISA(DTRAIN__NARROW_MR, DTRAIN__W, 4, 0, narrow_tile, pack_narrow_columns,
+                     pack_narrow_b, narrow_tile_ops)};
+
+/* ---- Weights */
+
+/* Range: `outer`. */
+DTRAIN__KERNEL(conv_weight)
+{
+    const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
+    for (int64_t o = begin; o < end; o++)
+        for (int64_t i = 0; i < a->inner; i++) {
+            const int64_t from = o * a->outer_stride + i * a->inner_stride;
+            for (int64_t t = 0; t < a->taps; t++)
+                a->packed[(t * a->outer + o) * a->inner + i] =
+                    dtrain__vload_as(a->weight, a->dtype, from + a->order[t], 1)[0];
+        }
+}
+
+/* Range: `outer`. Adds the parts of a gradient up, in order, where the weight's elements are. */
+DTRAIN__KERNEL(conv_weight_sum)
+{
+    const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
+    const int64_t count = a->taps * a->outer * a->inner;
+    for (int64_t o = begin; o < end; o++)
+        for (int64_t i = 0; i < a->inner; i += DTRAIN__W) {
+            const int64_t n = a->inner - i < DTRAIN__W ? a->inner - i : DTRAIN__W;
+            for (int64_t t = 0; t < a->taps; t++) {
+                const float *from = a->packed + (t * a->outer + o) * a->inner + i;
+                dtrain__v sum = dtrain__vload_n(from, n);
+                for (int64_t part = 1; part < a->parts; part++)
+                    sum += dtrain__vload_n(from + part * count, n);
+                float *to = a->d_weight + o * a->outer_stride + i * a->inner_stride + a->order[t];
+                for (int64_t lane = 0; lane < n; lane++, to += a->inner_stride)
+                    *to = (a->accumulate ? *to : 0) + sum[lane];
+            }
+        }
+}
+
+/* ---- Depthwise */
+
+/* The taps of an axis whose pixels are inside, for the window that begins at `first`: [*begin, *end). */
+DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t dilation, int64_t kernel,
+                                           int64_t size, int64_t *begin, int64_t *end)
+{
+    *begin = 0, *end = kernel;
+    while (*begin < *end && first + *begin * dilation < 0) ++*begin;
+    while (*end > *begin && first + (*end - 1) * dilation >= size) --*end;
+}
+
+/* Range: rows of y, batch * out_height. */
+DTRAIN__KERNEL_AS(depthwise)
+{
+    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t image = row / w->out_height * w->height;
+        const int64_t y = row % w->out_height * w->stride[0] - w->padding[0];
+        int64_t a0, a1, b0, b1;
+        DTRAIN__K(taps_inside)(y, w->dilation[0], w->kernel[0], w->height, &a0, &a1);
+        for (int64_t j = 0; j < w->out_width; j++) {
+            const int64_t x = j * w->stride[1] - w->padding[1];
+            DTRAIN__K(taps_inside)(x, w->dilation[1], w->kernel[1], w->width, &b0, &b1);
+            for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+                const int64_t n = w->channels - c;
+                dtrain__v sum = a->bias ? dtrain__vload_n(a->bias + c, n) : dtrain__vset(0);
+                for (int64_t i = a0; i < a1; i++)
+                    for (int64_t k = b0; k < b1; k++) {
+                        const int64_t at = (image + y + i * w->dilation[0]) * w->width + x +
+                                           k * w->dilation[1];
+                        const float *weight = a->weight + (i * w->kernel[1] + k) * w->channels + c;
+                        sum = dtrain__vfma(dtrain__vload_as(a->x, dtype, at * w->channels + c, n),
+                                           dtrain__vload_n(weight, n), sum);
+                    }
+                dtrain__vstore_as(a->y, dtype, (row * w->out_width + j) * w->channels + c, sum, n);
+            }
+        }
+    }
+}
+
+/* Return the window of an axis that has its tap `tap` at pixel `at`; -1: there is none. */
+DTRAIN__HELPER int64_t DTRAIN__K(window_of)(const dtrain_windows2d *w, int axis, int64_t count,
+                                            int64_t at, int64_t tap)
+{
+    const int64_t first = at + w->padding[axis] - tap * w->dilation[axis];
+    if (first < 0 || first % w->stride[axis] || first / w->stride[axis] >= count) return -1;
+    return first / w->stride[axis];
+}
+
+/* Range: rows of x, batch * height. */
+DTRAIN__KERNEL_AS(depthwise_input)
+{
+    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t at = begin * w->width; at < end * w->width; at++) {
+        const int64_t row = at / w->width, image = row / w->height * w->out_height;
+        for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+            const int64_t n = w->channels - c;
+            dtrain__v sum = dtrain__vset(0);
+            for (int64_t tap = 0; tap < w->kernel[0] * w->kernel[1]; tap++) {
+                const int64_t i = DTRAIN__K(window_of)(w, 0, w->out_height, row % w->height,
+                                                       tap / w->kernel[1]);
+                const int64_t j = DTRAIN__K(window_of)(w, 1, w->out_width, at % w->width,
+                                                       tap % w->kernel[1]);
+                if (i < 0 || j < 0) continue;
+                const int64_t from = ((image + i) * w->out_width + j) * w->channels + c;
+                sum = dtrain__vfma(dtrain__vload_as(a->d_y, dtype, from, n),
+                                   dtrain__vload_n(a->weight + tap * w->channels + c, n), sum);
+            }
+            if (a->accumulate) sum += dtrain__vload_as(a->y, x_dtype, at * w->channels + c, n);
+            dtrain__vstore_as(a->y, x_dtype, at * w->channels + c, sum, n);
+        }
+    }
+}
+
+/* Range: chunks of job->chunk rows of y, each with sums of its own. */
+DTRAIN__KERNEL_AS(depthwise_weight)
+{
+    const dtrain__depthwise *a = (const dtrain__depthwise *)job->args;
+    const dtrain_windows2d *w = &a->windows;
+    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
+    const int64_t taps = w->kernel[0] * w->kernel[1], rows = w->batch * w->out_height;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        float *sums = a->sums + chunk * taps * w->channels;
+        memset(sums, 0, (size_t)(taps * w->channels) * sizeof *sums);
+        for (int64_t row = chunk * job->chunk; row < (chunk + 1) * job->chunk && row < rows; row++)
+            for (int64_t tap = 0; tap < taps; tap++) {
+                const int64_t y = row % w->out_height * w->stride[0] - w->padding[0] +
+                                  tap / w->kernel[1] * w->dilation[0];
+                const int64_t x = tap % w->kernel[1] * w->dilation[1] - w->padding[1];
+                if (y < 0 || y >= w->height) continue;
+                const int64_t line = (row / w->out_height * w->height + y) * w->width;
+                int64_t j0 = 0, j1 = w->out_width; /* windows whose tap is inside */
+                while (j0 < j1 && j0 * w->stride[1] + x < 0) j0++;
+                while (j1 > j0 && (j1 - 1) * w->stride[1] + x >= w->width) j1--;
+                for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
+                    const int64_t n = w->channels - c;
+                    float *to = sums + tap * w->channels + c;
+                    dtrain__v sum = dtrain__vload_n(to, n);
+                    for (int64_t j = j0; j < j1; j++) {
+                        const int64_t from = (line + j * w->stride[1] + x) * w->channels + c;
+                        const int64_t at = (row * w->out_width + j) * w->channels + c;
+                        sum = dtrain__vfma(dtrain__vload_as(a->x, dtype, from, n),
+                                           dtrain__vload_as(a->d_y, dtype, at, n), sum);
+                    }
+                    dtrain__vstore_n(to, sum, n);
+                }
+            }
+    }
+}

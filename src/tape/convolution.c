@@ -1,0 +1,245 @@
+/* Convolution and pooling
+ *
+ * Images are (batch, height, width, channels): a pixel's channels are neighbours in memory, so an
+ * image is also a matrix of pixels, which linear layers, normalisations and sums take as it is.
+ *
+ * What a node keeps alive until its backward, beside its parameters:
+ *
+ *     convolution       x
+ *     maximum           for each output which of its window's elements it was
+ *     average           nothing */
+
+#include "core/platform_internal.h"
+#include "tape/ops.h"
+#include "tape/tape_internal.h"
+
+/* Fill in the images and the counts of windows. Axes of the desc with 0 have become its defaults. */
+static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d *w)
+{
+    static const char *const names[2] = {"height", "width"};
+    const dtrain_tensor *x = op->inputs[0];
+    char text[DTRAIN__SHAPE_TEXT];
+    int64_t count[2];
+    if (x->ndim != 4)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: x is %s, expected (batch, height, width, channels)", op->desc->name,
+                           dtrain__shape_text(x->shape, text));
+    for (int axis = 0; axis < 2; axis++) {
+        const int64_t padded = x->shape[1 + axis] + 2 * w->padding[axis];
+        const int64_t reach = (w->kernel[axis] - 1) * w->dilation[axis] + 1;
+        if (w->stride[axis] < 1 || w->dilation[axis] < 1 || w->padding[axis] < 0)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: %s has stride %lld, dilation %lld, padding %lld; expected 1 or "
+                               "more of the first two and 0 or more of the last",
+                               op->desc->name, names[axis], (long long)w->stride[axis],
+                               (long long)w->dilation[axis], (long long)w->padding[axis]);
+        if (reach > padded)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: a window reaches over %lld pixels, but x %s with its padding "
+                               "has a %s of %lld",
+                               op->desc->name, (long long)reach,
+                               dtrain__shape_text(x->shape, text), names[axis], (long long)padded);
+        count[axis] = (padded - reach) / w->stride[axis] + 1;
+    }
+    w->batch = x->shape[0];
+    w->height = x->shape[1];
+    w->width = x->shape[2];
+    w->channels = x->shape[3];
+    w->out_height = count[0];
+    w->out_width = count[1];
+    return DTRAIN_OK;
+}
+
+/* ---- Convolution */
+
+static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
+{
+    dtrain_conv2d_args *args = (dtrain_conv2d_args *)op->args;
+    dtrain_windows2d *w = &args->windows;
+    const dtrain_tensor *x = op->inputs[0];
+    const int64_t *weight = op->param_shape[0];
+    char image[DTRAIN__SHAPE_TEXT], found[DTRAIN__SHAPE_TEXT];
+    for (int axis = 0; axis < 2; axis++) {
+        w->kernel[axis] = weight[2 + axis];
+        if (weight[3] < 1)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_conv2d: parameter %s is %s, expected (out_channels, "
+                               "in_channels / groups, kernel_height, kernel_width)",
+                               op->params[0]->name ? op->params[0]->name : "?",
+                               dtrain__shape_text(weight, found));
+        if (w->kernel[axis] > DTRAIN_CONV2D_KERNEL)
+            return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                               "dtrain_conv2d: parameter %s is %s, expected a kernel of at most "
+                               "%d x %d",
+                               op->params[0]->name ? op->params[0]->name : "?",
+                               dtrain__shape_text(weight, found), DTRAIN_CONV2D_KERNEL,
+                               DTRAIN_CONV2D_KERNEL);
+    }
+    DTRAIN__TRY(dtrain__windows_over(op, w));
+    if (args->groups < 1 || x->shape[3] % args->groups || weight[0] % args->groups ||
+        x->shape[3] / args->groups != weight[1])
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_conv2d: parameter %s is %s where input %s in %lld groups needs "
+                           "(out_channels, in_channels / groups, kernel_height, kernel_width)",
+                           op->params[0]->name ? op->params[0]->name : "?",
+                           dtrain__shape_text(weight, found), dtrain__shape_text(x->shape, image),
+                           (long long)args->groups);
+    if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, weight[0], 0));
+    const int64_t shape[4] = {w->batch, w->out_height, w->out_width, weight[0]};
+    dtrain_op_output(op, op->cast, 4, shape);
+    args->out_channels = weight[0];
+    args->x = op->input_data[0];
+    args->weight = op->param_data[0];
+    args->bias = (const float *)op->param_data[1];
+    args->y = op->output_data[0];
+    args->dtype = op->cast;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__conv2d_forward(dtrain_op *op)
+{
+    return op->device->ops->conv2d(op->device, (const dtrain_conv2d_args *)op->args);
+}
+
+static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
+{
+    const dtrain_conv2d_args *forward = (const dtrain_conv2d_args *)op->args;
+    dtrain_conv2d_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.windows = forward->windows;
+    args.out_channels = forward->out_channels;
+    args.groups = forward->groups;
+    args.x = forward->x;
+    args.weight = forward->weight;
+    args.d_y = op->outputs[0]->grad;
+    args.dtype = forward->dtype;
+    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    args.d_weight = dtrain_op_param_grad(op, 0, &args.accumulate_weight);
+    args.d_bias = dtrain_op_param_grad(op, 1, &args.accumulate_bias);
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
+    DTRAIN__TRY(op->tape->error);
+    return op->device->ops->conv2d_backward(op->device, &args);
+}
+
+DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+
+DTRAIN_API dtrain_tensor *dtrain_conv2d(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                        dtrain_param *bias, const dtrain_conv2d_desc *desc)
+{
+    dtrain_param *const params[2] = {weight, bias};
+    dtrain_conv2d_args args;
+    memset(&args, 0, sizeof args);
+    for (int axis = 0; axis < 2; axis++) {
+        args.windows.stride[axis] = desc && desc->stride[axis] ? desc->stride[axis] : 1;
+        args.windows.dilation[axis] = desc && desc->dilation[axis] ? desc->dilation[axis] : 1;
+        args.windows.padding[axis] = desc ? desc->padding[axis] : 0;
+    }
+    args.groups = desc && desc->groups ? desc->groups : 1;
+    return dtrain_tape_apply(tape, &dtrain__conv2d_op, &x, 1, params, bias ? 2 : 1, &args,
+                             sizeof args);
+}
+
+/* ---- Pooling
+ *
+ * The average over an image is a pool with one window, whose output has no height and width. */
+
+typedef struct dtrain__pool2d {
+    dtrain_pool2d_args forward;
+    bool global;
+} dtrain__pool2d;
+
+static dtrain_result dtrain__pool2d_prepare(dtrain_op *op)
+{
+    dtrain__pool2d *pool = (dtrain__pool2d *)op->args;
+    dtrain_pool2d_args *args = &pool->forward;
+    dtrain_windows2d *w = &args->windows;
+    const dtrain_tensor *x = op->inputs[0];
+    for (int axis = 0; axis < 2; axis++) {
+        if (pool->global && x->ndim == 4) w->kernel[axis] = x->shape[1 + axis];
+        if (pool->global) continue;
+        if (w->kernel[axis] < 1 || w->padding[axis] < 0 || 2 * w->padding[axis] > w->kernel[axis])
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: axis %d has a kernel of %lld and padding of %lld; expected 1 "
+                               "or more, and half of the kernel at most",
+                               op->desc->name, axis, (long long)w->kernel[axis],
+                               (long long)w->padding[axis]);
+    }
+    DTRAIN__TRY(dtrain__windows_over(op, w));
+    const int64_t shape[4] = {w->batch, w->out_height, w->out_width, w->channels};
+    const int64_t flat[2] = {w->batch, w->channels};
+    dtrain_tensor *y = dtrain_op_output(op, (dtrain_dtype)x->dtype, pool->global ? 2 : 4,
+                                        pool->global ? flat : shape);
+    if (!y) return op->tape->error;
+    args->x = op->input_data[0];
+    args->y = op->output_data[0];
+    args->dtype = (dtrain_dtype)x->dtype;
+    if (args->maximum && op->needs_grad)
+        args->index = (int32_t *)dtrain_op_save(op, DTRAIN_DTYPE_I32, y->count);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__pool2d_forward(dtrain_op *op)
+{
+    return op->device->ops->pool2d(op->device, &((const dtrain__pool2d *)op->args)->forward);
+}
+
+static dtrain_result dtrain__pool2d_backward(dtrain_op *op)
+{
+    const dtrain_pool2d_args *forward = &((const dtrain__pool2d *)op->args)->forward;
+    dtrain_pool2d_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.windows = forward->windows;
+    args.maximum = forward->maximum;
+    args.index = forward->index;
+    args.d_y = op->outputs[0]->grad;
+    args.dtype = forward->dtype;
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
+    if (!args.d_x) return op->tape->error;
+    return op->device->ops->pool2d_backward(op->device, &args);
+}
+
+DTRAIN__OP(max_pool2d, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(avg_pool2d, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(global_avg_pool, pool2d, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+/* Apply a pool; desc NULL: over whole images. */
+static dtrain_tensor *dtrain__pool2d_apply(dtrain_tape *tape, const dtrain_op_desc *op,
+                                           dtrain_tensor *x, const dtrain_pool2d_desc *desc,
+                                           bool maximum)
+{
+    dtrain__pool2d args;
+    dtrain_windows2d *w = &args.forward.windows;
+    memset(&args, 0, sizeof args);
+    args.global = desc == NULL;
+    args.forward.maximum = maximum;
+    for (int axis = 0; axis < 2; axis++) {
+        w->dilation[axis] = w->stride[axis] = 1;
+        if (!desc) continue;
+        w->kernel[axis] = desc->kernel[axis];
+        w->stride[axis] = desc->stride[axis] ? desc->stride[axis] : desc->kernel[axis];
+        w->padding[axis] = desc->padding[axis];
+    }
+    return dtrain_tape_apply(tape, op, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+/* A desc that is missing is one of zeros: its kernel is refused by name. */
+static const dtrain_pool2d_desc dtrain__pool2d_none = {{0, 0}, {0, 0}, {0, 0}};
+
+DTRAIN_API dtrain_tensor *dtrain_max_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                            const dtrain_pool2d_desc *desc)
+{
+    return dtrain__pool2d_apply(tape, &dtrain__max_pool2d_op, x, desc ? desc : &dtrain__pool2d_none,
+                                true);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_avg_pool2d(dtrain_tape *tape, dtrain_tensor *x,
+                                            const dtrain_pool2d_desc *desc)
+{
+    return dtrain__pool2d_apply(tape, &dtrain__avg_pool2d_op, x, desc ? desc : &dtrain__pool2d_none,
+                                false);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_global_avg_pool(dtrain_tape *tape, dtrain_tensor *x)
+{
+    return dtrain__pool2d_apply(tape, &dtrain__global_avg_pool_op, x, NULL, false);
+}
