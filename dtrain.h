@@ -16864,8 +16864,8 @@ static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d 
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: a window reaches over %lld pixels, but x %s with its padding "
                                "has a %s of %lld",
-                               op->desc->name, (long long)reach,
-                               dtrain__shape_text(x->shape, text), names[axis], (long long)padded);
+                               op->desc->name, (long long)reach, dtrain__shape_text(x->shape, text),
+                               names[axis], (long long)padded);
         count[axis] = (padded - reach) / w->stride[axis] + 1;
     }
     w->batch = x->shape[0];
@@ -25723,7 +25723,7 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 #endif
 
 enum {
-    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__KC = 384, /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
     DTRAIN__PITCH = DTRAIN__KC + 16, /* from row to row of a panel of rows; not 2^n cache lines */
     DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
     DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
@@ -25781,7 +25781,7 @@ typedef struct dtrain__operand {
     const void *data;
     dtrain_dtype dtype;
     int64_t ld;
-    int along_k; /* neighbours in memory are neighbours in k */
+    int along_k;                    /* neighbours in memory are neighbours in k */
     const dtrain__windows *windows; /* NULL: rows are ld elements apart */
 } dtrain__operand;
 
@@ -25829,14 +25829,15 @@ typedef struct dtrain__isa {
 } dtrain__isa;
 
 /* A product, as the driver takes it. */
-typedef struct dtrain__product {
+typedef struct dtrain__gemm_call {
     const dtrain_gemm_args *args; /* sizes, factors, C and what follows; not the operands */
     const dtrain__isa *isa;
     dtrain__operand a, b;
-    const dtrain__windows *c_rows; /* row i of C is tap (0,0) of window i; NULL: ldc elements apart */
+    const dtrain__windows
+        *c_rows;     /* row i of C is tap (0,0) of window i; NULL: ldc elements apart */
     int64_t parts;   /* k is cut into so many, each with a C of its own behind the one before */
     int64_t reserve; /* floats at the beginning of scratch that are the caller's */
-} dtrain__product;
+} dtrain__gemm_call;
 
 /* ================================================================================================
  * src/device/cpu/kernels_internal.h
@@ -26047,7 +26048,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__product *product);
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product);
 DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
 
 /* device/cpu/launch*.c: checks, cuts the work and runs it */
@@ -27398,7 +27399,7 @@ typedef struct dtrain__conv {
     const char *x, *weight, *d_y; /* from the group's first channel on; d_y is y forward */
     const float *bias;
     dtrain_dtype dtype;
-    float *packed; /* scratch */
+    float *packed;  /* scratch */
     int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
 } dtrain__conv;
 
@@ -27412,9 +27413,9 @@ static dtrain_result dtrain__check_windows(const char *call, const dtrain_window
     for (int axis = 0; axis < 2 && fits; axis++) {
         fits = w->kernel[axis] > 0 && w->stride[axis] > 0 && w->dilation[axis] > 0 &&
                w->padding[axis] >= 0 && count[axis] > 0;
-        fits = fits && (count[axis] - 1) * w->stride[axis] +
-                               (w->kernel[axis] - 1) * w->dilation[axis] <
-                           size[axis] + 2 * w->padding[axis];
+        fits = fits &&
+               (count[axis] - 1) * w->stride[axis] + (w->kernel[axis] - 1) * w->dilation[axis] <
+                   size[axis] + 2 * w->padding[axis];
     }
     if (!fits)
         return dtrain_fail(
@@ -27528,7 +27529,8 @@ static dtrain_result dtrain__conv_pack(const dtrain__conv *conv, const dtrain__c
 static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain__isa *narrow,
                                            int64_t n)
 {
-    const int64_t in_wide = dtrain__multiple(n, wide->nr), in_narrow = dtrain__multiple(n, narrow->nr);
+    const int64_t in_wide = dtrain__multiple(n, wide->nr),
+                  in_narrow = dtrain__multiple(n, narrow->nr);
     return 8 * in_wide > 9 * in_narrow ? narrow : wide;
 }
 
@@ -27581,7 +27583,7 @@ static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t rese
     const dtrain__windows windows = dtrain__conv_windows(conv);
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
-    dtrain__product product;
+    dtrain__gemm_call product;
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
     args.m = conv->pixels;
@@ -27610,7 +27612,7 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
     const dtrain__windows windows = dtrain__conv_windows(conv);
     dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
-    dtrain__product product;
+    dtrain__gemm_call product;
     memset(&args, 0, sizeof args);
     args.m = conv->taps * conv->in;
     args.n = args.ldc = conv->out;
@@ -27660,7 +27662,7 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
     int32_t taps[2][DTRAIN_CONV2D_KERNEL];
     dtrain__windows windows = dtrain__conv_windows(conv), c_rows = windows;
     dtrain_gemm_args args;
-    dtrain__product product;
+    dtrain__gemm_call product;
     c_rows.rows = (from->height - rest[0] + from->stride[0] - 1) / from->stride[0];
     c_rows.columns = (from->width - rest[1] + from->stride[1] - 1) / from->stride[1];
     c_rows.y[0] = (int32_t)rest[0];
@@ -27681,7 +27683,7 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
     weight.order = conv->order + conv->taps;
     for (int64_t t = 0; t < weight.taps; t++)
         conv->order[conv->taps + t] = (int32_t)(taps[0][t / windows.tap_columns] * from->kernel[1] +
-                                   taps[1][t % windows.tap_columns]);
+                                                taps[1][t % windows.tap_columns]);
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
     args.m = from->batch * c_rows.rows * c_rows.columns;
@@ -27753,14 +27755,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
     const dtrain_windows2d *w = &args->windows;
     int64_t reserve;
     DTRAIN__TRY(dtrain__check_conv("conv2d", w, args->out_channels, args->groups, args->dtype));
-    dtrain__conv conv =
-        dtrain__conv_make(device, w, args->out_channels, args->groups, args->dtype);
+    dtrain__conv conv = dtrain__conv_make(device, w, args->out_channels, args->groups, args->dtype);
     conv.x = (const char *)args->x;
     conv.weight = (const char *)args->weight;
     conv.d_y = (const char *)args->y;
     conv.bias = args->bias;
-    DTRAIN__TRY(
-        dtrain__conv_scratch(&conv, conv.taps * conv.in * args->out_channels, &reserve));
+    DTRAIN__TRY(dtrain__conv_scratch(&conv, conv.taps * conv.in * args->out_channels, &reserve));
     if (conv.in == 1 && conv.out == 1) {
         dtrain__depthwise_group(&conv);
         const dtrain__conv_weight weight = dtrain__conv_weights(&conv, false);
@@ -27768,8 +27768,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
         depthwise.y = args->y;
         depthwise.bias = args->bias;
         DTRAIN__TRY(dtrain__conv_pack(&conv, &weight));
-        dtrain__job job =
-            dtrain__job_make(&depthwise, w->batch * w->out_height, 1, args->dtype);
+        dtrain__job job = dtrain__job_make(&depthwise, w->batch * w->out_height, 1, args->dtype);
         return dtrain__job_run(conv.cpu, &job, conv.cpu->kernels->depthwise,
                                conv.pixels * conv.out * conv.taps);
     }
@@ -27784,8 +27783,7 @@ static dtrain_result dtrain__depthwise_backward(dtrain__conv *conv,
     const dtrain_windows2d *w = &conv->windows;
     dtrain__depthwise_group(conv);
     if (args->d_weight)
-        DTRAIN__TRY(
-            dtrain__depthwise_weight_grad(conv, args->d_weight, args->accumulate_weight));
+        DTRAIN__TRY(dtrain__depthwise_weight_grad(conv, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain__depthwise depthwise = dtrain__depthwise_make(conv);
@@ -27804,8 +27802,8 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
 {
     int64_t rest[2];
     if (args->d_weight)
-        DTRAIN__TRY(dtrain__conv_weight_grad(conv, reserve, args->d_weight,
-                                             args->accumulate_weight));
+        DTRAIN__TRY(
+            dtrain__conv_weight_grad(conv, reserve, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
     const int64_t height = conv->windows.height, width = conv->windows.width;
     for (rest[0] = 0; rest[0] < conv->windows.stride[0] && rest[0] < height; rest[0]++)
@@ -27831,16 +27829,16 @@ static dtrain_result dtrain__conv_bias_grad(dtrain_device *device, const dtrain_
     return dtrain__cpu_activation_backward(device, &sums);
 }
 
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_conv2d_backward(dtrain_device *device, const dtrain_conv2d_backward_args *args)
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
+                                                          const dtrain_conv2d_backward_args *args)
 {
     int64_t reserve;
     DTRAIN__TRY(dtrain__check_conv("conv2d_backward", &args->windows, args->out_channels,
                                    args->groups, args->dtype));
     DTRAIN__TRY(dtrain__check_windows("conv2d_backward", &args->windows,
                                       args->d_x ? args->x_dtype : args->dtype));
-    dtrain__conv conv = dtrain__conv_make(device, &args->windows, args->out_channels,
-                                          args->groups, args->dtype);
+    dtrain__conv conv =
+        dtrain__conv_make(device, &args->windows, args->out_channels, args->groups, args->dtype);
     conv.x = (const char *)args->x;
     conv.weight = (const char *)args->weight;
     conv.d_y = (const char *)args->d_y;
@@ -27865,8 +27863,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d(dtrain_device *device,
                            w->batch * w->height * w->width * w->channels);
 }
 
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_pool2d_backward(dtrain_device *device, const dtrain_pool2d_backward_args *args)
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
+                                                          const dtrain_pool2d_backward_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const dtrain_windows2d *w = &args->windows;
@@ -27928,7 +27926,7 @@ typedef struct dtrain__gemm_pass {
     int64_t i0, i1, j0, j1;
     int64_t p, end; /* along k */
     int64_t c_at;   /* where this part's C begins, in elements */
-    int k, cells; /* k in cells of the panels */
+    int k, cells;   /* k in cells of the panels */
     int first, last;
     float *a_block, *b_panel, *partial;
 } dtrain__gemm_pass;
@@ -27971,8 +27969,8 @@ static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain_gemm_args *x = job->args;
     const int step = job->c_rows ? 1 : rows;
     for (int r = 0; r < rows; r += step, tile += step * job->isa->nr) {
-        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype,
-                                                      dtrain__gemm_row(pass, i + r) + j);
+        void *at =
+            (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, dtrain__gemm_row(pass, i + r) + j);
         const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, step, cols);
         if (load) job->isa->tile->load(tile, &c);
         else job->isa->tile->store(&c, tile);
@@ -28181,7 +28179,7 @@ DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
            (partial ? DTRAIN__MC * DTRAIN__NC : 0);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__product *product)
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product)
 {
     const dtrain_gemm_args *args = product->args;
     dtrain__gemm_job job;
@@ -28212,7 +28210,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__p
 
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
-    dtrain__product product;
+    dtrain__gemm_call product;
     memset(&product, 0, sizeof product);
     product.args = args;
     product.isa = cpu->isa;
@@ -30122,25 +30120,25 @@ static bool dtrain__has_amx(void)
 #define DTRAIN__TWELVE(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #if DTRAIN__W == 16
 #define DTRAIN__NARROW_MR 24
-#define DTRAIN__NARROW_ROWS(DO)                                                          \
-    DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15) DO(16) DO(17) DO(18) DO(19) DO(20) DO(21) \
-        DO(22) DO(23)
+#define DTRAIN__NARROW_ROWS(DO) \
+    DTRAIN__TWELVE(DO)          \
+    DO(12) DO(13) DO(14) DO(15) DO(16) DO(17) DO(18) DO(19) DO(20) DO(21) DO(22) DO(23)
 #else
 #define DTRAIN__NARROW_MR 12
 #define DTRAIN__NARROW_ROWS(DO) DTRAIN__TWELVE(DO)
 #endif
 
-#define DTRAIN__NARROW_BEGIN(r)          \
-    dtrain__v sum##r = dtrain__vset(0);  \
+#define DTRAIN__NARROW_BEGIN(r)         \
+    dtrain__v sum##r = dtrain__vset(0); \
     __builtin_prefetch(c + (r)*c_row);
 #define DTRAIN__NARROW_STEP(r) \
     sum##r = dtrain__vfma(dtrain__vset(a[(r)*a_row + at]), b_only, sum##r);
-#define DTRAIN__NARROW_END(r)                                                              \
-    do {                                                                                   \
-        float *to = c + (r)*c_row;                                                         \
-        sum##r *= dtrain__vset(alpha);                                                     \
+#define DTRAIN__NARROW_END(r)                                                                \
+    do {                                                                                     \
+        float *to = c + (r)*c_row;                                                           \
+        sum##r *= dtrain__vset(alpha);                                                       \
         if (beta != 0) sum##r = dtrain__vfma(dtrain__vset(beta), dtrain__vload(to), sum##r); \
-        dtrain__vstore(to, sum##r);                                                        \
+        dtrain__vstore(to, sum##r);                                                          \
     } while (0);
 #define DTRAIN__NARROW_TILE                                                          \
     DTRAIN__NARROW_ROWS(DTRAIN__NARROW_BEGIN)                                        \
@@ -30214,8 +30212,8 @@ DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, 
 /* Pack `count` rows, one behind the other. Those beyond stay as they are: nothing is made of their
  * sums. */
 DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__operand *x,
-                                            dtrain_dtype dtype, int64_t index, int count, int64_t p,
-                                            int k)
+                                               dtrain_dtype dtype, int64_t index, int count,
+                                               int64_t p, int k)
 {
     dtrain__corner corner = {0, 0, 0};
     if (x->windows) corner = dtrain__window_corner(x->windows, index);
@@ -30264,8 +30262,8 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dt
         float *to = panel;
         for (int s = 0; s < share_count; to += shares[s++].run) {
             const int64_t at = dtrain__window_tap(w, &corner, shares[s].a, shares[s].b);
-            DTRAIN__K(pack_run)(to, x->data, dtype, at < 0 ? -1 : at + shares[s].channel,
-                                shares[s].run);
+            DTRAIN__K(pack_run)
+            (to, x->data, dtype, at < 0 ? -1 : at + shares[s].channel, shares[s].run);
         }
         dtrain__window_next(w, &corner);
     }
@@ -30320,10 +30318,10 @@ static const dtrain__tile_ops DTRAIN__K(narrow_tile_ops) = {
     DTRAIN__K(store_narrow_tile)};
 
 /* pair, unit, packing: as in gemm.h, but rows are packed for half of the price. */
-#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b, tile_ops)           \
-    {                                                                                        \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel),     \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL           \
+#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b, tile_ops)       \
+    {                                                                                    \
+        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
+            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
     }
 static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
     DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b,
@@ -30399,8 +30397,8 @@ DTRAIN__KERNEL_AS(depthwise)
                 dtrain__v sum = a->bias ? dtrain__vload_n(a->bias + c, n) : dtrain__vset(0);
                 for (int64_t i = a0; i < a1; i++)
                     for (int64_t k = b0; k < b1; k++) {
-                        const int64_t at = (image + y + i * w->dilation[0]) * w->width + x +
-                                           k * w->dilation[1];
+                        const int64_t at =
+                            (image + y + i * w->dilation[0]) * w->width + x + k * w->dilation[1];
                         const float *weight = a->weight + (i * w->kernel[1] + k) * w->channels + c;
                         sum = dtrain__vfma(dtrain__vload_as(a->x, dtype, at * w->channels + c, n),
                                            dtrain__vload_n(weight, n), sum);
@@ -30433,10 +30431,10 @@ DTRAIN__KERNEL_AS(depthwise_input)
             const int64_t n = w->channels - c;
             dtrain__v sum = dtrain__vset(0);
             for (int64_t tap = 0; tap < w->kernel[0] * w->kernel[1]; tap++) {
-                const int64_t i = DTRAIN__K(window_of)(w, 0, w->out_height, row % w->height,
-                                                       tap / w->kernel[1]);
-                const int64_t j = DTRAIN__K(window_of)(w, 1, w->out_width, at % w->width,
-                                                       tap % w->kernel[1]);
+                const int64_t i =
+                    DTRAIN__K(window_of)(w, 0, w->out_height, row % w->height, tap / w->kernel[1]);
+                const int64_t j =
+                    DTRAIN__K(window_of)(w, 1, w->out_width, at % w->width, tap % w->kernel[1]);
                 if (i < 0 || j < 0) continue;
                 const int64_t from = ((image + i) * w->out_width + j) * w->channels + c;
                 sum = dtrain__vfma(dtrain__vload_as(a->d_y, dtype, from, n),
@@ -30510,8 +30508,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, 
             const dtrain__v x = dtrain__vload_as(a->x, dtype, at, w->channels - c);
             const dtrain__vi wins = (dtrain__vi)(x > top) | (dtrain__vi)(x != x);
             top = DTRAIN__K(vselect)(wins, x, top);
-            where =
-                (where & ~wins) | (dtrain__viset((int32_t)(i * w->kernel[1] + j)) & wins);
+            where = (where & ~wins) | (dtrain__viset((int32_t)(i * w->kernel[1] + j)) & wins);
         }
     *index = where;
     return top;
@@ -31033,8 +31030,8 @@ DTRAIN__ROUTINE void DTRAIN__K(mix)(const dtrain__mix_job *job)
 
 #define DTRAIN__ENTRY(name) DTRAIN__K(name),
 static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX), &DTRAIN__K(isa),
-                                                   &DTRAIN__K(convolutions),
-                                                   DTRAIN__K(mix), DTRAIN__RANGES(DTRAIN__ENTRY)};
+                                                   &DTRAIN__K(convolutions), DTRAIN__K(mix),
+                                                   DTRAIN__RANGES(DTRAIN__ENTRY)};
 
 /* The other macros have the same text in every instance. */
 #undef DTRAIN__SUFFIX

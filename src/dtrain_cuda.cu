@@ -16,4 +16,6 @@
 #include "device/cuda/sparse.cuh"
 #include "device/cuda/columns.cuh"
 #include "device/cuda/batchnorm.cuh"
+#include "device/cuda/convolution.cuh"
+#include "device/cuda/pooling.cuh"
 #include "device/cuda/table.cuh"

@@ -37,8 +37,8 @@ static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d 
             return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                                "%s: a window reaches over %lld pixels, but x %s with its padding "
                                "has a %s of %lld",
-                               op->desc->name, (long long)reach,
-                               dtrain__shape_text(x->shape, text), names[axis], (long long)padded);
+                               op->desc->name, (long long)reach, dtrain__shape_text(x->shape, text),
+                               names[axis], (long long)padded);
         count[axis] = (padded - reach) / w->stride[axis] + 1;
     }
     w->batch = x->shape[0];

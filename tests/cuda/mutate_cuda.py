@@ -33,6 +33,8 @@ TESTS = {
     "flash": ["flash", "attention"],
     "sparse": ["sparse"],
     "columns": ["sparse"],
+    "convolution": ["conv"],
+    "pooling": ["conv"],
 }
 
 # An index, not the size in a declaration.

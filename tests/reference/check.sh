@@ -4,11 +4,11 @@ python=${PYTHON:-python3}
 here=$(dirname "$0")
 if ! $python -c 'import torch' >/dev/null 2>&1; then
     echo "  skip $python has no torch (Debian: apt-get install python3-torch)"
-    echo "0 passed, 0 failed, 3 skipped"
+    echo "0 passed, 0 failed, 4 skipped"
     exit 0
 fi
 out=$(mktemp -d) passed=0 failed=0 skipped=0
-for name in gpt2 op scaler; do
+for name in gpt2 op conv scaler; do
     $python "$here/make_${name}_golden.py" "$out/${name}_golden.h" >"$out/log" 2>&1
     code=$?
     if [ $code -eq 77 ]; then # this torch is too old

@@ -3,8 +3,8 @@
 #define NAIVE_CONV_H
 
 /* The pixel under tap (a, b) of window (n, i, j), counted over all images; -1: outside. */
-static inline int64_t naive_tap(const dtrain_windows2d *w, int64_t n, int64_t i, int64_t j, int64_t a,
-                                int64_t b)
+static inline int64_t naive_tap(const dtrain_windows2d *w, int64_t n, int64_t i, int64_t j,
+                                int64_t a, int64_t b)
 {
     const int64_t y = i * w->stride[0] - w->padding[0] + a * w->dilation[0];
     const int64_t x = j * w->stride[1] - w->padding[1] + b * w->dilation[1];
@@ -36,7 +36,8 @@ static void naive_window(const naive_products *p, int64_t at, int64_t n, int64_t
                 const int64_t from = pixel * w->channels + group * in + c;
                 if (pixel < 0) continue;
                 if (p->y)
-                    p->y[at] += naive_get(p->x, p->dtype, from) * naive_get(p->weight, p->dtype, by);
+                    p->y[at] +=
+                        naive_get(p->x, p->dtype, from) * naive_get(p->weight, p->dtype, by);
                 if (p->d_x) p->d_x[from] += d * naive_get(p->weight, p->dtype, by);
                 if (p->d_weight) p->d_weight[by] += d * naive_get(p->x, p->dtype, from);
             }
@@ -69,7 +70,8 @@ static dtrain_result naive_conv2d(dtrain_device *device, const dtrain_conv2d_arg
 {
     const dtrain_windows2d *w = &a->windows;
     const int64_t count = w->batch * w->out_height * w->out_width * a->out_channels;
-    naive_products p = {w, a->out_channels, a->groups, a->x, a->weight, NULL, a->dtype, NULL, NULL, NULL, NULL};
+    naive_products p = {
+        w, a->out_channels, a->groups, a->x, a->weight, NULL, a->dtype, NULL, NULL, NULL, NULL};
     (void)device;
     p.y = naive_sums(count);
     for (int64_t i = 0; i < count && a->bias; i++) p.y[i] = (double)a->bias[i % a->out_channels];
@@ -85,7 +87,8 @@ static dtrain_result naive_conv2d_backward(dtrain_device *device,
     const int64_t pixels = w->batch * w->height * w->width * w->channels;
     const int64_t weights =
         a->out_channels * (w->channels / a->groups) * w->kernel[0] * w->kernel[1];
-    naive_products p = {w, a->out_channels, a->groups, a->x, a->weight, a->d_y, a->dtype, NULL, NULL, NULL, NULL};
+    naive_products p = {
+        w, a->out_channels, a->groups, a->x, a->weight, a->d_y, a->dtype, NULL, NULL, NULL, NULL};
     (void)device;
     p.d_x = naive_sums(pixels);
     p.d_weight = naive_sums(weights);
@@ -108,10 +111,9 @@ static dtrain_result naive_pool2d(dtrain_device *device, const dtrain_pool2d_arg
         double top = -INFINITY, sum = 0;
         int64_t where = -1;
         for (int64_t t = 0; t < taps; t++) {
-            const int64_t pixel =
-                naive_tap(w, window / w->out_width / w->out_height,
-                          window / w->out_width % w->out_height, window % w->out_width,
-                          t / w->kernel[1], t % w->kernel[1]);
+            const int64_t pixel = naive_tap(
+                w, window / w->out_width / w->out_height, window / w->out_width % w->out_height,
+                window % w->out_width, t / w->kernel[1], t % w->kernel[1]);
             if (pixel < 0) continue;
             const double x = naive_get(a->x, a->dtype, pixel * w->channels + at % w->channels);
             sum += x;
@@ -136,10 +138,9 @@ static dtrain_result naive_pool2d_backward(dtrain_device *device,
     for (int64_t at = 0; at < count; at++)
         for (int64_t t = 0; t < taps; t++) {
             const int64_t window = at / w->channels;
-            const int64_t pixel =
-                naive_tap(w, window / w->out_width / w->out_height,
-                          window / w->out_width % w->out_height, window % w->out_width,
-                          t / w->kernel[1], t % w->kernel[1]);
+            const int64_t pixel = naive_tap(
+                w, window / w->out_width / w->out_height, window / w->out_width % w->out_height,
+                window % w->out_width, t / w->kernel[1], t % w->kernel[1]);
             if (pixel < 0 || (a->maximum && a->index[at] != t)) continue;
             d_x[pixel * w->channels + at % w->channels] +=
                 naive_get(a->d_y, a->dtype, at) / (a->maximum ? 1 : (double)taps);

@@ -49,8 +49,7 @@ static void close_devices(void)
 
 static void use_kernels(int which)
 {
-    for (int t = 0; t < THREADS; t++)
-        ((dtrain__cpu *)devices[t]->state)->kernels = kernels[which];
+    for (int t = 0; t < THREADS; t++) ((dtrain__cpu *)devices[t]->state)->kernels = kernels[which];
 }
 
 /* ---- Values ------------------------------------------------------------------------------------*/
@@ -131,7 +130,8 @@ static dtrain_windows2d windows_of(const shape *s)
         w.kernel[a] = s->kernel[a], w.stride[a] = s->stride[a];
         w.padding[a] = s->padding[a], w.dilation[a] = s->dilation[a];
         count[a] =
-            (size[a] + 2 * s->padding[a] - s->dilation[a] * (s->kernel[a] - 1) - 1) / s->stride[a] + 1;
+            (size[a] + 2 * s->padding[a] - s->dilation[a] * (s->kernel[a] - 1) - 1) / s->stride[a] +
+            1;
     }
     w.out_height = count[0], w.out_width = count[1];
     return w;
@@ -192,14 +192,10 @@ static bool problem_run(const problem *p, dtrain_device *device, values result[R
 {
     const shape *s = p->s;
     for (int r = 0; r < RESULTS; r++) result[r] = copy_of(&p->before[r]);
-    const dtrain_conv2d_args forward = {p->w,
-                                        s->out,
-                                        s->groups,
-                                        p->x.data,
-                                        p->weight.data,
-                                        s->bias ? (const float *)p->bias.data : NULL,
-                                        result[Y].data,
-                                        types[s->dtype]};
+    const dtrain_conv2d_args forward = {
+        p->w,           s->out,         s->groups,
+        p->x.data,      p->weight.data, s->bias ? (const float *)p->bias.data : NULL,
+        result[Y].data, types[s->dtype]};
     const dtrain_conv2d_backward_args backward = {p->w,
                                                   s->out,
                                                   s->groups,
@@ -359,9 +355,11 @@ static void check_pool(const shape *s, bool maximum, bool special, int which)
                   up_to(20) == 1   ? NAN
                   : up_to(20) == 1 ? -INFINITY
                                    : (double)up_to(2));
-    dtrain_pool2d_args forward = {w, maximum, x.data, want_y.data, (int32_t *)want_index.data, dtype};
-    dtrain_pool2d_backward_args backward = {w,        maximum,       s->accumulate,
-                                            (const int32_t *)want_index.data, d_y.data, want_d_x.data, dtype};
+    dtrain_pool2d_args forward = {w,    maximum, x.data, want_y.data, (int32_t *)want_index.data,
+                                  dtype};
+    dtrain_pool2d_backward_args backward = {
+        w,        maximum,       s->accumulate, (const int32_t *)want_index.data,
+        d_y.data, want_d_x.data, dtype};
     naive->ops->pool2d(naive, &forward);
     naive->ops->pool2d_backward(naive, &backward);
     use_kernels(which);
@@ -378,7 +376,8 @@ static void check_pool(const shape *s, bool maximum, bool special, int which)
                   shape_text(s));
         if (maximum && !special) {
             forward.index = NULL; /* a pass without gradients */
-            CHECK(devices[t]->ops->pool2d(devices[t], &forward) == DTRAIN_OK && near(&y, &want_y, 1));
+            CHECK(devices[t]->ops->pool2d(devices[t], &forward) == DTRAIN_OK &&
+                  near(&y, &want_y, 1));
         }
         free(y.data), free(d.data);
     }

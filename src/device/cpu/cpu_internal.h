@@ -41,7 +41,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job
 
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
-DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__product *product);
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product);
 DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
 
 /* device/cpu/launch*.c: checks, cuts the work and runs it */

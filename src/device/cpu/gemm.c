@@ -56,7 +56,7 @@ typedef struct dtrain__gemm_pass {
     int64_t i0, i1, j0, j1;
     int64_t p, end; /* along k */
     int64_t c_at;   /* where this part's C begins, in elements */
-    int k, cells; /* k in cells of the panels */
+    int k, cells;   /* k in cells of the panels */
     int first, last;
     float *a_block, *b_panel, *partial;
 } dtrain__gemm_pass;
@@ -99,8 +99,8 @@ static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain_gemm_args *x = job->args;
     const int step = job->c_rows ? 1 : rows;
     for (int r = 0; r < rows; r += step, tile += step * job->isa->nr) {
-        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype,
-                                                      dtrain__gemm_row(pass, i + r) + j);
+        void *at =
+            (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, dtrain__gemm_row(pass, i + r) + j);
         const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, step, cols);
         if (load) job->isa->tile->load(tile, &c);
         else job->isa->tile->store(&c, tile);
@@ -309,7 +309,7 @@ DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial)
            (partial ? DTRAIN__MC * DTRAIN__NC : 0);
 }
 
-DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__product *product)
+DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product)
 {
     const dtrain_gemm_args *args = product->args;
     dtrain__gemm_job job;
@@ -340,7 +340,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__p
 
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args)
 {
-    dtrain__product product;
+    dtrain__gemm_call product;
     memset(&product, 0, sizeof product);
     product.args = args;
     product.isa = cpu->isa;

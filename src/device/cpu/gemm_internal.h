@@ -17,7 +17,7 @@
 #endif
 
 enum {
-    DTRAIN__KC = 384,  /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
+    DTRAIN__KC = 384, /* cells of k in a block: a panel of B takes 24 KiB of L1, 48 with AVX-512 */
     DTRAIN__PITCH = DTRAIN__KC + 16, /* from row to row of a panel of rows; not 2^n cache lines */
     DTRAIN__MC = 264,  /* rows of a rectangle, 400 KiB of A; multiple of every mr but AMX's */
     DTRAIN__NC = 1536, /* columns of a rectangle; multiple of every nr */
@@ -75,7 +75,7 @@ typedef struct dtrain__operand {
     const void *data;
     dtrain_dtype dtype;
     int64_t ld;
-    int along_k; /* neighbours in memory are neighbours in k */
+    int along_k;                    /* neighbours in memory are neighbours in k */
     const dtrain__windows *windows; /* NULL: rows are ld elements apart */
 } dtrain__operand;
 
@@ -123,11 +123,12 @@ typedef struct dtrain__isa {
 } dtrain__isa;
 
 /* A product, as the driver takes it. */
-typedef struct dtrain__product {
+typedef struct dtrain__gemm_call {
     const dtrain_gemm_args *args; /* sizes, factors, C and what follows; not the operands */
     const dtrain__isa *isa;
     dtrain__operand a, b;
-    const dtrain__windows *c_rows; /* row i of C is tap (0,0) of window i; NULL: ldc elements apart */
+    const dtrain__windows
+        *c_rows;     /* row i of C is tap (0,0) of window i; NULL: ldc elements apart */
     int64_t parts;   /* k is cut into so many, each with a C of its own behind the one before */
     int64_t reserve; /* floats at the beginning of scratch that are the caller's */
-} dtrain__product;
+} dtrain__gemm_call;

@@ -36,7 +36,7 @@ typedef struct dtrain__conv {
     const char *x, *weight, *d_y; /* from the group's first channel on; d_y is y forward */
     const float *bias;
     dtrain_dtype dtype;
-    float *packed; /* scratch */
+    float *packed;  /* scratch */
     int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
 } dtrain__conv;
 
@@ -50,9 +50,9 @@ static dtrain_result dtrain__check_windows(const char *call, const dtrain_window
     for (int axis = 0; axis < 2 && fits; axis++) {
         fits = w->kernel[axis] > 0 && w->stride[axis] > 0 && w->dilation[axis] > 0 &&
                w->padding[axis] >= 0 && count[axis] > 0;
-        fits = fits && (count[axis] - 1) * w->stride[axis] +
-                               (w->kernel[axis] - 1) * w->dilation[axis] <
-                           size[axis] + 2 * w->padding[axis];
+        fits = fits &&
+               (count[axis] - 1) * w->stride[axis] + (w->kernel[axis] - 1) * w->dilation[axis] <
+                   size[axis] + 2 * w->padding[axis];
     }
     if (!fits)
         return dtrain_fail(
@@ -166,7 +166,8 @@ static dtrain_result dtrain__conv_pack(const dtrain__conv *conv, const dtrain__c
 static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain__isa *narrow,
                                            int64_t n)
 {
-    const int64_t in_wide = dtrain__multiple(n, wide->nr), in_narrow = dtrain__multiple(n, narrow->nr);
+    const int64_t in_wide = dtrain__multiple(n, wide->nr),
+                  in_narrow = dtrain__multiple(n, narrow->nr);
     return 8 * in_wide > 9 * in_narrow ? narrow : wide;
 }
 
@@ -219,7 +220,7 @@ static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t rese
     const dtrain__windows windows = dtrain__conv_windows(conv);
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
-    dtrain__product product;
+    dtrain__gemm_call product;
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
     args.m = conv->pixels;
@@ -248,7 +249,7 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
     const dtrain__windows windows = dtrain__conv_windows(conv);
     dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
-    dtrain__product product;
+    dtrain__gemm_call product;
     memset(&args, 0, sizeof args);
     args.m = conv->taps * conv->in;
     args.n = args.ldc = conv->out;
@@ -298,7 +299,7 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
     int32_t taps[2][DTRAIN_CONV2D_KERNEL];
     dtrain__windows windows = dtrain__conv_windows(conv), c_rows = windows;
     dtrain_gemm_args args;
-    dtrain__product product;
+    dtrain__gemm_call product;
     c_rows.rows = (from->height - rest[0] + from->stride[0] - 1) / from->stride[0];
     c_rows.columns = (from->width - rest[1] + from->stride[1] - 1) / from->stride[1];
     c_rows.y[0] = (int32_t)rest[0];
@@ -319,7 +320,7 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
     weight.order = conv->order + conv->taps;
     for (int64_t t = 0; t < weight.taps; t++)
         conv->order[conv->taps + t] = (int32_t)(taps[0][t / windows.tap_columns] * from->kernel[1] +
-                                   taps[1][t % windows.tap_columns]);
+                                                taps[1][t % windows.tap_columns]);
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
     args.m = from->batch * c_rows.rows * c_rows.columns;
@@ -391,14 +392,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
     const dtrain_windows2d *w = &args->windows;
     int64_t reserve;
     DTRAIN__TRY(dtrain__check_conv("conv2d", w, args->out_channels, args->groups, args->dtype));
-    dtrain__conv conv =
-        dtrain__conv_make(device, w, args->out_channels, args->groups, args->dtype);
+    dtrain__conv conv = dtrain__conv_make(device, w, args->out_channels, args->groups, args->dtype);
     conv.x = (const char *)args->x;
     conv.weight = (const char *)args->weight;
     conv.d_y = (const char *)args->y;
     conv.bias = args->bias;
-    DTRAIN__TRY(
-        dtrain__conv_scratch(&conv, conv.taps * conv.in * args->out_channels, &reserve));
+    DTRAIN__TRY(dtrain__conv_scratch(&conv, conv.taps * conv.in * args->out_channels, &reserve));
     if (conv.in == 1 && conv.out == 1) {
         dtrain__depthwise_group(&conv);
         const dtrain__conv_weight weight = dtrain__conv_weights(&conv, false);
@@ -406,8 +405,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d(dtrain_device *device,
         depthwise.y = args->y;
         depthwise.bias = args->bias;
         DTRAIN__TRY(dtrain__conv_pack(&conv, &weight));
-        dtrain__job job =
-            dtrain__job_make(&depthwise, w->batch * w->out_height, 1, args->dtype);
+        dtrain__job job = dtrain__job_make(&depthwise, w->batch * w->out_height, 1, args->dtype);
         return dtrain__job_run(conv.cpu, &job, conv.cpu->kernels->depthwise,
                                conv.pixels * conv.out * conv.taps);
     }
@@ -422,8 +420,7 @@ static dtrain_result dtrain__depthwise_backward(dtrain__conv *conv,
     const dtrain_windows2d *w = &conv->windows;
     dtrain__depthwise_group(conv);
     if (args->d_weight)
-        DTRAIN__TRY(
-            dtrain__depthwise_weight_grad(conv, args->d_weight, args->accumulate_weight));
+        DTRAIN__TRY(dtrain__depthwise_weight_grad(conv, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain__depthwise depthwise = dtrain__depthwise_make(conv);
@@ -442,8 +439,8 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
 {
     int64_t rest[2];
     if (args->d_weight)
-        DTRAIN__TRY(dtrain__conv_weight_grad(conv, reserve, args->d_weight,
-                                             args->accumulate_weight));
+        DTRAIN__TRY(
+            dtrain__conv_weight_grad(conv, reserve, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
     const int64_t height = conv->windows.height, width = conv->windows.width;
     for (rest[0] = 0; rest[0] < conv->windows.stride[0] && rest[0] < height; rest[0]++)
@@ -469,16 +466,16 @@ static dtrain_result dtrain__conv_bias_grad(dtrain_device *device, const dtrain_
     return dtrain__cpu_activation_backward(device, &sums);
 }
 
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_conv2d_backward(dtrain_device *device, const dtrain_conv2d_backward_args *args)
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
+                                                          const dtrain_conv2d_backward_args *args)
 {
     int64_t reserve;
     DTRAIN__TRY(dtrain__check_conv("conv2d_backward", &args->windows, args->out_channels,
                                    args->groups, args->dtype));
     DTRAIN__TRY(dtrain__check_windows("conv2d_backward", &args->windows,
                                       args->d_x ? args->x_dtype : args->dtype));
-    dtrain__conv conv = dtrain__conv_make(device, &args->windows, args->out_channels,
-                                          args->groups, args->dtype);
+    dtrain__conv conv =
+        dtrain__conv_make(device, &args->windows, args->out_channels, args->groups, args->dtype);
     conv.x = (const char *)args->x;
     conv.weight = (const char *)args->weight;
     conv.d_y = (const char *)args->d_y;
@@ -503,8 +500,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d(dtrain_device *device,
                            w->batch * w->height * w->width * w->channels);
 }
 
-DTRAIN__PRIVATE dtrain_result
-dtrain__cpu_pool2d_backward(dtrain_device *device, const dtrain_pool2d_backward_args *args)
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
+                                                          const dtrain_pool2d_backward_args *args)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
     const dtrain_windows2d *w = &args->windows;

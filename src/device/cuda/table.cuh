@@ -14,6 +14,8 @@
 #include "device/cuda/sparse.cuh"
 #include "device/cuda/columns.cuh"
 #include "device/cuda/batchnorm.cuh"
+#include "device/cuda/convolution.cuh"
+#include "device/cuda/pooling.cuh"
 
 static_assert(DTRAIN_DEVICE_ABI == 8,
               "the table below is that of ABI 8: compare with device/backend.h");

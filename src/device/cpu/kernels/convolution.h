@@ -15,25 +15,25 @@
 #define DTRAIN__TWELVE(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #if DTRAIN__W == 16
 #define DTRAIN__NARROW_MR 24
-#define DTRAIN__NARROW_ROWS(DO)                                                          \
-    DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15) DO(16) DO(17) DO(18) DO(19) DO(20) DO(21) \
-        DO(22) DO(23)
+#define DTRAIN__NARROW_ROWS(DO) \
+    DTRAIN__TWELVE(DO)          \
+    DO(12) DO(13) DO(14) DO(15) DO(16) DO(17) DO(18) DO(19) DO(20) DO(21) DO(22) DO(23)
 #else
 #define DTRAIN__NARROW_MR 12
 #define DTRAIN__NARROW_ROWS(DO) DTRAIN__TWELVE(DO)
 #endif
 
-#define DTRAIN__NARROW_BEGIN(r)          \
-    dtrain__v sum##r = dtrain__vset(0);  \
+#define DTRAIN__NARROW_BEGIN(r)         \
+    dtrain__v sum##r = dtrain__vset(0); \
     __builtin_prefetch(c + (r)*c_row);
 #define DTRAIN__NARROW_STEP(r) \
     sum##r = dtrain__vfma(dtrain__vset(a[(r)*a_row + at]), b_only, sum##r);
-#define DTRAIN__NARROW_END(r)                                                              \
-    do {                                                                                   \
-        float *to = c + (r)*c_row;                                                         \
-        sum##r *= dtrain__vset(alpha);                                                     \
+#define DTRAIN__NARROW_END(r)                                                                \
+    do {                                                                                     \
+        float *to = c + (r)*c_row;                                                           \
+        sum##r *= dtrain__vset(alpha);                                                       \
         if (beta != 0) sum##r = dtrain__vfma(dtrain__vset(beta), dtrain__vload(to), sum##r); \
-        dtrain__vstore(to, sum##r);                                                        \
+        dtrain__vstore(to, sum##r);                                                          \
     } while (0);
 #define DTRAIN__NARROW_TILE                                                          \
     DTRAIN__NARROW_ROWS(DTRAIN__NARROW_BEGIN)                                        \
@@ -107,8 +107,8 @@ DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, 
 /* Pack `count` rows, one behind the other. Those beyond stay as they are: nothing is made of their
  * sums. */
 DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__operand *x,
-                                            dtrain_dtype dtype, int64_t index, int count, int64_t p,
-                                            int k)
+                                               dtrain_dtype dtype, int64_t index, int count,
+                                               int64_t p, int k)
 {
     dtrain__corner corner = {0, 0, 0};
     if (x->windows) corner = dtrain__window_corner(x->windows, index);
@@ -157,8 +157,8 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dt
         float *to = panel;
         for (int s = 0; s < share_count; to += shares[s++].run) {
             const int64_t at = dtrain__window_tap(w, &corner, shares[s].a, shares[s].b);
-            DTRAIN__K(pack_run)(to, x->data, dtype, at < 0 ? -1 : at + shares[s].channel,
-                                shares[s].run);
+            DTRAIN__K(pack_run)
+            (to, x->data, dtype, at < 0 ? -1 : at + shares[s].channel, shares[s].run);
         }
         dtrain__window_next(w, &corner);
     }
@@ -213,10 +213,10 @@ static const dtrain__tile_ops DTRAIN__K(narrow_tile_ops) = {
     DTRAIN__K(store_narrow_tile)};
 
 /* pair, unit, packing: as in gemm.h, but rows are packed for half of the price. */
-#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b, tile_ops)           \
-    {                                                                                        \
-        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel),     \
-            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL           \
+#define DTRAIN__CONV_ISA(mr, nr, packing, pitch, kernel, pack_a, pack_b, tile_ops)       \
+    {                                                                                    \
+        DTRAIN__STRING(DTRAIN__SUFFIX), mr, nr, 1, 1, packing, pitch, DTRAIN__K(kernel), \
+            DTRAIN__K(pack_a), DTRAIN__K(pack_b), &DTRAIN__K(tile_ops), NULL, NULL       \
     }
 static const dtrain__conv_tiles DTRAIN__K(convolutions) = {
     DTRAIN__CONV_ISA(DTRAIN__MR, DTRAIN__N, 2, DTRAIN__PITCH, rows_tile, pack_window_rows, pack_b,
@@ -292,8 +292,8 @@ DTRAIN__KERNEL_AS(depthwise)
                 dtrain__v sum = a->bias ? dtrain__vload_n(a->bias + c, n) : dtrain__vset(0);
                 for (int64_t i = a0; i < a1; i++)
                     for (int64_t k = b0; k < b1; k++) {
-                        const int64_t at = (image + y + i * w->dilation[0]) * w->width + x +
-                                           k * w->dilation[1];
+                        const int64_t at =
+                            (image + y + i * w->dilation[0]) * w->width + x + k * w->dilation[1];
                         const float *weight = a->weight + (i * w->kernel[1] + k) * w->channels + c;
                         sum = dtrain__vfma(dtrain__vload_as(a->x, dtype, at * w->channels + c, n),
                                            dtrain__vload_n(weight, n), sum);
@@ -326,10 +326,10 @@ DTRAIN__KERNEL_AS(depthwise_input)
             const int64_t n = w->channels - c;
             dtrain__v sum = dtrain__vset(0);
             for (int64_t tap = 0; tap < w->kernel[0] * w->kernel[1]; tap++) {
-                const int64_t i = DTRAIN__K(window_of)(w, 0, w->out_height, row % w->height,
-                                                       tap / w->kernel[1]);
-                const int64_t j = DTRAIN__K(window_of)(w, 1, w->out_width, at % w->width,
-                                                       tap % w->kernel[1]);
+                const int64_t i =
+                    DTRAIN__K(window_of)(w, 0, w->out_height, row % w->height, tap / w->kernel[1]);
+                const int64_t j =
+                    DTRAIN__K(window_of)(w, 1, w->out_width, at % w->width, tap % w->kernel[1]);
                 if (i < 0 || j < 0) continue;
                 const int64_t from = ((image + i) * w->out_width + j) * w->channels + c;
                 sum = dtrain__vfma(dtrain__vload_as(a->d_y, dtype, from, n),

@@ -20,8 +20,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, 
             const dtrain__v x = dtrain__vload_as(a->x, dtype, at, w->channels - c);
             const dtrain__vi wins = (dtrain__vi)(x > top) | (dtrain__vi)(x != x);
             top = DTRAIN__K(vselect)(wins, x, top);
-            where =
-                (where & ~wins) | (dtrain__viset((int32_t)(i * w->kernel[1] + j)) & wins);
+            where = (where & ~wins) | (dtrain__viset((int32_t)(i * w->kernel[1] + j)) & wins);
         }
     *index = where;
     return top;
