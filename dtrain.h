@@ -1800,15 +1800,21 @@ DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
 typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_CONSTANT = 0,
     DTRAIN_SCHEDULE_LINEAR = 1,
-    DTRAIN_SCHEDULE_COSINE = 2
+    DTRAIN_SCHEDULE_COSINE = 2,
+    DTRAIN_SCHEDULE_STEPS = 3
 } dtrain_schedule_kind;
 
+#define DTRAIN_SCHEDULE_MILESTONES 8
+
 /* Learning rates of a run. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
- * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
+ * min_lr at total_steps, along a line or half a cosine; min_lr after that. STEPS multiplies lr by
+ * gamma at each milestone, and needs neither min_lr nor total_steps (MultiStepLR of PyTorch). */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
     int64_t warmup_steps, total_steps;
+    float gamma;                                    /* of STEPS; 0 = 0.1 */
+    int64_t milestones[DTRAIN_SCHEDULE_MILESTONES]; /* of STEPS: ascending; 0 ends them */
 } dtrain_schedule;
 /* Return the learning rate of a step, counted from 0. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);
@@ -18290,6 +18296,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
  *     0 .. warmup - 1      lr (step + 1) / warmup
  *     warmup .. total      from lr to min_lr, along a line or half a cosine
  *     total ..             min_lr
+ *     STEPS                lr gamma^k behind the k-th milestone
  *
  * In double, rounded once: the same number whatever machine or world size asks. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
@@ -18299,6 +18306,13 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
     const int64_t warmup = schedule->warmup_steps, total = schedule->total_steps;
     if (step < 0) step = 0;
     if (step < warmup) return (float)(lr * ((double)step + 1) / (double)warmup);
+    if (schedule->kind == DTRAIN_SCHEDULE_STEPS) {
+        double rate = lr;
+        for (int i = 0; i < DTRAIN_SCHEDULE_MILESTONES; i++)
+            if (schedule->milestones[i] > 0 && step >= schedule->milestones[i])
+                rate *= schedule->gamma > 0 ? (double)schedule->gamma : 0.1;
+        return (float)rate;
+    }
     if (schedule->kind != DTRAIN_SCHEDULE_LINEAR && schedule->kind != DTRAIN_SCHEDULE_COSINE)
         return schedule->lr;
     if (step >= total) return schedule->min_lr;

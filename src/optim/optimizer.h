@@ -61,15 +61,21 @@ DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
 typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_CONSTANT = 0,
     DTRAIN_SCHEDULE_LINEAR = 1,
-    DTRAIN_SCHEDULE_COSINE = 2
+    DTRAIN_SCHEDULE_COSINE = 2,
+    DTRAIN_SCHEDULE_STEPS = 3
 } dtrain_schedule_kind;
 
+#define DTRAIN_SCHEDULE_MILESTONES 8
+
 /* Learning rates of a run. Warm-up: lr * (step + 1) / warmup_steps. Then from lr at warmup_steps to
- * min_lr at total_steps, along a line or half a cosine; min_lr after that. */
+ * min_lr at total_steps, along a line or half a cosine; min_lr after that. STEPS multiplies lr by
+ * gamma at each milestone, and needs neither min_lr nor total_steps (MultiStepLR of PyTorch). */
 typedef struct dtrain_schedule {
     uint32_t kind;
     float lr, min_lr;
     int64_t warmup_steps, total_steps;
+    float gamma;                                    /* of STEPS; 0 = 0.1 */
+    int64_t milestones[DTRAIN_SCHEDULE_MILESTONES]; /* of STEPS: ascending; 0 ends them */
 } dtrain_schedule;
 /* Return the learning rate of a step, counted from 0. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step);

@@ -12,6 +12,7 @@
  *     0 .. warmup - 1      lr (step + 1) / warmup
  *     warmup .. total      from lr to min_lr, along a line or half a cosine
  *     total ..             min_lr
+ *     STEPS                lr gamma^k behind the k-th milestone
  *
  * In double, rounded once: the same number whatever machine or world size asks. */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t step)
@@ -21,6 +22,13 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
     const int64_t warmup = schedule->warmup_steps, total = schedule->total_steps;
     if (step < 0) step = 0;
     if (step < warmup) return (float)(lr * ((double)step + 1) / (double)warmup);
+    if (schedule->kind == DTRAIN_SCHEDULE_STEPS) {
+        double rate = lr;
+        for (int i = 0; i < DTRAIN_SCHEDULE_MILESTONES; i++)
+            if (schedule->milestones[i] > 0 && step >= schedule->milestones[i])
+                rate *= schedule->gamma > 0 ? (double)schedule->gamma : 0.1;
+        return (float)rate;
+    }
     if (schedule->kind != DTRAIN_SCHEDULE_LINEAR && schedule->kind != DTRAIN_SCHEDULE_COSINE)
         return schedule->lr;
     if (step >= total) return schedule->min_lr;

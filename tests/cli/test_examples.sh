@@ -70,6 +70,23 @@ bytes 1 7 >>"$tmp/shifted/test_batch.bin"
 bad "mlp, a file with a byte too many" "test_batch.bin\" has 1536501 bytes; expected records of 3073" "$build/mlp" "$tmp/shifted"
 image 12 0 >"$tmp/shifted/data_batch_4.bin"
 bad "mlp, a label above 9" "record 0 of .*data_batch_4.bin\" has label 10" "$build/mlp" "$tmp/shifted"
+# resnet_cifar: losses that do not depend on the strategy; two ranks that normalise together are one with their batch.
+resnet="$build/resnet_cifar --threads 1 --data $cifar"
+first_loss() { sed -n '1s/.*"loss": \([^,]*\),.*/\1/p' "$tmp/resnet.jsonl"; }
+good "resnet_cifar, one rank" "1       2 .* %" $resnet --ranks 1 --batch 8 --steps 2 --log "$tmp/resnet.jsonl"
+one=$(first_loss)
+good "resnet_cifar, two ranks, together" "1       2 .* %" $resnet --ranks 2 --batch 4 --steps 2 --sync-batchnorm --log "$tmp/resnet.jsonl"
+awk -v a="$one" -v b="$(first_loss)" 'BEGIN { d = a - b; exit !(a > 1 && d < 1e-4 && d > -1e-4) }'
+result "resnet_cifar, their loss is that of one rank" $? "$tmp/resnet.jsonl"
+good "resnet_cifar, bf16" "1       2 .* %" $resnet --ranks 2 --batch 4 --steps 2 --precision bf16 --strategy zero1
+$resnet --batch 4 --steps 3 2>&1 | awk '/%/ { print $4, $5 }' >"$tmp/base"
+$resnet --batch 4 --steps 3 --strategy full_shard 2>&1 | awk '/%/ { print $4, $5 }' >"$tmp/other"
+[ -s "$tmp/base" ] && cmp -s "$tmp/base" "$tmp/other"
+result "resnet_cifar, full_shard has the losses of ddp" $? "$tmp/other"
+bad "resnet_cifar, a file that is cut off" "data_batch_2.bin\" has 100 bytes; expected records of 3073" \
+    sh -c "mkdir $tmp/cut; cp $cifar/*_1.bin $tmp/cut; head -c 100 $cifar/data_batch_2.bin >$tmp/cut/data_batch_2.bin; $build/resnet_cifar --data $tmp/cut"
+bad "resnet_cifar, unknown strategy" "\"zero9\" is not one of: ddp" $resnet --strategy zero9
+bad "resnet_cifar, too large a batch" "fewer than 2 ranks x --batch 400" $resnet --ranks 2 --batch 400
 rm "$tmp/shifted/data_batch_3.bin"
 bad "mlp, a missing file" "cannot open .*data_batch_3.bin\"" "$build/mlp" "$tmp/shifted"
 good "train_gpt --help" "--weight-decay" "$build/train_gpt" --help

@@ -332,6 +332,13 @@ static void test_schedules(void)
     CHECK(dtrain_schedule_lr(&linear, 3) == 3e-4f &&
           dtrain_schedule_lr(&linear, INT64_MAX) == 3e-5f);
     CHECK(dtrain_schedule_lr(&linear, -5) == dtrain_schedule_lr(&linear, 0));
+    s = schedule(DTRAIN_SCHEDULE_STEPS, 2, 0);
+    s.milestones[0] = 4, s.milestones[1] = 9;
+    for (int64_t i = 2; i < 12; i++)
+        CHECK_CLOSE(1e4 * (double)dtrain_schedule_lr(&s, i), i < 4 ? 3 : i < 9 ? 0.3 : 0.03, 1e-6);
+    s.gamma = 0.5f;
+    CHECK(dtrain_schedule_lr(&s, 0) == 1.5e-4f && dtrain_schedule_lr(&s, 5) == 1.5e-4f &&
+          dtrain_schedule_lr(&s, INT64_MAX) == 0.75e-4f);
     s = schedule(DTRAIN_SCHEDULE_CONSTANT, 2, 5);
     CHECK(dtrain_schedule_lr(&s, 0) == 1.5e-4f && dtrain_schedule_lr(&s, 1) == 3e-4f);
     CHECK(dtrain_schedule_lr(&s, 2) == 3e-4f && dtrain_schedule_lr(&s, 100) == 3e-4f);

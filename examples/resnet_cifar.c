@@ -1,0 +1,504 @@
+/* resnet_cifar.c: ResNet-20 (He et al., "Deep Residual Learning", 2016) on CIFAR-10, with the paper's recipe: crops and
+ * flips, SGD with momentum, a rate that falls tenfold after half and after three quarters of the run.
+ *
+ *   build:   cc -O2 -I. examples/resnet_cifar.c -o resnet_cifar -lm -lpthread
+ *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/resnet_cifar.c dtrain_cuda.cu -lcublasLt -o resnet_cifar
+ *   run:     ./resnet_cifar --data FOLDER      which holds data_batch_1.bin to _5.bin and test_batch.bin
+ *            ./resnet_cifar                    the same on images that it draws itself
+ *   flags:   --data FOLDER  --ranks N  --batch N (images of a rank and step)  --threads N  --epochs N  --steps N
+ *            --seed N  --strategy ddp|zero1|shard_grad_op|full_shard|zero3  --precision fp32|bf16
+ *            --sync-batchnorm  --log FILE  --device cpu|cuda
+ *   expect   of ./resnet_cifar --ranks 2 --epochs 3 --batch 32, in half a minute of two cores:
+ *     2000 training images, 500 for the test; 2 ranks x 32 images a step
+ *     epoch   steps      lr  training loss  test accuracy  images/s
+ *         1      31  0.1000         2.0141         20.0 %       ...
+ *         2      62  0.0100         0.8781         64.0 %
+ *         3      93  0.0010         0.7151         60.0 %
+ *
+ * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So ranks that share
+ * a batch see together what one rank sees; with --sync-batchnorm they normalise over all of it as well, and the curve
+ * is that of one rank (but for rounding). Without it each rank normalises over its own images, as PyTorch's DDP does. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+#define CHECK(call)                        \
+    do {                                   \
+        if ((call) != DTRAIN_OK) return 1; \
+    } while (0)
+
+enum {
+    SIDE = 32,
+    COLORS = 3,
+    PIXELS = SIDE * SIDE * COLORS,
+    RECORD = 1 + PIXELS,
+    CLASSES = 10,
+    PADDING = 4
+};
+
+/* ---- images: bytes, as they are in the files; read before the ranks are forked, which share them ---- */
+
+typedef struct images {
+    int64_t count;
+    unsigned char *records; /* (count, RECORD): a label, then planes of red, green and blue */
+} images;
+
+static bool read_file(const char *folder, const char *name, images *to)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "rb");
+    if (!file || fseek(file, 0, SEEK_END) != 0) {
+        fprintf(stderr, "resnet_cifar: cannot read \"%s\": %s\n", path, strerror(errno));
+        if (file) fclose(file);
+        return false;
+    }
+    const long bytes = ftell(file), count = bytes / RECORD;
+    const size_t before = (size_t)to->count * RECORD;
+    unsigned char *records = bytes > 0 ? realloc(to->records, before + (size_t)bytes) : NULL;
+    if (records) to->records = records;
+    rewind(file);
+    const bool whole = records && bytes % RECORD == 0 &&
+                       fread(records + before, RECORD, (size_t)count, file) == (size_t)count;
+    fclose(file);
+    if (!whole)
+        fprintf(stderr,
+                "resnet_cifar: \"%s\" has %ld bytes; expected records of %d (CIFAR-10's binary "
+                "version)\n",
+                path, bytes, RECORD);
+    for (long i = 0; whole && i < count; i++)
+        if (records[before + (size_t)i * RECORD] >= CLASSES) {
+            fprintf(stderr, "resnet_cifar: image %ld of \"%s\" has label %d; expected 0 to 9\n", i,
+                    path, records[before + (size_t)i * RECORD]);
+            return false;
+        }
+    if (whole) to->count += count;
+    return whole;
+}
+
+static bool read_cifar(const char *folder, images *train, images *test)
+{
+    char name[32];
+    for (int i = 1; i <= 5; i++) {
+        snprintf(name, sizeof name, "data_batch_%d.bin", i);
+        if (!read_file(folder, name, train)) return false;
+    }
+    return read_file(folder, "test_batch.bin", test);
+}
+
+/* Images for a try without data: stripes whose direction and colour are those of a class, in noise. */
+static bool draw_images(images *to, int64_t count, uint64_t seed)
+{
+    to->records = malloc((size_t)count * RECORD);
+    for (int64_t i = 0; to->records && i < count; i++) {
+        unsigned char *record = to->records + i * RECORD;
+        const int label = record[0] = (unsigned char)(i % CLASSES);
+        const float angle = 0.628f * (float)(label % 5),
+                    phase = 6.28f * dtrain_random_uniform(seed, 0, (uint64_t)i);
+        for (int p = 0; p < PIXELS; p++) {
+            const float x = (float)(p % SIDE), y = (float)(p / SIDE % SIDE);
+            const float wave = cosf(0.8f * (x * cosf(angle) + y * sinf(angle)) + phase);
+            const float noise = dtrain_random_normal(seed, 1, (uint64_t)(i * PIXELS + p));
+            const float light = p / (SIDE * SIDE) == label / 5 ? 40 * wave : 0;
+            record[1 + p] = (unsigned char)fminf(255, fmaxf(0, 120 + light + 40 * noise));
+        }
+    }
+    to->count = to->records ? count : 0;
+    return to->records != NULL;
+}
+
+/* ---- what a rank trains on ---- */
+
+typedef struct settings {
+    const char *data, *log, *device;
+    uint32_t kind, tape_flags;
+    long ranks, batch, threads, epochs, steps, seed;
+    bool sync;
+    images train, test;
+} settings;
+
+/* Write one image as floats, channels last: shifted, flipped, each colour about mean 0 and deviation 1. */
+static void put_image(const unsigned char *pixels, int down, int right, bool flip, float *out)
+{
+    static const float mean[COLORS] = {125.3f, 123.0f, 113.9f},
+                       deviation[COLORS] = {63.0f, 62.1f, 66.7f};
+    for (int y = 0; y < SIDE; y++)
+        for (int x = 0; x < SIDE; x++)
+            for (int c = 0; c < COLORS; c++) {
+                const int from_y = y + down, from_x = (flip ? SIDE - 1 - x : x) + right;
+                const bool inside = from_y >= 0 && from_y < SIDE && from_x >= 0 && from_x < SIDE;
+                const int at = c * SIDE * SIDE + from_y * SIDE + from_x;
+                *out++ = inside ? ((float)pixels[at] - mean[c]) / deviation[c]
+                                : 0; /* padding: the mean */
+            }
+}
+
+/* ---- model ---- */
+
+enum {
+    BLOCKS = 9,
+    NORM = 4,
+    BLOCK = 2 + 2 * NORM + 1 + NORM,
+    PARAMS = 1 + NORM + BLOCKS * BLOCK + 2
+};
+enum { CONV1 = 0, NORM1, CONV2 = NORM1 + NORM, NORM2, SHORTCUT = NORM2 + NORM, NORM3 };
+
+typedef struct model {
+    const settings *s;
+    dtrain_param params[PARAMS];
+    char names[PARAMS][32];
+    int count;
+    dtrain_comm *comm; /* over which batches are normalised; NULL: each rank for itself */
+    int rank, ranks;
+    int64_t drawn;  /* steps */
+    int64_t *order; /* of the images, in this epoch */
+    int64_t *scratch;
+    float *x;        /* (batch, 32, 32, 3) */
+    int32_t *labels; /* (batch) */
+    int64_t images;  /* in the batch that is there */
+} model;
+
+static dtrain_param *declare(model *m, uint32_t unit, const char *prefix, const char *name)
+{
+    dtrain_param *p = &m->params[m->count];
+    snprintf(m->names[m->count], sizeof m->names[0], "%s%s", prefix, name);
+    p->name = m->names[m->count++];
+    p->unit = unit;
+    return p;
+}
+
+/* He et al., 2015: the deviation that keeps the size of activations. */
+static void declare_conv(model *m, uint32_t unit, const char *prefix, const char *name, int out,
+                         int in, int side)
+{
+    dtrain_param *p = declare(m, unit, prefix, name);
+    const int64_t shape[4] = {out, in, side, side};
+    memcpy(p->shape, shape, sizeof shape);
+    p->init = DTRAIN_INIT_NORMAL;
+    p->init_scale = sqrtf(2.0f / (float)(in * side * side));
+}
+
+static void declare_norm(model *m, uint32_t unit, const char *prefix, int channels)
+{
+    static const char *const names[NORM] = {".weight", ".bias", ".running_mean", ".running_var"};
+    for (int i = 0; i < NORM; i++) {
+        dtrain_param *p = declare(m, unit, prefix, names[i]);
+        p->shape[0] = channels;
+        p->init = DTRAIN_INIT_CONSTANT;
+        p->init_scale = i == 0 || i == 3; /* weights and variances are 1 at first */
+        if (i >= 2) p->flags = DTRAIN_PARAM_BUFFER;
+    }
+}
+
+/* Blocks 0 to 2 have 16 channels, 3 to 5 have 32, 6 to 8 have 64; 3 and 6 halve the image. */
+static int channels_of(int block) { return 16 << block / 3; }
+static bool halves(int block) { return block == 3 || block == 6; }
+
+static void declare_model(model *m)
+{
+    declare_conv(m, 0, "", "conv.weight", 16, COLORS, 3);
+    declare_norm(m, 0, "bn", 16);
+    for (int b = 0; b < BLOCKS; b++) {
+        const int out = channels_of(b), in = b ? channels_of(b - 1) : 16;
+        const uint32_t unit = (uint32_t)b + 1;
+        char prefix[16], norm[32];
+        snprintf(prefix, sizeof prefix, "%d.%d.", b / 3 + 1, b % 3);
+        declare_conv(m, unit, prefix, "conv1.weight", out, in, 3);
+        snprintf(norm, sizeof norm, "%sbn1", prefix);
+        declare_norm(m, unit, norm, out);
+        declare_conv(m, unit, prefix, "conv2.weight", out, out, 3);
+        snprintf(norm, sizeof norm, "%sbn2", prefix);
+        declare_norm(m, unit, norm, out);
+        if (!halves(b)) continue;
+        declare_conv(m, unit, prefix, "down.weight", out, in, 1);
+        snprintf(norm, sizeof norm, "%sdown_bn", prefix);
+        declare_norm(m, unit, norm, out);
+    }
+    dtrain_param *weight = declare(m, BLOCKS + 1, "", "fc.weight");
+    weight->shape[0] = CLASSES;
+    weight->shape[1] = 64;
+    weight->init = DTRAIN_INIT_UNIFORM;
+    weight->init_scale = 0.125f; /* 1 / sqrt(64) */
+    declare(m, BLOCKS + 1, "", "fc.bias")->shape[0] = CLASSES;
+}
+
+/* Convolve, normalise, add a residual, apply ReLU; p: the weight, behind it the four of the norm. */
+static dtrain_tensor *conv_norm(dtrain_tape *t, const model *m, dtrain_tensor *x, dtrain_param *p,
+                                int stride, dtrain_tensor *residual, dtrain_activation activation)
+{
+    const int64_t padding = p->shape[2] / 2;
+    const dtrain_conv2d_desc conv = {.stride = {stride, stride}, .padding = {padding, padding}};
+    const dtrain_batch_norm_desc norm = {.running_mean = p + 3,
+                                         .running_var = p + 4,
+                                         .residual = residual,
+                                         .activation = activation,
+                                         .comm = m->comm};
+    x = dtrain_conv2d(t, x, p, NULL, &conv);
+    return dtrain_batch_norm(t, x, p + 1, p + 2, &norm);
+}
+
+static dtrain_tensor *forward(dtrain_tape *t, model *m)
+{
+    const dtrain_activation relu = DTRAIN_ACTIVATION_RELU, none = DTRAIN_ACTIVATION_NONE;
+    const int64_t shape[4] = {m->images, SIDE, SIDE, COLORS};
+    dtrain_param *p = m->params;
+    dtrain_tape_unit(t, 0);
+    dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 4, shape, m->x, false);
+    x = conv_norm(t, m, x, p, 1, NULL, relu);
+    p += 1 + NORM;
+    for (int b = 0; b < BLOCKS; b++) {
+        const int stride = halves(b) ? 2 : 1;
+        dtrain_tape_unit(t, (uint32_t)b + 1);
+        dtrain_tensor *inner = conv_norm(t, m, x, p, stride, NULL, relu), *shortcut = x;
+        if (halves(b)) shortcut = conv_norm(t, m, x, p + 2 * (1 + NORM), stride, NULL, none);
+        x = conv_norm(t, m, inner, p + 1 + NORM, 1, shortcut, relu);
+        p += (halves(b) ? 3 : 2) * (1 + NORM);
+    }
+    dtrain_tape_unit(t, BLOCKS + 1);
+    x = dtrain_linear(t, dtrain_global_avg_pool(t, x), p, p + 1, none);
+    return dtrain_cast(t, x, DTRAIN_DTYPE_F32);
+}
+
+static dtrain_tensor *loss(dtrain_tape *t, void *user)
+{
+    model *m = user;
+    const int64_t shape[1] = {m->images};
+    dtrain_tensor *logits = forward(t, m);
+    return dtrain_cross_entropy(
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, shape, m->labels, false), 0);
+}
+
+/* ---- batches ---- */
+
+static int64_t steps_per_epoch(const settings *s, int ranks)
+{
+    return s->train.count / (s->batch * ranks);
+}
+
+/* Deal this rank its part of the step's batch; images that are left over at the end of an epoch wait for another. */
+static dtrain_result next_batch(void *user)
+{
+    model *m = user;
+    const settings *s = m->s;
+    const int64_t steps = steps_per_epoch(s, m->ranks), epoch = m->drawn / steps,
+                  step = m->drawn % steps;
+    if (step == 0) {
+        const dtrain_sampler_desc all = {
+            .item_count = s->train.count, .seed = (uint64_t)s->seed, .shuffle = true};
+        int64_t count;
+        const dtrain_result result =
+            dtrain_sampler_indices(&all, (uint64_t)epoch, m->scratch, m->order, &count);
+        if (result != DTRAIN_OK) return result;
+    }
+    for (int64_t i = 0; i < s->batch; i++) {
+        const int64_t image = m->order[(step * m->ranks + m->rank) * s->batch + i];
+        const unsigned char *record = s->train.records + image * RECORD;
+        float draw[3];
+        for (uint64_t k = 0; k < 3; k++)
+            draw[k] = dtrain_random_uniform((uint64_t)s->seed, (uint64_t)epoch + 1,
+                                            (uint64_t)image * 3 + k);
+        put_image(record + 1, (int)(draw[0] * (2 * PADDING + 1)) - PADDING,
+                  (int)(draw[1] * (2 * PADDING + 1)) - PADDING, draw[2] < 0.5f, m->x + i * PIXELS);
+        m->labels[i] = record[0];
+    }
+    m->images = s->batch;
+    m->drawn++;
+    return DTRAIN_OK;
+}
+
+/* Measure the accuracy on the test images, of which each rank takes its share; all make as many passes. */
+static dtrain_result test_accuracy(dtrain_world *world, dtrain_tape *t, model *m, double *accuracy)
+{
+    const settings *s = m->s;
+    const int64_t each = (s->test.count + m->ranks - 1) / m->ranks, first = each * m->rank;
+    const int64_t past = first + each < s->test.count ? first + each : s->test.count;
+    int64_t right = 0;
+    for (int64_t done = 0; done < each; done += s->batch) {
+        dtrain_result result = dtrain_tape_begin(t, s->tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
+        m->images = each - done < s->batch ? each - done : s->batch;
+        for (int64_t i = 0; i < m->images;
+             i++) { /* a rank with fewer images repeats the last one */
+            const int64_t image =
+                first + done + i < s->test.count ? first + done + i : s->test.count - 1;
+            put_image(s->test.records + image * RECORD + 1, 0, 0, false, m->x + i * PIXELS);
+        }
+        float *logits = malloc((size_t)m->images * CLASSES * sizeof *logits);
+        if (!logits) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for logits");
+        if (result == DTRAIN_OK) result = dtrain_tensor_read(t, forward(t, m), logits);
+        for (int64_t i = 0; i < m->images && first + done + i < past && result == DTRAIN_OK; i++) {
+            int best = 0;
+            for (int c = 1; c < CLASSES; c++)
+                if (logits[i * CLASSES + c] > logits[i * CLASSES + best]) best = c;
+            right += best == s->test.records[(first + done + i) * RECORD];
+        }
+        free(logits);
+        if (result != DTRAIN_OK) return result;
+    }
+    const dtrain_result result = dtrain_all_reduce(dtrain_world_comm(world), &right, &right, 1,
+                                                   DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL);
+    *accuracy = 100.0 * (double)right / (double)s->test.count;
+    return result;
+}
+
+/* ---- a rank ---- */
+
+static int train(dtrain_world *world, void *user)
+{
+    const settings *s = user;
+    static model m; /* a rank is a process */
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_metrics *metrics;
+    m.s = s;
+    m.rank = dtrain_world_rank(world);
+    m.ranks = dtrain_world_size(world);
+    const int64_t per_epoch = steps_per_epoch(s, m.ranks);
+    if (!per_epoch) {
+        dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                    "%lld training images are fewer than %d ranks x --batch %ld",
+                    (long long)s->train.count, m.ranks, s->batch);
+        return 1;
+    }
+    const int64_t total = s->steps ? s->steps : s->epochs * per_epoch;
+    m.x = malloc((size_t)s->batch * PIXELS * sizeof *m.x);
+    m.labels = calloc((size_t)s->batch, sizeof *m.labels);
+    m.order = malloc((size_t)s->train.count * sizeof *m.order);
+    m.scratch = malloc((size_t)s->train.count * sizeof *m.scratch);
+    if (!m.x || !m.labels || !m.order || !m.scratch) return 1;
+    declare_model(&m);
+
+    const dtrain_strategy_desc where = {.kind = s->kind, .init_seed = (uint64_t)s->seed};
+    CHECK(dtrain_strategy_create(world, m.params, (size_t)m.count, &where, &strategy));
+    if (s->sync) CHECK(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &m.comm));
+    dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    sgd.momentum = 0.9f;
+    sgd.weight_decay = 1e-3f; /* decoupled: what 1e-4 in the gradient comes to with this momentum */
+    CHECK(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
+    const dtrain_trainer_desc how = {.tokens = (uint32_t)s->batch,
+                                     .tape_flags = s->tape_flags,
+                                     .schedule = {.kind = DTRAIN_SCHEDULE_STEPS,
+                                                  .lr = 0.1f,
+                                                  .milestones = {total / 2, total * 3 / 4}},
+                                     .strategy = strategy,
+                                     .optimizer = optimizer,
+                                     .next_batch = next_batch,
+                                     .loss = loss,
+                                     .user = &m};
+    CHECK(dtrain_trainer_create(world, &how, &trainer));
+    const dtrain_metrics_desc report = {.total_steps = total, .jsonl_path = s->log};
+    CHECK(dtrain_metrics_create(world, &report, &metrics));
+
+    if (m.rank == 0)
+        printf("%lld training images, %lld for the test; %d ranks x %ld images a step\n"
+               "epoch   steps      lr  training loss  test accuracy  images/s\n",
+               (long long)s->train.count, (long long)s->test.count, m.ranks, s->batch);
+    double sum = 0, begun = dtrain_seconds();
+    for (int64_t step = 1, since = 1; step <= total; step++, since++) {
+        dtrain_step_record record;
+        double accuracy = 0;
+        CHECK(dtrain_trainer_step(trainer, &record));
+        CHECK(dtrain_metrics_step(metrics, &record));
+        sum += record.loss;
+        if (step % per_epoch && step != total) continue;
+        const double rate = (double)(since * s->batch * m.ranks) / (dtrain_seconds() - begun);
+        CHECK(test_accuracy(world, dtrain_trainer_tape(trainer), &m, &accuracy));
+        if (m.rank == 0)
+            printf("%5lld %7lld  %6.4f  %13.4f  %11.1f %%  %8.0f\n",
+                   (long long)((step - 1) / per_epoch + 1), (long long)step, record.lr,
+                   sum / (double)since, accuracy, rate);
+        fflush(stdout);
+        sum = 0, since = 0, begun = dtrain_seconds();
+    }
+    CHECK(dtrain_metrics_finish(metrics));
+    dtrain_metrics_destroy(metrics);
+    dtrain_trainer_destroy(trainer);
+    dtrain_comm_destroy(m.comm);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    free(m.x), free(m.labels), free(m.order), free(m.scratch);
+    return 0;
+}
+
+/* ---- flags ---- */
+
+static bool number(const char *name, const char *text, long least, long *value)
+{
+    char *end;
+    *value = strtol(text, &end, 10);
+    if (*text && !*end && *value >= least && *value <= 1000000000) return true;
+    fprintf(stderr, "resnet_cifar: %s is \"%s\"; expected a number from %ld on\n", name, text,
+            least);
+    return false;
+}
+
+/* Find a word in a list that ends with NULL; -1, with a sentence: it is not there. */
+static int word(const char *name, const char *text, const char *const *words)
+{
+    for (int i = 0; words[i]; i++)
+        if (strcmp(words[i], text) == 0) return i;
+    fprintf(stderr, "resnet_cifar: %s \"%s\" is not one of:", name, text);
+    for (int i = 0; words[i]; i++) fprintf(stderr, " %s", words[i]);
+    fprintf(stderr, "\n");
+    return -1;
+}
+
+static bool parse(int argc, char **argv, settings *s)
+{
+    static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
+                                        "full_shard", "zero3", NULL};
+    static const char *const precisions[] = {"fp32", "bf16", NULL};
+    static const char *const names[] = {"--data",     "--log",       "--device",         "--ranks",
+                                        "--batch",    "--threads",   "--steps",          "--epochs",
+                                        "--strategy", "--precision", "--sync-batchnorm", "--seed",
+                                        NULL};
+    for (int a = 1; a < argc; a++) {
+        const int at = word("the flag", argv[a], names);
+        const char *value = at == 10 ? "" : a + 1 < argc ? argv[a + 1] : NULL;
+        int found = 0;
+        if (at < 0) return false;
+        if (!value) {
+            fprintf(stderr, "resnet_cifar: %s needs a value\n", argv[a]);
+            return false;
+        }
+        switch (at) {
+        case 0: s->data = value; break;
+        case 1: s->log = value; break;
+        case 2: s->device = value; break;
+        case 3: found = number(argv[a], value, 1, &s->ranks) ? 0 : -1; break;
+        case 4: found = number(argv[a], value, 2, &s->batch) ? 0 : -1; break;
+        case 5: found = number(argv[a], value, 1, &s->threads) ? 0 : -1; break;
+        case 6: found = number(argv[a], value, 1, &s->steps) ? 0 : -1; break;
+        case 7: found = number(argv[a], value, 1, &s->epochs) ? 0 : -1; break;
+        case 8: found = word(argv[a], value, kinds); break;
+        case 9: found = word(argv[a], value, precisions); break;
+        case 10: s->sync = true; break;
+        default: found = number(argv[a], value, 0, &s->seed) ? 0 : -1;
+        }
+        if (found < 0) return false;
+        if (at == 8) s->kind = (uint32_t)found + DTRAIN_STRATEGY_DDP;
+        if (at == 9) s->tape_flags = found ? DTRAIN_TAPE_BF16 : 0;
+        if (at != 10) a++;
+    }
+    return true;
+}
+
+int main(int argc, char **argv)
+{
+    settings s = {.kind = DTRAIN_STRATEGY_DDP, .device = "cpu", .batch = 64, .epochs = 20};
+    dtrain_launch_desc desc = {.default_rank_count = 2};
+    if (!parse(argc, argv, &s)) return 2;
+    if (dtrain_device_ops_by_name(s.device, &desc.device_ops) != DTRAIN_OK) {
+        fprintf(stderr, "resnet_cifar: --device: %s\n", dtrain_last_error());
+        return 2;
+    }
+    if (s.data ? !read_cifar(s.data, &s.train, &s.test)
+               : !draw_images(&s.train, 2000, 1) || !draw_images(&s.test, 500, 2))
+        return 1;
+    desc.rank_count = (uint32_t)s.ranks;
+    desc.threads_per_rank = (uint32_t)s.threads;
+    const dtrain_result result = dtrain_launch(&desc, train, &s, NULL);
+    if (result != DTRAIN_OK) fprintf(stderr, "resnet_cifar: %s\n", dtrain_last_error());
+    free(s.train.records);
+    free(s.test.records);
+    return result != DTRAIN_OK;
+}
