@@ -15,9 +15,10 @@
  *         2      62  0.0100         0.8781         64.0 %
  *         3      93  0.0010         0.7151         60.0 %
  *
- * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So ranks that share
- * a batch see together what one rank sees; with --sync-batchnorm they normalise over all of it as well, and the curve
- * is that of one rank (but for rounding). Without it each rank normalises over its own images, as PyTorch's DDP does. */
+ * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So
+ * ranks that share a batch see together what one rank sees; with --sync-batchnorm they normalise over all
+ * of it as well, and the curve is that of one rank (but for rounding). Without it each rank normalises over
+ * its own images, as PyTorch's DDP does. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
