@@ -1481,10 +1481,11 @@ typedef struct dtrain_tensor {
 
 /* Flags of dtrain_tape_begin. */
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
-/* Autocast to bf16: linear layers and attention read and write bf16 and add up in fp32; norms,
- * losses and the sums of residual connections stay fp32, as in torch.autocast. Parameters and their
- * gradients are fp32; a weight is rounded once per pass, and one that a strategy gathers each time
- * its unit is there: copies take one unit's memory. */
+/* Autocast to bf16: linear layers, convolutions and attention read and write bf16 and add up in
+ * fp32; pooling keeps the type of its input; norms, losses and the sums of residual connections
+ * stay fp32, as in torch.autocast. Parameters and their gradients are fp32; a weight is rounded
+ * once per pass, and one that a strategy gathers each time its unit is there: copies take one
+ * unit's memory. */
 #define DTRAIN_TAPE_BF16 2u
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u
@@ -1534,10 +1535,10 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 
 /* Classes of operations whose results can be dropped. sum, mean and cross_entropy make a few
  * numbers, which are always kept. */
-#define DTRAIN_CHECKPOINT_LINEAR 1u
+#define DTRAIN_CHECKPOINT_LINEAR 1u /* and convolutions */
 #define DTRAIN_CHECKPOINT_ATTENTION 2u
 #define DTRAIN_CHECKPOINT_LAYERNORM 4u
-#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding */
+#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding, pooling */
 #define DTRAIN_CHECKPOINT_ALL 15u
 
 /* Drop activations in forward and make them again in backward (Chen et al., "Training Deep Nets
@@ -1625,8 +1626,8 @@ typedef struct dtrain_conv2d_desc {
 } dtrain_conv2d_desc;
 
 /* Apply a convolution as PyTorch's conv2d defines it, but with channels last: x (batch, height,
- * width, in_channels) -> (batch, out_height, out_width, out_channels), where out_height is (height +
- * 2 padding - dilation (kernel_height - 1) - 1) / stride + 1, rounded down. weight has PyTorch's
+ * width, in_channels) -> (batch, out_height, out_width, out_channels), where out_height is (height
+ * + 2 padding - dilation (kernel_height - 1) - 1) / stride + 1, rounded down. weight has PyTorch's
  * shape (out_channels, in_channels / groups, kernel_height, kernel_width), with a kernel of at most
  * 64 x 64; bias (out_channels) may be NULL. groups divides both numbers of channels; with groups =
  * in_channels = out_channels the convolution is depthwise. desc NULL: the defaults. */
@@ -2941,9 +2942,9 @@ typedef struct dtrain_batchnorm_backward_args {
     dtrain_dtype dtype;
 } dtrain_batchnorm_backward_args;
 
-/* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an image
- * has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of the same
- * form; there are out_height x out_width windows, whose taps may lie outside. */
+/* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an
+ * image has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of
+ * the same form; there are out_height x out_width windows, whose taps may lie outside. */
 typedef struct dtrain_windows2d {
     int64_t batch, height, width, channels;
     int64_t out_height, out_width;
@@ -16846,7 +16847,8 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
  *     maximum           for each output which of its window's elements it was
  *     average           nothing */
 
-/* Fill in the images and the counts of windows. Axes of the desc with 0 have become its defaults. */
+/* Fill in the images and the counts of windows; the axes of *w have the desc's values or their
+ * defaults. */
 static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d *w)
 {
     static const char *const names[2] = {"height", "width"};
@@ -25790,7 +25792,7 @@ static inline int64_t dtrain__window_tap(const dtrain__windows *w, const dtrain_
 }
 
 /* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
- * columns of op(B), p along k. Windows are rows of op(A) when along_k, and columns of A otherwise. */
+ * columns of op(B), p along k. Windows are the rows of op(A) when along_k, else its columns. */
 typedef struct dtrain__operand {
     const void *data;
     dtrain_dtype dtype;
@@ -25924,8 +25926,8 @@ typedef struct dtrain__topk_pass {
     int64_t *found;   /* (threads); -1: more than the list had room for */
 } dtrain__topk_pass;
 
-/* A weight (outer, inner, taps), as strides say, in the order of a product's B: (tap, outer, inner),
- * in fp32, with the taps in the order of `order`. Or the way back, for the gradient. */
+/* A weight (outer, inner, taps), as strides say, in the order of a product's B: (tap, outer,
+ * inner), in fp32, with the taps in the order of `order`. Or the way back, for the gradient. */
 typedef struct dtrain__conv_weight {
     const void *weight;
     float *d_weight, *packed; /* packed: (parts, taps, outer, inner) */
@@ -27394,10 +27396,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
  *     weight gradient    (taps in, out) = windows of x ^T (taps in, pixels) d_y (pixels, out)
  *     input gradient     d_x (pixels, in) = windows of d_y (pixels, taps out) weight (taps out, in)
  *
- * A tap of the last is d_y at (pixel + padding - tap dilation) / stride, if that is whole. Pixels of
- * x that leave the same remainder modulo the stride have the same taps: each such class is a product
- * of its own, with the taps that it has and with rows of C that are every stride-th pixel. So no
- * product is taken with a tap that is not there.
+ * A tap of the last is d_y at (pixel + padding - tap dilation) / stride, if that is whole. Pixels
+ * of x that leave the same remainder modulo the stride have the same taps: each such class is a
+ * product of its own, with the taps that it has and with rows of C that are every stride-th pixel.
+ * So no product is taken with a tap that is not there.
  *
  * Each group is a product of its own; with one channel of input and output in each, the depthwise
  * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
@@ -27476,7 +27478,7 @@ static dtrain__conv dtrain__conv_make(dtrain_device *device, const dtrain_window
     return conv;
 }
 
-/* The windows of the next group. */
+/* Go on to the next group. */
 static void dtrain__conv_next(dtrain__conv *conv)
 {
     const size_t bytes = dtrain__conv_bytes(conv->dtype);
@@ -27548,7 +27550,7 @@ static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain
     return 8 * in_wide > 9 * in_narrow ? narrow : wide;
 }
 
-/* The windows of a convolution over x. */
+/* Describe the windows of a convolution over x. */
 static dtrain__windows dtrain__conv_windows(const dtrain__conv *conv)
 {
     const dtrain_windows2d *from = &conv->windows;
@@ -27665,7 +27667,7 @@ static int64_t dtrain__class_taps(const dtrain_windows2d *w, int axis, int64_t r
     return count;
 }
 
-/* The product of one class of pixels. */
+/* Make the input gradient of one class of pixels. */
 static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserve,
                                         const int64_t rest[2], void *d_x, dtrain_dtype x_dtype,
                                         bool accumulate)
@@ -27734,7 +27736,7 @@ static dtrain__depthwise dtrain__depthwise_make(const dtrain__conv *conv)
     return depthwise;
 }
 
-/* The groups of a depthwise convolution are the output channels of one with a single channel. */
+/* Take the groups of a depthwise convolution together: its weight is that of one input channel. */
 static void dtrain__depthwise_group(dtrain__conv *conv)
 {
     conv->in = 1;
@@ -27827,7 +27829,7 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
     return DTRAIN_OK;
 }
 
-/* Column sums of d_y. */
+/* Make d_bias, the column sums of d_y. */
 static dtrain_result dtrain__conv_bias_grad(dtrain_device *device, const dtrain__conv *conv,
                                             const dtrain_conv2d_backward_args *args)
 {
@@ -30128,8 +30130,8 @@ static bool dtrain__has_amx(void)
  * constant distances. For the gradient of the weight, windows are columns of A, whose panels are
  * those of gemm.h.
  *
- * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as many
- * rows, for layers with few output channels. */
+ * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as
+ * many rows, for layers with few output channels. */
 
 #define DTRAIN__TWELVE(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #if DTRAIN__W == 16
@@ -30200,7 +30202,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtyp
             dtrain__vstore(to + q, dtrain__vload_as(data, dtype, at + q, run - q));
 }
 
-/* One row of windows, k elements from p on. */
+/* Copy k elements of a window, from p on. */
 DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, dtrain_dtype dtype,
                                            const dtrain__corner *corner, int64_t p, int64_t k)
 {
@@ -30383,7 +30385,7 @@ DTRAIN__KERNEL(conv_weight_sum)
 
 /* ---- Depthwise */
 
-/* The taps of an axis whose pixels are inside, for the window that begins at `first`: [*begin, *end). */
+/* Find the taps [*begin, *end) of an axis that are inside; the window begins at `first`. */
 DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t dilation, int64_t kernel,
                                            int64_t size, int64_t *begin, int64_t *end)
 {
@@ -30505,7 +30507,7 @@ DTRAIN__KERNEL_AS(depthwise_weight)
  * Backward works on pixels of x, each of which adds up what the windows that contain it send: one
  * store and one rounding an element, and no two threads write to one place. */
 
-/* The maximum of a window and where it is; the tap is kept as lanes of integers. */
+/* Find the maximum of a window and the tap that it is. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
                                                    const int64_t first[2], int64_t image, int64_t c,
                                                    dtrain__vi *index)
@@ -30528,6 +30530,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, 
     return top;
 }
 
+/* Add up the taps of a window that are inside. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
                                                const int64_t first[2], int64_t image, int64_t c)
 {
@@ -30572,7 +30575,7 @@ DTRAIN__KERNEL_AS(pool2d)
             }
 }
 
-/* What window `at` sends to its tap. */
+/* Return what window `at` sends to one of its taps. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(pool_share)(const dtrain_pool2d_backward_args *a,
                                                dtrain_dtype dtype, int64_t at, int64_t n,
                                                int64_t tap)

@@ -38,8 +38,8 @@
    comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
    dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
    written down so that a measurement can contradict it; small inputs are limited by the launches,
-   2 to 5 microseconds each. bench/bench_kernels measures all but orthogonalize. Measured: nothing,
-   no hardware yet.
+   2 to 5 microseconds each. bench/bench_kernels measures all but orthogonalize, convolution and
+   pooling. Measured: nothing, no hardware yet.
 
        kernels                          limiting resource                expected    measured
        add, axpby, convert, activation  memory bandwidth                 90 %        not measured
@@ -59,6 +59,8 @@
        top-k                            memory bandwidth                 75 %        not measured
        scatter-add                      memory, 32-byte sectors          60 %        not measured
        orthogonalize, 16 columns        memory bandwidth                 50 %        not measured
+       conv2d, conv2d backward          fp32 units, shared memory        30 %        not measured
+       depthwise, pooling               memory bandwidth                 60 %        not measured
 
    The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
    runs from Ampere on, is said to reach 60 to 65 % of it. */
@@ -6541,8 +6543,8 @@ static dtrain_result dtrain_cuda_batchnorm_backward(dtrain_device *device,
  * as zeros, which costs stride^2 times the products of a GPU library; the CPU device skips them.
  *
  * A depthwise convolution is bound by memory and has kernels of its own, a thread for each element.
- * Bytes: x, y and weight once, as far as the caches hold the windows that overlap. All arithmetic is
- * fp32. */
+ * Bytes: x, y and weight once, as far as the caches hold the windows that overlap. All arithmetic
+ * is fp32. */
 
 enum {
     DTRAIN_CUDA_CONV_M = 64,
@@ -6891,7 +6893,7 @@ static dtrain_result dtrain_cuda_conv2d(dtrain_device *device, const dtrain_conv
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_conv2d_as)(device, args);
 }
 
-/* The parts of a weight gradient: at least 256 pixels each, and at most 16 MiB together. */
+/* Make d_weight, in parts of at least 256 pixels each and of at most 16 MiB together. */
 template <typename T>
 static dtrain_result dtrain_cuda_conv_weight(dtrain_device *device, dtrain_cuda_conv conv,
                                              const dtrain_conv2d_backward_args *args)

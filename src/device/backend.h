@@ -363,9 +363,9 @@ typedef struct dtrain_batchnorm_backward_args {
     dtrain_dtype dtype;
 } dtrain_batchnorm_backward_args;
 
-/* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an image
- * has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of the same
- * form; there are out_height x out_width windows, whose taps may lie outside. */
+/* Windows over images (batch, height, width, channels); axis 0 is vertical. Window (i, j) of an
+ * image has its tap (a, b) at row i*stride[0] - padding[0] + a*dilation[0], and at the column of
+ * the same form; there are out_height x out_width windows, whose taps may lie outside. */
 typedef struct dtrain_windows2d {
     int64_t batch, height, width, channels;
     int64_t out_height, out_width;

@@ -13,7 +13,8 @@
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
-/* Fill in the images and the counts of windows. Axes of the desc with 0 have become its defaults. */
+/* Fill in the images and the counts of windows; the axes of *w have the desc's values or their
+ * defaults. */
 static dtrain_result dtrain__windows_over(const dtrain_op *op, dtrain_windows2d *w)
 {
     static const char *const names[2] = {"height", "width"};

@@ -65,8 +65,8 @@ typedef struct dtrain_conv2d_desc {
 } dtrain_conv2d_desc;
 
 /* Apply a convolution as PyTorch's conv2d defines it, but with channels last: x (batch, height,
- * width, in_channels) -> (batch, out_height, out_width, out_channels), where out_height is (height +
- * 2 padding - dilation (kernel_height - 1) - 1) / stride + 1, rounded down. weight has PyTorch's
+ * width, in_channels) -> (batch, out_height, out_width, out_channels), where out_height is (height
+ * + 2 padding - dilation (kernel_height - 1) - 1) / stride + 1, rounded down. weight has PyTorch's
  * shape (out_channels, in_channels / groups, kernel_height, kernel_width), with a kernel of at most
  * 64 x 64; bias (out_channels) may be NULL. groups divides both numbers of channels; with groups =
  * in_channels = out_channels the convolution is depthwise. desc NULL: the defaults. */

@@ -49,10 +49,11 @@ typedef struct dtrain_tensor {
 
 /* Flags of dtrain_tape_begin. */
 #define DTRAIN_TAPE_NO_GRAD 1u /* inference: nothing is kept for backward, dropout is off */
-/* Autocast to bf16: linear layers and attention read and write bf16 and add up in fp32; norms,
- * losses and the sums of residual connections stay fp32, as in torch.autocast. Parameters and their
- * gradients are fp32; a weight is rounded once per pass, and one that a strategy gathers each time
- * its unit is there: copies take one unit's memory. */
+/* Autocast to bf16: linear layers, convolutions and attention read and write bf16 and add up in
+ * fp32; pooling keeps the type of its input; norms, losses and the sums of residual connections
+ * stay fp32, as in torch.autocast. Parameters and their gradients are fp32; a weight is rounded
+ * once per pass, and one that a strategy gathers each time its unit is there: copies take one
+ * unit's memory. */
 #define DTRAIN_TAPE_BF16 2u
 /* Autocast to fp16, whose narrow range asks for loss scaling (optim/scaler.h). */
 #define DTRAIN_TAPE_F16 4u
@@ -102,10 +103,10 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 
 /* Classes of operations whose results can be dropped. sum, mean and cross_entropy make a few
  * numbers, which are always kept. */
-#define DTRAIN_CHECKPOINT_LINEAR 1u
+#define DTRAIN_CHECKPOINT_LINEAR 1u /* and convolutions */
 #define DTRAIN_CHECKPOINT_ATTENTION 2u
 #define DTRAIN_CHECKPOINT_LAYERNORM 4u
-#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding */
+#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding, pooling */
 #define DTRAIN_CHECKPOINT_ALL 15u
 
 /* Drop activations in forward and make them again in backward (Chen et al., "Training Deep Nets

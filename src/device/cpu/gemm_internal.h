@@ -70,7 +70,7 @@ static inline int64_t dtrain__window_tap(const dtrain__windows *w, const dtrain_
 }
 
 /* How to reach the elements of one operand: element (index, p), index counting rows of op(A) or
- * columns of op(B), p along k. Windows are rows of op(A) when along_k, and columns of A otherwise. */
+ * columns of op(B), p along k. Windows are the rows of op(A) when along_k, else its columns. */
 typedef struct dtrain__operand {
     const void *data;
     dtrain_dtype dtype;

@@ -72,8 +72,8 @@ typedef struct dtrain__topk_pass {
     int64_t *found;   /* (threads); -1: more than the list had room for */
 } dtrain__topk_pass;
 
-/* A weight (outer, inner, taps), as strides say, in the order of a product's B: (tap, outer, inner),
- * in fp32, with the taps in the order of `order`. Or the way back, for the gradient. */
+/* A weight (outer, inner, taps), as strides say, in the order of a product's B: (tap, outer,
+ * inner), in fp32, with the taps in the order of `order`. Or the way back, for the gradient. */
 typedef struct dtrain__conv_weight {
     const void *weight;
     float *d_weight, *packed; /* packed: (parts, taps, outer, inner) */

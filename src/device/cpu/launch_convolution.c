@@ -7,10 +7,10 @@
  *     weight gradient    (taps in, out) = windows of x ^T (taps in, pixels) d_y (pixels, out)
  *     input gradient     d_x (pixels, in) = windows of d_y (pixels, taps out) weight (taps out, in)
  *
- * A tap of the last is d_y at (pixel + padding - tap dilation) / stride, if that is whole. Pixels of
- * x that leave the same remainder modulo the stride have the same taps: each such class is a product
- * of its own, with the taps that it has and with rows of C that are every stride-th pixel. So no
- * product is taken with a tap that is not there.
+ * A tap of the last is d_y at (pixel + padding - tap dilation) / stride, if that is whole. Pixels
+ * of x that leave the same remainder modulo the stride have the same taps: each such class is a
+ * product of its own, with the taps that it has and with rows of C that are every stride-th pixel.
+ * So no product is taken with a tap that is not there.
  *
  * Each group is a product of its own; with one channel of input and output in each, the depthwise
  * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
@@ -99,7 +99,7 @@ static dtrain__conv dtrain__conv_make(dtrain_device *device, const dtrain_window
     return conv;
 }
 
-/* The windows of the next group. */
+/* Go on to the next group. */
 static void dtrain__conv_next(dtrain__conv *conv)
 {
     const size_t bytes = dtrain__conv_bytes(conv->dtype);
@@ -171,7 +171,7 @@ static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain
     return 8 * in_wide > 9 * in_narrow ? narrow : wide;
 }
 
-/* The windows of a convolution over x. */
+/* Describe the windows of a convolution over x. */
 static dtrain__windows dtrain__conv_windows(const dtrain__conv *conv)
 {
     const dtrain_windows2d *from = &conv->windows;
@@ -288,7 +288,7 @@ static int64_t dtrain__class_taps(const dtrain_windows2d *w, int axis, int64_t r
     return count;
 }
 
-/* The product of one class of pixels. */
+/* Make the input gradient of one class of pixels. */
 static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserve,
                                         const int64_t rest[2], void *d_x, dtrain_dtype x_dtype,
                                         bool accumulate)
@@ -357,7 +357,7 @@ static dtrain__depthwise dtrain__depthwise_make(const dtrain__conv *conv)
     return depthwise;
 }
 
-/* The groups of a depthwise convolution are the output channels of one with a single channel. */
+/* Take the groups of a depthwise convolution together: its weight is that of one input channel. */
 static void dtrain__depthwise_group(dtrain__conv *conv)
 {
     conv->in = 1;
@@ -450,7 +450,7 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
     return DTRAIN_OK;
 }
 
-/* Column sums of d_y. */
+/* Make d_bias, the column sums of d_y. */
 static dtrain_result dtrain__conv_bias_grad(dtrain_device *device, const dtrain__conv *conv,
                                             const dtrain_conv2d_backward_args *args)
 {

@@ -13,8 +13,8 @@
  * as zeros, which costs stride^2 times the products of a GPU library; the CPU device skips them.
  *
  * A depthwise convolution is bound by memory and has kernels of its own, a thread for each element.
- * Bytes: x, y and weight once, as far as the caches hold the windows that overlap. All arithmetic is
- * fp32. */
+ * Bytes: x, y and weight once, as far as the caches hold the windows that overlap. All arithmetic
+ * is fp32. */
 
 #pragma once
 
@@ -371,7 +371,7 @@ static dtrain_result dtrain_cuda_conv2d(dtrain_device *device, const dtrain_conv
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_conv2d_as)(device, args);
 }
 
-/* The parts of a weight gradient: at least 256 pixels each, and at most 16 MiB together. */
+/* Make d_weight, in parts of at least 256 pixels each and of at most 16 MiB together. */
 template <typename T>
 static dtrain_result dtrain_cuda_conv_weight(dtrain_device *device, dtrain_cuda_conv conv,
                                              const dtrain_conv2d_backward_args *args)

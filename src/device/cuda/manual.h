@@ -21,8 +21,8 @@
    comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
    dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
    written down so that a measurement can contradict it; small inputs are limited by the launches,
-   2 to 5 microseconds each. bench/bench_kernels measures all but orthogonalize. Measured: nothing,
-   no hardware yet.
+   2 to 5 microseconds each. bench/bench_kernels measures all but orthogonalize, convolution and
+   pooling. Measured: nothing, no hardware yet.
 
        kernels                          limiting resource                expected    measured
        add, axpby, convert, activation  memory bandwidth                 90 %        not measured
@@ -42,6 +42,8 @@
        top-k                            memory bandwidth                 75 %        not measured
        scatter-add                      memory, 32-byte sectors          60 %        not measured
        orthogonalize, 16 columns        memory bandwidth                 50 %        not measured
+       conv2d, conv2d backward          fp32 units, shared memory        30 %        not measured
+       depthwise, pooling               memory bandwidth                 60 %        not measured
 
    The tensor-core peak of Hopper is that of wgmma; mma.sync, which these kernels use because it
    runs from Ampere on, is said to reach 60 to 65 % of it. */

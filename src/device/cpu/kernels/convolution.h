@@ -9,8 +9,8 @@
  * constant distances. For the gradient of the weight, windows are columns of A, whose panels are
  * those of gemm.h.
  *
- * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as many
- * rows, for layers with few output channels. */
+ * A tile of gemm.h is two vectors wide. The narrow one here is one vector wide and has twice as
+ * many rows, for layers with few output channels. */
 
 #define DTRAIN__TWELVE(DO) DTRAIN__SIX(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #if DTRAIN__W == 16
@@ -81,7 +81,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtyp
             dtrain__vstore(to + q, dtrain__vload_as(data, dtype, at + q, run - q));
 }
 
-/* One row of windows, k elements from p on. */
+/* Copy k elements of a window, from p on. */
 DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, dtrain_dtype dtype,
                                            const dtrain__corner *corner, int64_t p, int64_t k)
 {
@@ -264,7 +264,7 @@ DTRAIN__KERNEL(conv_weight_sum)
 
 /* ---- Depthwise */
 
-/* The taps of an axis whose pixels are inside, for the window that begins at `first`: [*begin, *end). */
+/* Find the taps [*begin, *end) of an axis that are inside; the window begins at `first`. */
 DTRAIN__HELPER void DTRAIN__K(taps_inside)(int64_t first, int64_t dilation, int64_t kernel,
                                            int64_t size, int64_t *begin, int64_t *end)
 {

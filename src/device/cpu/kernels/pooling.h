@@ -3,7 +3,7 @@
  * Backward works on pixels of x, each of which adds up what the windows that contain it send: one
  * store and one rounding an element, and no two threads write to one place. */
 
-/* The maximum of a window and where it is; the tap is kept as lanes of integers. */
+/* Find the maximum of a window and the tap that it is. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
                                                    const int64_t first[2], int64_t image, int64_t c,
                                                    dtrain__vi *index)
@@ -26,6 +26,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(window_maximum)(const dtrain_pool2d_args *a, 
     return top;
 }
 
+/* Add up the taps of a window that are inside. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(window_sum)(const dtrain_pool2d_args *a, dtrain_dtype dtype,
                                                const int64_t first[2], int64_t image, int64_t c)
 {
@@ -70,7 +71,7 @@ DTRAIN__KERNEL_AS(pool2d)
             }
 }
 
-/* What window `at` sends to its tap. */
+/* Return what window `at` sends to one of its taps. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(pool_share)(const dtrain_pool2d_backward_args *a,
                                                dtrain_dtype dtype, int64_t at, int64_t n,
                                                int64_t tap)
