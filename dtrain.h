@@ -27550,6 +27550,14 @@ static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain
     return 8 * in_wide > 9 * in_narrow ? narrow : wide;
 }
 
+/* Return whether the taps of a row are neighbours in memory, where they are inside. */
+static bool dtrain__windows_joined(const dtrain__windows *w)
+{
+    bool joined = w->depth == w->channels;
+    for (int64_t t = 1; t < w->tap_columns; t++) joined = joined && w->x[t] == w->x[t - 1] + 1;
+    return joined;
+}
+
 /* Describe the windows of a convolution over x. */
 static dtrain__windows dtrain__conv_windows(const dtrain__conv *conv)
 {
@@ -27566,11 +27574,11 @@ static dtrain__windows dtrain__conv_windows(const dtrain__conv *conv)
     w.stride[1] = from->stride[1];
     w.tap_rows = from->kernel[0];
     w.tap_columns = from->kernel[1];
-    w.joined = conv->in == conv->in_all && from->dilation[1] == 1;
     for (int64_t t = 0; t < from->kernel[0]; t++)
         w.y[t] = (int32_t)(t * from->dilation[0] - from->padding[0]);
     for (int64_t t = 0; t < from->kernel[1]; t++)
         w.x[t] = (int32_t)(t * from->dilation[1] - from->padding[1]);
+    w.joined = dtrain__windows_joined(&w);
     return w;
 }
 
@@ -27653,12 +27661,13 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
 }
 
 /* List the taps of an axis that pixels with remainder `rest` modulo the stride have, and for each
- * where its pixel of d_y is; return how many. The window of the class's pixel i is at i. */
+ * where its pixel of d_y is; return how many. The window of the class's pixel i is at i. The last
+ * tap comes first: its pixel does. */
 static int64_t dtrain__class_taps(const dtrain_windows2d *w, int axis, int64_t rest, int32_t *taps,
                                   int32_t *offset)
 {
     int64_t count = 0;
-    for (int64_t t = 0; t < w->kernel[axis]; t++) {
+    for (int64_t t = w->kernel[axis] - 1; t >= 0; t--) {
         const int64_t at = rest + w->padding[axis] - t * w->dilation[axis];
         if (at % w->stride[axis]) continue;
         taps[count] = (int32_t)t;
@@ -27690,9 +27699,9 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
     windows.rows = c_rows.rows;
     windows.columns = c_rows.columns;
     windows.stride[0] = windows.stride[1] = 1;
-    windows.joined = false; /* taps run backwards */
     windows.tap_rows = dtrain__class_taps(from, 0, rest[0], taps[0], windows.y);
     windows.tap_columns = dtrain__class_taps(from, 1, rest[1], taps[1], windows.x);
+    windows.joined = dtrain__windows_joined(&windows);
 
     dtrain__conv_weight weight = dtrain__conv_weights(conv, true);
     weight.taps = windows.tap_rows * windows.tap_columns;
@@ -30202,15 +30211,15 @@ DTRAIN__HELPER void DTRAIN__K(pack_run)(float *to, const void *data, dtrain_dtyp
             dtrain__vstore(to + q, dtrain__vload_as(data, dtype, at + q, run - q));
 }
 
-/* Copy k elements of a window, from p on. */
+/* Copy k elements of a window, from element `in_line` of its line `a` on. */
 DTRAIN__HELPER void DTRAIN__K(pack_window)(float *to, const dtrain__operand *x, dtrain_dtype dtype,
-                                           const dtrain__corner *corner, int64_t p, int64_t k)
+                                           const dtrain__corner *corner, int64_t a, int64_t in_line,
+                                           int64_t k)
 {
     const dtrain__windows *w = x->windows;
     const int64_t line = w->tap_columns * w->depth, y = corner->row * w->stride[0];
     const int64_t left = corner->column * w->stride[1] + w->x[0];
     const bool joined = w->joined && left >= 0 && left + w->tap_columns <= w->width;
-    int64_t a = p / line, in_line = p % line;
     while (k > 0) {
         const int64_t row = y + w->y[a], b = joined ? 0 : in_line / w->depth;
         const int64_t c = in_line - b * w->depth, rest = (joined ? line : w->depth) - c;
@@ -30232,13 +30241,17 @@ DTRAIN__HELPER void DTRAIN__K(pack_windows_as)(float *panel, const dtrain__opera
                                                int64_t p, int k)
 {
     dtrain__corner corner = {0, 0, 0};
-    if (x->windows) corner = dtrain__window_corner(x->windows, index);
+    int64_t line = 1;
+    if (x->windows) {
+        corner = dtrain__window_corner(x->windows, index);
+        line = x->windows->tap_columns * x->windows->depth;
+    }
     for (int r = 0; r < count; r++, panel += DTRAIN__PITCH) {
         if (!x->windows) {
             DTRAIN__K(pack_run)(panel, x->data, dtype, (index + r) * x->ld + p, k);
             continue;
         }
-        DTRAIN__K(pack_window)(panel, x, dtype, &corner, p, k);
+        DTRAIN__K(pack_window)(panel, x, dtype, &corner, p / line, p % line, k);
         dtrain__window_next(x->windows, &corner);
     }
 }
@@ -30251,37 +30264,75 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_window_rows)(float *panel, const dtrain__ope
     else DTRAIN__K(pack_windows_as)(panel, x, x->dtype, index, count, p, k);
 }
 
-/* A panel's share of a tap: `run` channels from `channel` on. */
+/* Neighbours among the columns of a panel that are neighbours in memory: `run` channels, of the tap
+ * (a, b) and, where taps are joined, of those behind it; `at` is where they begin, counted from the
+ * pixel at which the window does. */
 typedef struct DTRAIN__K(share) {
-    int64_t a, b, channel, run;
+    int64_t a, b, channel, run, at;
 } DTRAIN__K(share);
 
-/* Pack `count` columns of windows, k windows from p on, side by side. */
+/* Divide the columns [index, index + count) into shares, of single taps or of lines of joined ones;
+ * return how many there are. */
+DTRAIN__HELPER int DTRAIN__K(shares_of)(DTRAIN__K(share) * shares, const dtrain__windows *w,
+                                        bool joined, int64_t index, int64_t count)
+{
+    const int64_t line = joined ? w->tap_columns * w->depth : w->depth;
+    int found = 0;
+    for (int64_t done = 0; done < count; found++) {
+        DTRAIN__K(share) *s = &shares[found];
+        const int64_t tap = (index + done) / w->depth, rest = line - (index + done) % line;
+        s->a = tap / w->tap_columns;
+        s->b = tap % w->tap_columns;
+        s->channel = (index + done) % w->depth;
+        s->run = rest < count - done ? rest : count - done;
+        s->at = (w->y[s->a] * w->width + w->x[s->b]) * w->channels + s->channel;
+        done += s->run;
+    }
+    return found;
+}
+
+/* Return how many windows from `corner` on, in its row, have all their taps inside. */
+DTRAIN__HELPER int64_t DTRAIN__K(windows_inside)(const dtrain__windows *w,
+                                                 const dtrain__corner *corner)
+{
+    const int64_t row = corner->row * w->stride[0], column = corner->column * w->stride[1];
+    const int64_t room = w->width - column - w->x[w->tap_columns - 1];
+    if (row + w->y[0] < 0 || row + w->y[w->tap_rows - 1] >= w->height) return 0;
+    if (column + w->x[0] < 0 || room < 1) return 0;
+    const int64_t count = (room - 1) / w->stride[1] + 1, rest = w->columns - corner->column;
+    return count < rest ? count : rest;
+}
+
+/* Pack `count` columns of windows, k windows from p on, side by side. Windows whose taps are all
+ * inside, as most are, need no look at each. */
 DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dtrain__operand *x,
                                                dtrain_dtype dtype, int64_t index, int count,
                                                int64_t p, int k)
 {
     const dtrain__windows *w = x->windows;
-    DTRAIN__K(share) shares[DTRAIN__NARROW_MR];
-    int share_count = 0;
-    for (int64_t done = 0; done < count;) {
-        DTRAIN__K(share) *s = &shares[share_count++];
-        const int64_t tap = (index + done) / w->depth;
-        s->a = tap / w->tap_columns;
-        s->b = tap % w->tap_columns;
-        s->channel = (index + done) % w->depth;
-        s->run = w->depth - s->channel < count - done ? w->depth - s->channel : count - done;
-        done += s->run;
-    }
+    DTRAIN__K(share) shares[DTRAIN__NARROW_MR], joined[DTRAIN__NARROW_MR];
+    const int single = DTRAIN__K(shares_of)(shares, w, false, index, count);
+    const int together = DTRAIN__K(shares_of)(joined, w, w->joined, index, count);
     dtrain__corner corner = dtrain__window_corner(w, p);
-    for (int i = 0; i < k; i++, panel += width) {
-        float *to = panel;
-        for (int s = 0; s < share_count; to += shares[s++].run) {
-            const int64_t at = dtrain__window_tap(w, &corner, shares[s].a, shares[s].b);
-            DTRAIN__K(pack_run)
-            (to, x->data, dtype, at < 0 ? -1 : at + shares[s].channel, shares[s].run);
+    for (int64_t i = 0; i < k; dtrain__window_next(w, &corner)) {
+        const int64_t row = corner.row * w->stride[0], column = corner.column * w->stride[1];
+        int64_t at = corner.image + (row * w->width + column) * w->channels;
+        int64_t inside = DTRAIN__K(windows_inside)(w, &corner);
+        if (inside > k - i) inside = k - i;
+        i += inside ? inside : 1;
+        corner.column += inside ? inside - 1 : 0;
+        for (int64_t n = 0; n < inside; n++, at += w->stride[1] * w->channels, panel += width) {
+            float *to = panel;
+            for (int s = 0; s < together; to += joined[s++].run)
+                DTRAIN__K(pack_run)(to, x->data, dtype, at + joined[s].at, joined[s].run);
         }
-        dtrain__window_next(w, &corner);
+        if (inside) continue;
+        float *to = panel;
+        for (int s = 0; s < single; to += shares[s++].run) {
+            const bool there = dtrain__window_tap(w, &corner, shares[s].a, shares[s].b) >= 0;
+            DTRAIN__K(pack_run)(to, x->data, dtype, there ? at + shares[s].at : -1, shares[s].run);
+        }
+        panel += width;
     }
 }
 
@@ -30425,13 +30476,19 @@ DTRAIN__KERNEL_AS(depthwise)
     }
 }
 
-/* Return the window of an axis that has its tap `tap` at pixel `at`; -1: there is none. */
-DTRAIN__HELPER int64_t DTRAIN__K(window_of)(const dtrain_windows2d *w, int axis, int64_t count,
-                                            int64_t at, int64_t tap)
+/* List the taps of an axis that lie on pixel `at`, and the windows whose taps they are; return how
+ * many there are. */
+DTRAIN__HELPER int DTRAIN__K(taps_on)(const dtrain_windows2d *w, int axis, int64_t count,
+                                      int64_t at, int64_t *taps, int64_t *windows)
 {
-    const int64_t first = at + w->padding[axis] - tap * w->dilation[axis];
-    if (first < 0 || first % w->stride[axis] || first / w->stride[axis] >= count) return -1;
-    return first / w->stride[axis];
+    int found = 0;
+    for (int64_t tap = 0; tap < w->kernel[axis]; tap++) {
+        const int64_t first = at + w->padding[axis] - tap * w->dilation[axis];
+        if (first < 0 || first % w->stride[axis] || first / w->stride[axis] >= count) continue;
+        taps[found] = tap;
+        windows[found++] = first / w->stride[axis];
+    }
+    return found;
 }
 
 /* Range: rows of x, batch * height. */
@@ -30441,21 +30498,23 @@ DTRAIN__KERNEL_AS(depthwise_input)
     const dtrain_windows2d *w = &a->windows;
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    int64_t taps[2][DTRAIN_CONV2D_KERNEL], windows[2][DTRAIN_CONV2D_KERNEL];
     for (int64_t at = begin * w->width; at < end * w->width; at++) {
         const int64_t row = at / w->width, image = row / w->height * w->out_height;
+        const int rows =
+            DTRAIN__K(taps_on)(w, 0, w->out_height, row % w->height, taps[0], windows[0]);
+        const int columns =
+            DTRAIN__K(taps_on)(w, 1, w->out_width, at % w->width, taps[1], windows[1]);
         for (int64_t c = 0; c < w->channels; c += DTRAIN__W) {
             const int64_t n = w->channels - c;
             dtrain__v sum = dtrain__vset(0);
-            for (int64_t tap = 0; tap < w->kernel[0] * w->kernel[1]; tap++) {
-                const int64_t i =
-                    DTRAIN__K(window_of)(w, 0, w->out_height, row % w->height, tap / w->kernel[1]);
-                const int64_t j =
-                    DTRAIN__K(window_of)(w, 1, w->out_width, at % w->width, tap % w->kernel[1]);
-                if (i < 0 || j < 0) continue;
-                const int64_t from = ((image + i) * w->out_width + j) * w->channels + c;
-                sum = dtrain__vfma(dtrain__vload_as(a->d_y, dtype, from, n),
-                                   dtrain__vload_n(a->weight + tap * w->channels + c, n), sum);
-            }
+            for (int i = 0; i < rows; i++)
+                for (int j = 0; j < columns; j++) {
+                    const int64_t window = (image + windows[0][i]) * w->out_width + windows[1][j];
+                    const int64_t tap = taps[0][i] * w->kernel[1] + taps[1][j];
+                    sum = dtrain__vfma(dtrain__vload_as(a->d_y, dtype, window * w->channels + c, n),
+                                       dtrain__vload_n(a->weight + tap * w->channels + c, n), sum);
+                }
             if (a->accumulate) sum += dtrain__vload_as(a->y, x_dtype, at * w->channels + c, n);
             dtrain__vstore_as(a->y, x_dtype, at * w->channels + c, sum, n);
         }

@@ -171,6 +171,14 @@ static const dtrain__isa *dtrain__conv_isa(const dtrain__isa *wide, const dtrain
     return 8 * in_wide > 9 * in_narrow ? narrow : wide;
 }
 
+/* Return whether the taps of a row are neighbours in memory, where they are inside. */
+static bool dtrain__windows_joined(const dtrain__windows *w)
+{
+    bool joined = w->depth == w->channels;
+    for (int64_t t = 1; t < w->tap_columns; t++) joined = joined && w->x[t] == w->x[t - 1] + 1;
+    return joined;
+}
+
 /* Describe the windows of a convolution over x. */
 static dtrain__windows dtrain__conv_windows(const dtrain__conv *conv)
 {
@@ -187,11 +195,11 @@ static dtrain__windows dtrain__conv_windows(const dtrain__conv *conv)
     w.stride[1] = from->stride[1];
     w.tap_rows = from->kernel[0];
     w.tap_columns = from->kernel[1];
-    w.joined = conv->in == conv->in_all && from->dilation[1] == 1;
     for (int64_t t = 0; t < from->kernel[0]; t++)
         w.y[t] = (int32_t)(t * from->dilation[0] - from->padding[0]);
     for (int64_t t = 0; t < from->kernel[1]; t++)
         w.x[t] = (int32_t)(t * from->dilation[1] - from->padding[1]);
+    w.joined = dtrain__windows_joined(&w);
     return w;
 }
 
@@ -274,12 +282,13 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
 }
 
 /* List the taps of an axis that pixels with remainder `rest` modulo the stride have, and for each
- * where its pixel of d_y is; return how many. The window of the class's pixel i is at i. */
+ * where its pixel of d_y is; return how many. The window of the class's pixel i is at i. The last
+ * tap comes first: its pixel does. */
 static int64_t dtrain__class_taps(const dtrain_windows2d *w, int axis, int64_t rest, int32_t *taps,
                                   int32_t *offset)
 {
     int64_t count = 0;
-    for (int64_t t = 0; t < w->kernel[axis]; t++) {
+    for (int64_t t = w->kernel[axis] - 1; t >= 0; t--) {
         const int64_t at = rest + w->padding[axis] - t * w->dilation[axis];
         if (at % w->stride[axis]) continue;
         taps[count] = (int32_t)t;
@@ -311,9 +320,9 @@ static dtrain_result dtrain__conv_class(const dtrain__conv *conv, int64_t reserv
     windows.rows = c_rows.rows;
     windows.columns = c_rows.columns;
     windows.stride[0] = windows.stride[1] = 1;
-    windows.joined = false; /* taps run backwards */
     windows.tap_rows = dtrain__class_taps(from, 0, rest[0], taps[0], windows.y);
     windows.tap_columns = dtrain__class_taps(from, 1, rest[1], taps[1], windows.x);
+    windows.joined = dtrain__windows_joined(&windows);
 
     dtrain__conv_weight weight = dtrain__conv_weights(conv, true);
     weight.taps = windows.tap_rows * windows.tap_columns;
