@@ -110,6 +110,7 @@
        src/tape/layers.c                    Layers: linear, layer normalisation, embedding, attention
        src/tape/batchnorm.c                 Batch normalisation
        src/tape/convolution.c               Convolution and pooling
+       src/tape/pointwise.c                 Activations, products of elements, losses
        src/tape/elementwise.c               Elementwise operations and losses
        src/tape/checkpointing.c             Activation checkpointing
        src/tape/arena.c                     The tape's memory
@@ -164,8 +165,9 @@
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
        src/device/cpu/kernels/vectors.h     Vectors
        src/device/cpu/kernels/elementwise.h Elementwise kernels, sums, conversions, dropout
-       src/device/cpu/kernels/layernorm.h   Layer normalisation
-       src/device/cpu/kernels/tokens.h      Activation, embedding, cross-entropy
+       src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
+       src/device/cpu/kernels/pointwise.h   Functions of single elements: activations, gated products, losses
+       src/device/cpu/kernels/tokens.h      What follows a product; embedding, cross-entropy
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
@@ -554,7 +556,8 @@ typedef enum dtrain_activation {
     DTRAIN_ACTIVATION_NONE = 0,
     DTRAIN_ACTIVATION_RELU = 1,
     DTRAIN_ACTIVATION_GELU =
-        2 /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
+        2, /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
+    DTRAIN_ACTIVATION_SILU = 3 /* x / (1 + e^-x) */
 } dtrain_activation;
 
 /* What GEMM and attention may do to fp32 operands; those in BF16 or F16 are not affected. */
@@ -1538,7 +1541,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 #define DTRAIN_CHECKPOINT_LINEAR 1u /* and convolutions */
 #define DTRAIN_CHECKPOINT_ATTENTION 2u
 #define DTRAIN_CHECKPOINT_LAYERNORM 4u
-#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding, pooling */
+#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* all others */
 #define DTRAIN_CHECKPOINT_ALL 15u
 
 /* Drop activations in forward and make them again in backward (Chen et al., "Training Deep Nets
@@ -1586,6 +1589,14 @@ DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum);
+/* Divide the last axis by sqrt(mean of its squares + epsilon), then scale it by weight (n): the
+ * norm of Llama (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). */
+DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                          float epsilon);
+/* Normalise *sum = x + residual in one pass over memory, as dtrain_add_layernorm does. */
+DTRAIN_API dtrain_tensor *dtrain_add_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                              dtrain_tensor *residual, dtrain_param *weight,
+                                              float epsilon, dtrain_tensor **sum);
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_batch_norm_desc {
     float momentum;               /* of the running averages; 0 = 0.1 */
@@ -1658,6 +1669,16 @@ DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, floa
  * type. A model chooses the type of its output with it: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32)
  * in front of the loss, where autocast would take softmax and gradient of narrow logits. */
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
+/* Apply an activation to every element; x itself with DTRAIN_ACTIVATION_NONE. A linear layer does
+ * the same to its output at no cost. */
+DTRAIN_API dtrain_tensor *dtrain_activate(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_activation activation);
+/* Multiply two tensors of the same count and last axis, element by element; the result has the
+ * wider type of the two. */
+DTRAIN_API dtrain_tensor *dtrain_multiply(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
+/* Compute silu(gate) * up in one pass over memory; both as in dtrain_multiply (Shazeer, "GLU
+ * Variants Improve Transformer", 2020). */
+DTRAIN_API dtrain_tensor *dtrain_swiglu(dtrain_tape *tape, dtrain_tensor *gate, dtrain_tensor *up);
 /* Zero each element with the given probability, in [0, 1), and scale the rest by
  * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
@@ -1669,9 +1690,22 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
  * classes: columns that count, the first ones; 0 = all. The others are padding, which makes the
  * rows of a classifier a number that GEMMs of a GPU are fast with (GPT-2's 50257 to 50304): they
  * take no part, whatever they hold, and have gradient 0. A classifier whose rows behind `classes`
- * are 0 at first (dtrain_param.init_count) keeps them 0 under any optimizer. */
+ * are 0 at first (dtrain_param.init_count) keeps them 0 under any optimizer.
+ *
+ * smoothing: the share, in [0, 1], of the wanted probability that is spread evenly over all
+ * classes, the target's own included, as in PyTorch (Szegedy et al., 2016); 0 = none. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets, int64_t classes);
+                                               dtrain_tensor *targets, int64_t classes,
+                                               float smoothing);
+/* Compute the mean over all elements of (x - target)^2, as one fp32 element; x and target have the
+ * same count and last axis. target gets a gradient too, if it asks for one. */
+DTRAIN_API dtrain_tensor *dtrain_mse_loss(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_tensor *target);
+/* Compute the mean over all elements of the binary cross-entropy of sigmoid(logits) with target, as
+ * one fp32 element; target, in [0, 1], has the count and the last axis of logits. No logit is too
+ * large: max(x, 0) - x t + log(1 + e^-|x|). */
+DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_tensor *logits,
+                                                      dtrain_tensor *target);
 /* Add up all elements; the result has one. */
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);
 /* Average all elements; the result has one. */
@@ -2638,22 +2672,24 @@ typedef struct dtrain_activation_backward_args {
 } dtrain_activation_backward_args;
 
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
- * axis (Ba et al., 2016). bias may be NULL. sum keeps s for backward and for the next residual; it
- * may be x, and is NULL exactly when residual is. */
+ * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
+ * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
+ * it may be x, and is NULL exactly when residual is. */
 typedef struct dtrain_layernorm_args {
     int64_t rows, n;
     float epsilon;
     const void *x;              /* (rows,n) */
     const float *weight, *bias; /* (n) */
     void *y;                    /* (rows,n) */
-    float *mean, *rstd;         /* (rows) */
+    float *mean, *rstd;         /* (rows); mean may be NULL */
     const void *residual;       /* (rows,n) or NULL */
     void *sum;                  /* (rows,n) or NULL */
     dtrain_dtype x_dtype;       /* of x and sum */
     dtrain_dtype y_dtype;       /* of y and residual */
 } dtrain_layernorm_args;
 
-/* x is what was normalised: s above. d_residual receives the final d_x once more, as y_dtype. */
+/* x is what was normalised: s above. mean is NULL where it was in the forward pass. d_residual
+ * receives the final d_x once more, as y_dtype. */
 typedef struct dtrain_layernorm_backward_args {
     int64_t rows, n;
     bool accumulate_params, accumulate_x;
@@ -2711,7 +2747,8 @@ typedef struct dtrain_attention_backward_args {
     dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
 } dtrain_attention_backward_args;
 
-/* loss[row] = log(sum(exp(logits[row]))) - logits[row][target[row]]; lse[row] kept for backward.
+/* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing
+ * mean(logits[row]); lse[row], the first term, is kept for backward.
  * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, classes) are an
  * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
  * logits) the gradient times scale is written in the same pass: logits are read once. Columns from
@@ -2725,9 +2762,11 @@ typedef struct dtrain_cross_entropy_args {
     float scale;
     dtrain_dtype dtype; /* of logits and d_logits */
     int64_t classes;    /* columns that count, the first ones; 0 = n */
+    float smoothing;    /* in [0, 1] */
 } dtrain_cross_entropy_args;
 
-/* d_logits = (softmax(logits) - onehot(target)) * scale * upstream[0]; d_logits may be logits
+/* d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) * scale *
+ * upstream[0]; d_logits may be logits
  * itself, which is how logits are stored once. upstream NULL = 1. */
 typedef struct dtrain_cross_entropy_backward_args {
     int64_t rows, n;
@@ -2739,6 +2778,7 @@ typedef struct dtrain_cross_entropy_backward_args {
     const float *upstream; /* (1) device memory, or NULL */
     dtrain_dtype dtype;    /* of logits and d_logits */
     int64_t classes;       /* as above */
+    float smoothing;       /* as above */
 } dtrain_cross_entropy_backward_args;
 
 /* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
@@ -2752,6 +2792,41 @@ typedef struct dtrain_axpby_args {
     bool broadcast;
     dtrain_dtype dtype; /* of x and y */
 } dtrain_axpby_args;
+
+/* Functions of single elements. The first are the dtrain_activation with the same number, of x
+ * alone; the others are of x and `other`. */
+typedef enum dtrain_pointwise {
+    DTRAIN_POINTWISE_RELU = DTRAIN_ACTIVATION_RELU,
+    DTRAIN_POINTWISE_GELU = DTRAIN_ACTIVATION_GELU,
+    DTRAIN_POINTWISE_SILU = DTRAIN_ACTIVATION_SILU,
+    DTRAIN_POINTWISE_MULTIPLY = 4,      /* x other */
+    DTRAIN_POINTWISE_SWIGLU = 5,        /* silu(x) other */
+    DTRAIN_POINTWISE_SQUARED_ERROR = 6, /* (x - other)^2 */
+    DTRAIN_POINTWISE_LOGISTIC_LOSS = 7  /* max(x, 0) - x other + log(1 + e^-|x|) */
+} dtrain_pointwise;
+
+/* y[i] = kind(x[i], other[i]). */
+typedef struct dtrain_pointwise_args {
+    uint32_t kind; /* dtrain_pointwise */
+    int64_t count;
+    const void *x, *other; /* (count); other is NULL where the function has one argument */
+    void *y;               /* (count) */
+    dtrain_dtype x_dtype, other_dtype, y_dtype;
+} dtrain_pointwise_args;
+
+/* d_x = d_y times the derivative by x, and d_other that by other; each may be NULL, and no two
+ * pointers are equal but x and other. The slope of ReLU at 0 is 0. */
+typedef struct dtrain_pointwise_backward_args {
+    uint32_t kind;
+    bool accumulate_x, accumulate_other;
+    int64_t count;
+    const void *x, *other;    /* (count) */
+    const void *d_y;          /* (count) */
+    void *d_x, *d_other;      /* (count) or NULL: not wanted */
+    dtrain_dtype x_dtype;     /* of x and d_x */
+    dtrain_dtype other_dtype; /* of other and d_other */
+    dtrain_dtype y_dtype;     /* of d_y */
+} dtrain_pointwise_backward_args;
 
 /* out = x + y elementwise; out may be either of them if it has its dtype. */
 typedef struct dtrain_add_args {
@@ -3078,6 +3153,8 @@ struct dtrain_device_ops {
     dtrain_result (*cross_entropy)(dtrain_device *, const dtrain_cross_entropy_args *);
     dtrain_result (*cross_entropy_backward)(dtrain_device *,
                                             const dtrain_cross_entropy_backward_args *);
+    dtrain_result (*pointwise)(dtrain_device *, const dtrain_pointwise_args *);
+    dtrain_result (*pointwise_backward)(dtrain_device *, const dtrain_pointwise_backward_args *);
     dtrain_result (*add)(dtrain_device *, const dtrain_add_args *);
     dtrain_result (*axpby)(dtrain_device *, const dtrain_axpby_args *);
     dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);
@@ -8150,11 +8227,11 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 #define DTRAIN__KERNEL_LIST(X)                                                               \
     X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
-    X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) X(dropout)                    \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)        \
-    X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm) X(batchnorm_sums)              \
-    X(batchnorm_backward)                                                                    \
-    X(conv2d) X(conv2d_backward) X(pool2d) X(pool2d_backward)
+    X(cross_entropy) X(cross_entropy_backward) X(pointwise) X(pointwise_backward)            \
+    X(add) X(axpby) X(dropout) X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk)             \
+    X(scatter_add) X(orthogonalize) X(batchnorm_moments) X(batchnorm_statistics)             \
+    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward) X(conv2d) X(conv2d_backward)        \
+    X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* The entries from stream_create to may_free of a device that has finished its work when a call
@@ -16196,8 +16273,8 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
  *
  * What a node keeps alive until its backward, beside its parameters:
  *
- *     linear          x; with GELU the value before it, with ReLU the output
- *     layernorm       x (or the sum that it normalises), mean and rstd of each row
+ *     linear          x; with GELU or SiLU the value before it, with ReLU the output
+ *     norms           x (or the sum that it normalises), mean and rstd of each row
  *     embedding       tokens
  *     attention       qkv, y, log-sum-exp of each row and head */
 
@@ -16234,7 +16311,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     const int64_t in = x->shape[x->ndim - 1], out = op->param_shape[0][0];
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
-    if (args->activation > DTRAIN_ACTIVATION_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
                            args->activation);
     dtrain__output_like(op, x, out, op->cast);
@@ -16246,7 +16323,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     args->c = op->output_data[0], args->ldc = out;
     args->a_dtype = args->b_dtype = args->c_dtype = op->cast;
     args->bias = (const float *)op->param_data[1];
-    if (args->activation == DTRAIN_ACTIVATION_GELU && op->needs_grad)
+    if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
         args->aux = dtrain_op_save(op, op->cast, args->m * out);
     if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
     return DTRAIN_OK;
@@ -16268,7 +16345,7 @@ static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
         inner->mark != ((const dtrain_node *)op)->mark)
         return NULL;
     const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
-    return layer->forward.activation == DTRAIN_ACTIVATION_GELU ? inner : NULL;
+    return layer->forward.aux ? inner : NULL;
 }
 
 static dtrain_result dtrain__linear_backward(dtrain_op *op)
@@ -16359,12 +16436,14 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
  *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
  *
+ * The root mean square norm is the same with a mean of 0, which is not saved: mean(d_h) drops out.
  * Behind a residual connection, the second input, x is the sum of both and the operation's second
  * output. Its gradient, complete with this d_x, becomes that of both inputs; where the residual has
  * a narrower type the kernel writes the rounded copy while the values are at hand. */
 
 typedef struct dtrain__layernorm {
     dtrain_layernorm_args forward;
+    bool rms;            /* the mean counts as 0 */
     dtrain_tensor **sum; /* the caller's */
 } dtrain__layernorm;
 
@@ -16377,13 +16456,15 @@ static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
     args->rows = x->count / args->n;
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, args->n, 0));
+    if (!(args->epsilon >= 0)) /* so written that NaN is refused */
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: epsilon is %g, expected 0 or more",
+                           op->desc->name, (double)args->epsilon);
     dtrain_op_output(op, op->cast, x->ndim, x->shape);
-    args->epsilon = 1e-5f;
     args->x = op->input_data[0];
     args->weight = (const float *)op->param_data[0];
     args->bias = (const float *)op->param_data[1];
     args->y = op->output_data[0];
-    args->mean = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
+    if (!layer->rms) args->mean = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
     args->rstd = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
     args->x_dtype = (dtrain_dtype)x->dtype;
     args->y_dtype = op->cast;
@@ -16438,31 +16519,69 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 
 DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(add_rms_norm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+
+static dtrain_tensor *dtrain__norm_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                         dtrain_tensor *const *inputs, uint32_t input_count,
+                                         dtrain_param *const *params, uint32_t param_count,
+                                         float epsilon, bool rms, dtrain_tensor **sum)
+{
+    dtrain__layernorm args;
+    memset(&args, 0, sizeof args);
+    args.forward.epsilon = epsilon;
+    args.rms = rms;
+    args.sum = sum;
+    return dtrain_tape_apply(tape, desc, inputs, input_count, params, param_count, &args,
+                             sizeof args);
+}
+
+/* The fused kernel takes a residual of the type that autocast computes in. */
+static bool dtrain__fusable(const dtrain_tape *tape, const dtrain_tensor *x,
+                            const dtrain_tensor *residual, dtrain_tensor **sum)
+{
+    return !tape || !sum || !x || !residual || residual->dtype == (uint32_t)tape->pass.cast;
+}
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias)
 {
     dtrain_param *const params[2] = {weight, bias};
-    return dtrain_tape_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, NULL,
-                             sizeof(dtrain__layernorm));
+    return dtrain__norm_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, 1e-5f,
+                              false, NULL);
 }
 
-/* The fused kernel takes a residual of the type that autocast computes in. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum)
 {
     dtrain_tensor *const inputs[2] = {x, residual};
     dtrain_param *const params[2] = {weight, bias};
-    dtrain__layernorm args;
-    if (tape && sum && x && residual && residual->dtype != (uint32_t)tape->pass.cast) {
+    if (!dtrain__fusable(tape, x, residual, sum)) {
         *sum = dtrain_add(tape, x, residual);
         return dtrain_layernorm(tape, *sum, weight, bias);
     }
-    memset(&args, 0, sizeof args);
-    args.sum = sum;
-    return dtrain_tape_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
-                             &args, sizeof args);
+    return dtrain__norm_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
+                              1e-5f, false, sum);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                          float epsilon)
+{
+    return dtrain__norm_apply(tape, &dtrain__rms_norm_op, &x, 1, &weight, 1, epsilon, true, NULL);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_add_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                              dtrain_tensor *residual, dtrain_param *weight,
+                                              float epsilon, dtrain_tensor **sum)
+{
+    dtrain_tensor *const inputs[2] = {x, residual};
+    if (!dtrain__fusable(tape, x, residual, sum)) {
+        *sum = dtrain_add(tape, x, residual);
+        return dtrain_rms_norm(tape, *sum, weight, epsilon);
+    }
+    return dtrain__norm_apply(tape, &dtrain__add_rms_norm_op, inputs, 2, &weight, 1, epsilon, true,
+                              sum);
 }
 
 /* ---- Embedding
@@ -17080,6 +17199,126 @@ DTRAIN_API dtrain_tensor *dtrain_global_avg_pool(dtrain_tape *tape, dtrain_tenso
 }
 
 /* ================================================================================================
+ * src/tape/pointwise.c
+ * ==============================================================================================*/
+
+/* Activations, products of elements, losses
+ *
+ * All are one kernel and its backward, with another function of an element or of two
+ * (dtrain_pointwise). Nothing is kept for backward but the inputs. A loss is such a function in
+ * fp32, and the mean of its values. */
+
+/* Make the output: of a loss in fp32, else in the wider type of the inputs, x's when they are as
+ * wide. */
+static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *other = op->inputs[1];
+    const uint32_t kind = *(const uint32_t *)op->args;
+    uint32_t dtype = x->dtype;
+    if (kind > DTRAIN_POINTWISE_LOGISTIC_LOSS || kind == DTRAIN_ACTIVATION_NONE ||
+        (!other && kind > (uint32_t)DTRAIN_ACTIVATION_SILU))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: activation is %u, which is not a dtrain_activation", op->desc->name,
+                           kind);
+    if (other) DTRAIN__TRY(dtrain__check_same(op));
+    if ((other && other->dtype == DTRAIN_DTYPE_F32) || kind >= DTRAIN_POINTWISE_SQUARED_ERROR)
+        dtype = DTRAIN_DTYPE_F32;
+    dtrain_op_output(op, (dtrain_dtype)dtype, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
+{
+    dtrain_pointwise_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = *(const uint32_t *)op->args;
+    args.count = op->inputs[0]->count;
+    args.x = op->input_data[0];
+    args.other = op->input_data[1];
+    args.y = op->output_data[0];
+    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    if (op->input_count > 1) args.other_dtype = (dtrain_dtype)op->inputs[1]->dtype;
+    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
+    return op->device->ops->pointwise(op->device, &args);
+}
+
+/* Both gradients in one pass over memory; in two where both inputs are one tensor, because the
+ * second is added to the first. */
+static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_pointwise_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = *(const uint32_t *)op->args;
+    args.count = op->inputs[0]->count;
+    args.x = op->input_data[0];
+    args.other = op->input_data[1];
+    args.d_y = op->outputs[0]->grad;
+    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    if (op->input_count > 1) args.other_dtype = (dtrain_dtype)op->inputs[1]->dtype;
+    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
+    if (args.d_x && op->inputs[0] == op->inputs[1]) {
+        DTRAIN__TRY(op->tape->error);
+        DTRAIN__TRY(ops->pointwise_backward(op->device, &args));
+        args.d_x = NULL;
+    }
+    args.d_other = dtrain_op_input_grad(op, 1, &args.accumulate_other);
+    DTRAIN__TRY(op->tape->error);
+    if (!args.d_x && !args.d_other) return DTRAIN_OK;
+    return ops->pointwise_backward(op->device, &args);
+}
+
+DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE,
+           0, false)
+
+static dtrain_tensor *dtrain__pointwise_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                              dtrain_pointwise kind, dtrain_tensor *x,
+                                              dtrain_tensor *other)
+{
+    dtrain_tensor *const inputs[2] = {x, other};
+    const uint32_t args = kind;
+    return dtrain_tape_apply(tape, desc, inputs, 2, NULL, 0, &args, sizeof args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_activate(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_activation activation)
+{
+    const uint32_t kind = activation;
+    if (x && dtrain__is_float(x) && kind == DTRAIN_ACTIVATION_NONE) return x;
+    return dtrain_tape_apply(tape, &dtrain__activate_op, &x, 1, NULL, 0, &kind, sizeof kind);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_multiply(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
+{
+    return dtrain__pointwise_apply(tape, &dtrain__multiply_op, DTRAIN_POINTWISE_MULTIPLY, x, y);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_swiglu(dtrain_tape *tape, dtrain_tensor *gate, dtrain_tensor *up)
+{
+    return dtrain__pointwise_apply(tape, &dtrain__swiglu_op, DTRAIN_POINTWISE_SWIGLU, gate, up);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_mse_loss(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_tensor *target)
+{
+    return dtrain_mean(tape, dtrain__pointwise_apply(tape, &dtrain__mse_loss_op,
+                                                     DTRAIN_POINTWISE_SQUARED_ERROR, x, target));
+}
+
+DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_tensor *logits,
+                                                      dtrain_tensor *target)
+{
+    return dtrain_mean(tape,
+                       dtrain__pointwise_apply(tape, &dtrain__bce_with_logits_loss_op,
+                                               DTRAIN_POINTWISE_LOGISTIC_LOSS, logits, target));
+}
+
+/* ================================================================================================
  * src/tape/elementwise.c
  * ==============================================================================================*/
 
@@ -17340,7 +17579,11 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 /* ---- Cross-entropy
  *
- * d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets; 0 in padding.
+ * With s = smoothing:
+ *
+ *     d_logits = (softmax(logits) - (1 - s) onehot(target) - s / classes) upstream / valid targets
+ *
+ * and 0 in padding.
  *
  * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
  * only use and the operation that made them does not look at them in its own backward, they are
@@ -17371,6 +17614,10 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
                            "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
                            (long long)args->classes, dtrain__shape_text(logits->shape, left),
                            (long long)n);
+    if (!(args->smoothing >= 0 && args->smoothing <= 1)) /* so written that NaN is refused */
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: smoothing is %g, not in [0, 1]",
+                           (double)args->smoothing);
     args->rows = rows;
     args->n = n;
     args->logits = op->input_data[0];
@@ -17414,6 +17661,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
     args.classes = loss->forward.classes;
+    args.smoothing = loss->forward.smoothing;
     if (loss->device_factor) { /* a sum of one element: their product, rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);
@@ -17427,12 +17675,14 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
 DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets, int64_t classes)
+                                               dtrain_tensor *targets, int64_t classes,
+                                               float smoothing)
 {
     dtrain_tensor *const inputs[2] = {logits, targets};
     dtrain__cross_entropy args;
     memset(&args, 0, sizeof args);
     args.forward.classes = classes;
+    args.forward.smoothing = smoothing;
     return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
                              sizeof args);
 }
@@ -25885,11 +26135,11 @@ typedef struct dtrain__job {
 #define DTRAIN__RANGES(X)                                                            \
     X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
-    X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(add) X(axpby) \
-    X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk) X(batchnorm_moments)                \
-    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)                                     \
-    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                        \
-    X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
+    X(pointwise_backward) X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw)      \
+    X(sgd) X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)               \
+    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
+    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -26777,6 +27027,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     backward.d_logits = args->d_logits;
     backward.dtype = args->dtype;
     backward.classes = args->classes;
+    backward.smoothing = args->smoothing;
     return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 
@@ -26790,6 +27041,45 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
     }
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
                               DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
+/* Check that the kind is known and that `other` is there exactly if the function has it. */
+static dtrain_result dtrain__check_pointwise(uint32_t kind, const void *other)
+{
+    if (kind < DTRAIN_POINTWISE_RELU || kind > DTRAIN_POINTWISE_LOGISTIC_LOSS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise: kind is %u, which is not a dtrain_pointwise",
+                           (unsigned)kind);
+    if ((kind >= DTRAIN_POINTWISE_MULTIPLY) != (other != NULL))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "pointwise: kind %u is a function of %s, found other %s NULL",
+            (unsigned)kind, other ? "one argument" : "two arguments", other ? "not" : "=");
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_pointwise(dtrain_device *device,
+                                                    const dtrain_pointwise_args *args)
+{
+    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
+    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
+    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise, args, args->count,
+                               dtype);
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_backward_args *args)
+{
+    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
+    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
+    if (args->d_other && !args->other)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise backward: kind %u has no second argument, expected d_other "
+                           "= NULL",
+                           (unsigned)args->kind);
+    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
+                               args->count, dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)
@@ -29083,7 +29373,7 @@ DTRAIN__KERNEL(dropout)
  * src/device/cpu/kernels/layernorm.h
  * ==============================================================================================*/
 
-/* Layer normalisation
+/* Layer normalisation, and that by the root mean square, whose mean is 0
  *
  * A row stays in L1 between its passes: memory is read once and written once. */
 
@@ -29147,7 +29437,7 @@ DTRAIN__KERNEL_AS(layernorm)
     const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     for (int64_t row = begin; row < end; row++) {
         const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
-        const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
+        const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
         const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
         const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
@@ -29159,13 +29449,14 @@ DTRAIN__KERNEL_AS(layernorm)
             dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
                               dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
         }
-        a->mean[row] = mean;
+        if (a->mean) a->mean[row] = mean;
         a->rstd[row] = rstd;
     }
 }
 
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
  *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
+ * Where the mean is no function of x, mean(g) drops out.
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
 DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
@@ -29174,7 +29465,8 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_ar
 {
     const int64_t first = row * a->n;
     const void *x = a->x, *d_y = a->d_y;
-    const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
+    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
+    const dtrain__v r = dtrain__vset(a->rstd[row]);
     float *bias_sum = weight_sum + a->n;
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
@@ -29187,7 +29479,7 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_ar
         dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
         dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
     }
-    means[0] = dtrain__vsum(g_sum) / (float)a->n;
+    means[0] = a->mean ? dtrain__vsum(g_sum) / (float)a->n : 0;
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
@@ -29198,7 +29490,8 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_a
     const int64_t first = row * a->n;
     const void *x = a->x, *d_y = a->d_y;
     void *d_x = a->d_x, *d_residual = a->d_residual;
-    const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
+    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
+    const dtrain__v r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;
@@ -29251,15 +29544,37 @@ DTRAIN__KERNEL(layernorm_params)
 }
 
 /* ================================================================================================
- * src/device/cpu/kernels/tokens.h
+ * src/device/cpu/kernels/pointwise.h
  * ==============================================================================================*/
 
-/* Activation, embedding, cross-entropy. */
+/* Functions of single elements: activations, gated products, losses
+ *
+ * Two reads and a write of an element forward, at most five of them backward: bandwidth is the
+ * limit, but for the logarithm of the logistic loss, which is taken element by element. */
+
+/* ---- Activations ------------------------------------------------------------------------------*/
+
+/* value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the divisor is
+ * finite. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgated)(dtrain__v value, dtrain__v x)
+{
+    return value / (dtrain__vset(1.0f) + dtrain__vexp(-x));
+}
+
+/* With q = e^-x and s = 1 / (1 + q): d/dx x s = s + x s (1 - s) = s (1 + x q s). Below -80, where x
+ * is clamped, it is less than 1e-32. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vsilu_slope)(dtrain__v x)
+{
+    x = dtrain__vmax(dtrain__vset(-80.0f), x);
+    const dtrain__v one = dtrain__vset(1.0f), q = dtrain__vexp(-x), s = one / (one + q);
+    return s * dtrain__vfma(x, q * s, one);
+}
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
 {
     if (activation == DTRAIN_ACTIVATION_GELU) return DTRAIN__K(vgelu)(x);
     if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
+    if (activation == DTRAIN_ACTIVATION_SILU) return DTRAIN__K(vgated)(x, x);
     return x;
 }
 
@@ -29269,8 +29584,101 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
     if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
     if (activation == DTRAIN_ACTIVATION_RELU)
         return dtrain__vkeep(d_out, DTRAIN__K(vless)(dtrain__vset(0), x));
+    if (activation == DTRAIN_ACTIVATION_SILU) return d_out * DTRAIN__K(vsilu_slope)(x);
     return d_out;
 }
+
+/* ---- Functions of two elements ------------------------------------------------------------------
+ *
+ *     f                        df/dx                    df/d other
+ *     x other                  other                    x
+ *     silu(x) other            silu'(x) other           silu(x)
+ *     (x - other)^2            2 (x - other)            -2 (x - other)
+ *     logistic loss            sigmoid(x) - other       -x */
+
+/* max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none overflows. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
+{
+    const dtrain__v size = dtrain__vfrombits(dtrain__vbits(x) & dtrain__viset(INT32_MAX));
+    dtrain__v small = dtrain__vexp(-size);
+    for (int lane = 0; lane < DTRAIN__W; lane++) small[lane] = log1pf(small[lane]);
+    return (dtrain__vmax(dtrain__vset(0), x) - x * other) + small;
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vpointwise)(uint32_t kind, dtrain__v x, dtrain__v other)
+{
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return x * other;
+    if (kind == DTRAIN_POINTWISE_SWIGLU) return DTRAIN__K(vgated)(x, x) * other;
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return (x - other) * (x - other);
+    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS) return DTRAIN__K(vlogistic_loss)(x, other);
+    return DTRAIN__K(vactivate)(kind, x);
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_x)(uint32_t kind, dtrain__v x, dtrain__v other,
+                                             dtrain__v d_y)
+{
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * other;
+    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * other * DTRAIN__K(vsilu_slope)(x);
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (x - other));
+    if (kind == DTRAIN_POINTWISE_LOGISTIC_LOSS)
+        return d_y * (DTRAIN__K(vgated)(dtrain__vset(1), x) - other);
+    return DTRAIN__K(vdeactivate)(kind, x, d_y);
+}
+
+DTRAIN__HELPER dtrain__v DTRAIN__K(vslope_other)(uint32_t kind, dtrain__v x, dtrain__v other,
+                                                 dtrain__v d_y)
+{
+    if (kind == DTRAIN_POINTWISE_MULTIPLY) return d_y * x;
+    if (kind == DTRAIN_POINTWISE_SWIGLU) return d_y * DTRAIN__K(vgated)(x, x);
+    if (kind == DTRAIN_POINTWISE_SQUARED_ERROR) return d_y * (dtrain__vset(2) * (other - x));
+    return -d_y * x;
+}
+
+DTRAIN__KERNEL_AS(pointwise)
+{
+    const dtrain_pointwise_args *a = (const dtrain_pointwise_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        dtrain__v other = x;
+        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
+        dtrain__vstore_as(a->y, y_dtype, i, DTRAIN__K(vpointwise)(a->kind, x, other), n);
+    }
+}
+
+DTRAIN__KERNEL_AS(pointwise_backward)
+{
+    const dtrain_pointwise_backward_args *a = (const dtrain_pointwise_backward_args *)job->args;
+    const dtrain_dtype x_dtype = f32 ? DTRAIN_DTYPE_F32 : a->x_dtype;
+    const dtrain_dtype other_dtype = f32 ? DTRAIN_DTYPE_F32 : a->other_dtype;
+    const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v x = dtrain__vload_as(a->x, x_dtype, i, n);
+        const dtrain__v d_y = dtrain__vload_as(a->d_y, y_dtype, i, n);
+        dtrain__v other = x;
+        if (a->other) other = dtrain__vload_as(a->other, other_dtype, i, n);
+        if (a->d_x) {
+            dtrain__v d = DTRAIN__K(vslope_x)(a->kind, x, other, d_y);
+            if (a->accumulate_x) d += dtrain__vload_as(a->d_x, x_dtype, i, n);
+            dtrain__vstore_as(a->d_x, x_dtype, i, d, n);
+        }
+        if (a->d_other) {
+            dtrain__v d = DTRAIN__K(vslope_other)(a->kind, x, other, d_y);
+            if (a->accumulate_other) d += dtrain__vload_as(a->d_other, other_dtype, i, n);
+            dtrain__vstore_as(a->d_other, other_dtype, i, d, n);
+        }
+    }
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels/tokens.h
+ * ==============================================================================================*/
+
+/* What follows a product; embedding, cross-entropy. */
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
@@ -29385,7 +29793,7 @@ DTRAIN__KERNEL(cross_entropy)
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
     const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t row = begin; row < end; row++) {
-        double sum = 0;
+        double sum = 0, logits_sum = 0;
         float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
         if (a->targets[row] == -1) {
             a->loss[row] = a->lse[row] = 0;
@@ -29399,12 +29807,15 @@ DTRAIN__KERNEL(cross_entropy)
             if (higher > top) sum *= exp((double)top - (double)higher);
             top = higher;
             sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
+            if (a->smoothing > 0) logits_sum += (double)DTRAIN__K(row_sum)(x, count);
         }
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
         const int64_t at = row * a->n + a->targets[row];
+        const double wanted = (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0];
+        const double smoothing = (double)a->smoothing;
         a->loss[row] =
-            (float)(lse - (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0]);
+            (float)(lse - (1 - smoothing) * wanted - smoothing * logits_sum / (double)classes);
     }
 }
 
@@ -29414,8 +29825,10 @@ DTRAIN__KERNEL_AS(cross_entropy_backward)
         (const dtrain_cross_entropy_backward_args *)job->args;
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const dtrain__v scale = dtrain__vset(factor);
     const int64_t classes = a->classes ? a->classes : a->n;
+    const dtrain__v scale = dtrain__vset(factor);
+    const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
+    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)classes);
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         const int64_t first = row * a->n, target = first + a->targets[row];
@@ -29428,10 +29841,11 @@ DTRAIN__KERNEL_AS(cross_entropy_backward)
         for (int64_t i = 0; i < classes; i += DTRAIN__W) {
             const int64_t n = classes - i;
             const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
-            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vexp(x - lse) * scale, n);
+            dtrain__vstore_as(a->d_logits, dtype, first + i,
+                              dtrain__vexp(x - lse) * scale - uniform, n);
         }
-        dtrain__vstore_as(a->d_logits, dtype, target, dtrain__vexp(wanted - lse) * scale - scale,
-                          1);
+        dtrain__vstore_as(a->d_logits, dtype, target,
+                          dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
     }
 }
 

@@ -11,6 +11,7 @@
        src/device/cuda/device.cuh           Device: state, errors, waiting, creation
        src/device/cuda/memory.cuh           Memory, streams, events and graphs
        src/device/cuda/elements.cuh         Elementwise: the loop of all such kernels
+       src/device/cuda/pointwise.cuh        Functions of single elements: activations, gated products, losses
        src/device/cuda/elementwise.cuh      Add, axpby, dropout, convert, activation
        src/device/cuda/reductions.cuh       Reductions: sum, clip, column sums
        src/device/cuda/optimizers.cuh       Optimizers: AdamW and SGD, many tensors
@@ -1310,6 +1311,259 @@ static dtrain_result dtrain_cuda_each(dtrain_device *device, const char *name, c
 }
 
 /* ================================================================================================
+ * src/device/cuda/pointwise.cuh
+ * ==============================================================================================*/
+
+/* Functions of single elements: activations, gated products, losses
+ *
+ * The functions themselves, which products and sums of columns use as well, and the two elementwise
+ * kernels. Bytes of an element: two reads and one write forward; three reads and two writes
+ * backward, and a read of each gradient that is added to. The types are known at run time only, by
+ * a branch that all threads take alike: three types of three operands would be 27 kernels. */
+
+#include <math.h>
+
+/* ---- Activations ------------------------------------------------------------------------------*/
+
+/* Apply an activation. GELU is x / (1 + e^-2u) with u = A (x + B x^3): no cancellation for negative
+ * x. Beyond +-9 the divisor is 1, or so large that 0 remains, and e^-2u is still finite at 9. SiLU
+ * is x / (1 + e^-x), where an infinite divisor gives the right 0. */
+static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
+{
+    if (activation == DTRAIN_ACTIVATION_RELU) return x < 0 ? 0.0f : x;
+    if (activation == DTRAIN_ACTIVATION_SILU) return x / (1 + expf(-x));
+    if (activation != DTRAIN_ACTIVATION_GELU) return x;
+    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
+    const float c = x > 9 ? 9.0f : x < -9 ? -9.0f : x;
+    return x / (1 + expf(-2 * a * (c + b * (c * c * c))));
+}
+
+/* Compute the derivative of GELU. With u = A (x + B x^3), q = e^-2u and w = 1 / (1 + q), it is
+ * dy/dx = w (1 + x q w 2u'). x is clamped to +-10, where the derivative is 0 or 1 already; a NaN
+ * fails both comparisons and stays. */
+static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
+{
+    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
+    x = x > 10 ? 10.0f : x < -10 ? -10.0f : x;
+    const float q = expf(-2 * a * (x + b * (x * x * x)));
+    const float w = 1 / (1 + q);
+    return w * (1 + x * (2 * a + 6 * a * b * (x * x)) * (q * w));
+}
+
+/* Compute the derivative of SiLU: with q = e^-x and s = 1 / (1 + q) it is s (1 + x q s). Clamped to
+ * -80, where it is below 1e-32: q stays finite. */
+static __device__ __forceinline__ float dtrain_cuda_silu_slope(float x)
+{
+    x = x < -80 ? -80.0f : x;
+    const float q = expf(-x), s = 1 / (1 + q);
+    return s * (1 + x * (q * s));
+}
+
+/* Turn d_out into d_in. The slope of relu at 0 is 0. */
+static __device__ __forceinline__ float dtrain_cuda_deactivate(uint32_t activation, float x,
+                                                               float d_out)
+{
+    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain_cuda_gelu_slope(x);
+    if (activation == DTRAIN_ACTIVATION_SILU) return d_out * dtrain_cuda_silu_slope(x);
+    return activation == DTRAIN_ACTIVATION_RELU && !(x > 0) ? 0.0f : d_out;
+}
+
+/* ---- Functions of two elements: the table of device/cpu/kernels/pointwise.h -------------------*/
+
+static __device__ __forceinline__ float dtrain_cuda_pointwise_value(uint32_t kind, float x,
+                                                                    float other)
+{
+    switch (kind) {
+    case DTRAIN_POINTWISE_MULTIPLY: return x * other;
+    case DTRAIN_POINTWISE_SWIGLU: return dtrain_cuda_activate(DTRAIN_ACTIVATION_SILU, x) * other;
+    case DTRAIN_POINTWISE_SQUARED_ERROR: return (x - other) * (x - other);
+    case DTRAIN_POINTWISE_LOGISTIC_LOSS:
+        return (x > 0 ? x : 0) - x * other + log1pf(expf(-fabsf(x)));
+    default: return dtrain_cuda_activate(kind, x);
+    }
+}
+
+static __device__ __forceinline__ float dtrain_cuda_pointwise_slope_x(uint32_t kind, float x,
+                                                                      float other, float d_y)
+{
+    switch (kind) {
+    case DTRAIN_POINTWISE_MULTIPLY: return d_y * other;
+    case DTRAIN_POINTWISE_SWIGLU: return d_y * other * dtrain_cuda_silu_slope(x);
+    case DTRAIN_POINTWISE_SQUARED_ERROR: return d_y * (2 * (x - other));
+    case DTRAIN_POINTWISE_LOGISTIC_LOSS: return d_y * (1 / (1 + expf(-x)) - other);
+    default: return dtrain_cuda_deactivate(kind, x, d_y);
+    }
+}
+
+static __device__ __forceinline__ float dtrain_cuda_pointwise_slope_other(uint32_t kind, float x,
+                                                                          float other, float d_y)
+{
+    switch (kind) {
+    case DTRAIN_POINTWISE_MULTIPLY: return d_y * x;
+    case DTRAIN_POINTWISE_SWIGLU: return d_y * dtrain_cuda_activate(DTRAIN_ACTIVATION_SILU, x);
+    case DTRAIN_POINTWISE_SQUARED_ERROR: return d_y * (2 * (other - x));
+    default: return -d_y * x;
+    }
+}
+
+/* ---- Kernels ----------------------------------------------------------------------------------*/
+
+/* An operand of a type that is known at run time; data NULL: it is not there. */
+struct dtrain_cuda_operand {
+    void *data;
+    uint32_t dtype;
+
+    template <int W> __device__ __forceinline__ void load(int64_t i, float (&to)[W]) const
+    {
+        if (dtype == DTRAIN_DTYPE_BF16) load_as<dtrain_cuda_bf16>(i, to);
+        else if (dtype == DTRAIN_DTYPE_F16) load_as<dtrain_cuda_f16>(i, to);
+        else load_as<float>(i, to);
+    }
+    template <int W> __device__ __forceinline__ void store(int64_t i, const float (&from)[W]) const
+    {
+        if (dtype == DTRAIN_DTYPE_BF16) store_as<dtrain_cuda_bf16>(i, from);
+        else if (dtype == DTRAIN_DTYPE_F16) store_as<dtrain_cuda_f16>(i, from);
+        else store_as<float>(i, from);
+    }
+    template <typename T, int W>
+    __device__ __forceinline__ void load_as(int64_t i, float (&to)[W]) const
+    {
+        const dtrain_cuda_pack<T, W> pack = dtrain_cuda_load<W>((const T *)data + i);
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) to[j] = dtrain_cuda_widen(pack.at[j]);
+    }
+    template <typename T, int W>
+    __device__ __forceinline__ void store_as(int64_t i, const float (&from)[W]) const
+    {
+        dtrain_cuda_pack<T, W> pack;
+        dtrain_cuda_narrow(from, pack);
+        dtrain_cuda_store((T *)data + i, pack);
+    }
+};
+
+static dtrain_cuda_operand dtrain_cuda_operand_of(const void *data, dtrain_dtype dtype)
+{
+    const dtrain_cuda_operand operand = {(void *)(uintptr_t)data, (uint32_t)dtype};
+    return operand;
+}
+
+struct dtrain_cuda_pointwise_op {
+    static constexpr int width = 4; /* 16 bytes of fp32, 8 of a half */
+    uint32_t kind;
+    dtrain_cuda_operand x, other, y;
+
+    template <int W> struct group {
+        float x[W], other[W];
+    };
+    template <int W> __device__ void load(int64_t i, group<W> &g) const
+    {
+        x.load(i, g.x);
+        if (other.data) other.load(i, g.other);
+    }
+    template <int W> __device__ void store(int64_t i, const group<W> &g) const
+    {
+        float value[W];
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++)
+            value[j] = dtrain_cuda_pointwise_value(kind, g.x[j], g.other[j]);
+        y.store(i, value);
+    }
+};
+
+struct dtrain_cuda_pointwise_backward_op {
+    static constexpr int width = 4;
+    uint32_t kind;
+    dtrain_cuda_operand x, other, d_y, d_x, d_other;
+    bool accumulate_x, accumulate_other;
+
+    template <int W> struct group {
+        float x[W], other[W], d_y[W], d_x[W], d_other[W];
+    };
+    template <int W> __device__ void load(int64_t i, group<W> &g) const
+    {
+        x.load(i, g.x);
+        d_y.load(i, g.d_y);
+        if (other.data) other.load(i, g.other);
+        if (d_x.data && accumulate_x) d_x.load(i, g.d_x);
+        if (d_other.data && accumulate_other) d_other.load(i, g.d_other);
+    }
+    template <int W> __device__ void store(int64_t i, const group<W> &g) const
+    {
+        float d[W];
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) {
+            d[j] = dtrain_cuda_pointwise_slope_x(kind, g.x[j], g.other[j], g.d_y[j]);
+            if (accumulate_x) d[j] += g.d_x[j];
+        }
+        if (d_x.data) d_x.store(i, d);
+        if (!d_other.data) return;
+        DTRAIN_CUDA_UNROLL
+        for (int j = 0; j < W; j++) {
+            d[j] = dtrain_cuda_pointwise_slope_other(kind, g.x[j], g.other[j], g.d_y[j]);
+            if (accumulate_other) d[j] += g.d_other[j];
+        }
+        d_other.store(i, d);
+    }
+};
+
+/* Check that the kind and the types are known, and that `other` is there exactly if the function
+ * has it. */
+static dtrain_result dtrain_cuda_check_pointwise(uint32_t kind, const void *other,
+                                                 dtrain_dtype x_dtype, dtrain_dtype other_dtype,
+                                                 dtrain_dtype y_dtype)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("pointwise, x_dtype", x_dtype));
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("pointwise, y_dtype", y_dtype));
+    if (other) DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("pointwise, other_dtype", other_dtype));
+    if (kind < DTRAIN_POINTWISE_RELU || kind > DTRAIN_POINTWISE_LOGISTIC_LOSS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise: kind is %u, which is not a dtrain_pointwise",
+                           (unsigned)kind);
+    if ((kind >= DTRAIN_POINTWISE_MULTIPLY) != (other != NULL))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "pointwise: kind %u is a function of %s, found other %s NULL",
+            (unsigned)kind, other ? "one argument" : "two arguments", other ? "not" : "=");
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain_cuda_pointwise(dtrain_device *device, const dtrain_pointwise_args *args)
+{
+    const dtrain_cuda_pointwise_op op = {args->kind, dtrain_cuda_operand_of(args->x, args->x_dtype),
+                                         dtrain_cuda_operand_of(args->other, args->other_dtype),
+                                         dtrain_cuda_operand_of(args->y, args->y_dtype)};
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_pointwise(args->kind, args->other, args->x_dtype,
+                                                args->other_dtype, args->y_dtype));
+    return dtrain_cuda_each(device, "pointwise", op, args->count,
+                            dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->other) &&
+                                dtrain_cuda_aligned(args->y));
+}
+
+static dtrain_result dtrain_cuda_pointwise_backward(dtrain_device *device,
+                                                    const dtrain_pointwise_backward_args *args)
+{
+    const dtrain_cuda_pointwise_backward_op op = {
+        args->kind,
+        dtrain_cuda_operand_of(args->x, args->x_dtype),
+        dtrain_cuda_operand_of(args->other, args->other_dtype),
+        dtrain_cuda_operand_of(args->d_y, args->y_dtype),
+        dtrain_cuda_operand_of(args->d_x, args->x_dtype),
+        dtrain_cuda_operand_of(args->d_other, args->other_dtype),
+        args->accumulate_x,
+        args->accumulate_other};
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_pointwise(args->kind, args->other, args->x_dtype,
+                                                args->other_dtype, args->y_dtype));
+    if (args->d_other && !args->other)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise_backward: kind %u has no second argument, expected d_other = "
+                           "NULL",
+                           (unsigned)args->kind);
+    const bool aligned = dtrain_cuda_aligned(args->x) && dtrain_cuda_aligned(args->other) &&
+                         dtrain_cuda_aligned(args->d_y) && dtrain_cuda_aligned(args->d_x) &&
+                         dtrain_cuda_aligned(args->d_other);
+    return dtrain_cuda_each(device, "pointwise_backward", op, args->count, aligned);
+}
+
+/* ================================================================================================
  * src/device/cuda/elementwise.cuh
  * ==============================================================================================*/
 
@@ -1607,26 +1861,6 @@ static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_con
 
 enum { DTRAIN_CUDA_CHUNK_ROWS = 64, DTRAIN_CUDA_COLUMN_WARPS = 8, DTRAIN_CUDA_ROWS_AT_ONCE = 2 };
 
-/* Compute the derivative of GELU. With u = A (x + B x^3), q = e^-2u and w = 1 / (1 + q), it is
- * dy/dx = w (1 + x q w 2u'). x is clamped to +-10, where the derivative is 0 or 1 already; a NaN
- * fails both comparisons and stays. */
-static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
-{
-    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
-    x = x > 10 ? 10.0f : x < -10 ? -10.0f : x;
-    const float q = expf(-2 * a * (x + b * (x * x * x)));
-    const float w = 1 / (1 + q);
-    return w * (1 + x * (2 * a + 6 * a * b * (x * x)) * (q * w));
-}
-
-/* Turn d_out into d_in. The slope of relu at 0 is 0. */
-static __device__ __forceinline__ float dtrain_cuda_deactivate(uint32_t activation, float x,
-                                                               float d_out)
-{
-    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain_cuda_gelu_slope(x);
-    return activation == DTRAIN_ACTIVATION_RELU && !(x > 0) ? 0.0f : d_out;
-}
-
 template <typename T> struct dtrain_cuda_deactivate_op {
     static constexpr int width = dtrain_cuda_width<T, T>();
     const T *x, *d_out;
@@ -1774,7 +2008,7 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
                                                      const dtrain_activation_backward_args *args)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("activation_backward", args->dtype));
-    if (args->activation > DTRAIN_ACTIVATION_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "activation_backward: activation is %u, which is not a "
                            "dtrain_activation",
@@ -2716,7 +2950,7 @@ static dtrain_result dtrain_cuda_gemm_batched(dtrain_device *device,
  *     GELU backward, bias gradient of C   DGELU_BGRAD             DGELU, then column sums of C
  *     C alone, bias gradient of A         BGRADB                  DEFAULT, then sums of A
  *     a bias gradient with anything else  as without it, then the sums
- *     RELU, forward or backward           none                    in steps
+ *     RELU or SILU, forward or backward   none                    in steps
  *     aux without an activation           none                    in steps
  *     C neither of A's type nor fp32      none                    in steps
  *     A and B of two types                none                    widened
@@ -2753,17 +2987,6 @@ template <typename T> struct dtrain_cuda_epilogue {
     uint32_t activation;
     bool backward;
 };
-
-/* Apply an activation. GELU is x / (1 + e^-2u) with u = A (x + B x^3): no cancellation for negative
- * x. Beyond +-9 the divisor is 1, or so large that 0 remains, and e^-2u is still finite at 9. */
-static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
-{
-    if (activation == DTRAIN_ACTIVATION_RELU) return x < 0 ? 0.0f : x;
-    if (activation != DTRAIN_ACTIVATION_GELU) return x;
-    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
-    const float c = x > 9 ? 9.0f : x < -9 ? -9.0f : x;
-    return x / (1 + expf(-2 * a * (c + b * (c * c * c))));
-}
 
 template <typename T, int W>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
@@ -3151,7 +3374,7 @@ static dtrain_result dtrain_cuda_gemm_check(const dtrain_gemm_args *args)
     if (args->flags & ~known)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "gemm: the flags 0x%x contain an unknown one",
                            (unsigned)args->flags);
-    if (args->activation > DTRAIN_ACTIVATION_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "gemm: activation is %u, which is not a dtrain_activation",
                            (unsigned)args->activation);
@@ -3191,7 +3414,8 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
  * narrow row, with several rows a block; one block for a wide row. The statistics are computed in
  * two passes over the registers (mean, then squares of the distances from it), so nothing cancels.
  * Rows that are too wide for registers take the "long" kernels, which read the row again from
- * memory. */
+ * memory. Without `mean` (root mean square norm) the mean is 0, forward and backward; its sum over
+ * the row is taken all the same, because it costs nothing beside memory. */
 
 #include <math.h>
 
@@ -3305,7 +3529,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
                 for (int e = 0; e < WIDTH; e++) sum += s[c][e] = dtrain_cuda_widen(in.at[e]);
             }
         }
-        const float mean = dtrain_cuda_row_sum(sum, slots[0], plan.warps) / (float)args.n;
+        const float average = dtrain_cuda_row_sum(sum, slots[0], plan.warps) / (float)args.n;
+        const float mean = args.mean ? average : 0;
 
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++)
@@ -3322,7 +3547,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
             if (column < n)
                 dtrain_cuda_layernorm_output<Y, WIDTH>(args, row, column, s[c], mean, rstd);
         }
-        if (n > 0 && thread == 0) args.mean[row] = mean, args.rstd[row] = rstd;
+        if (n > 0 && thread == 0 && args.mean) args.mean[row] = mean;
+        if (n > 0 && thread == 0) args.rstd[row] = rstd;
     }
 }
 
@@ -3343,7 +3569,8 @@ static __global__ void __launch_bounds__(1024)
                         dtrain_cuda_get_any(args.residual, args.y_dtype, begin + j));
             sum += dtrain_cuda_get_any(s, args.x_dtype, begin + j); /* this thread wrote it */
         }
-        const float mean = dtrain_cuda_block_sum(sum, slots) / (float)args.n;
+        const float average = dtrain_cuda_block_sum(sum, slots) / (float)args.n;
+        const float mean = args.mean ? average : 0;
         for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
             const float distance = dtrain_cuda_get_any(s, args.x_dtype, begin + j) - mean;
             squares += distance * distance;
@@ -3355,7 +3582,8 @@ static __global__ void __launch_bounds__(1024)
                                 (dtrain_cuda_get_any(s, args.x_dtype, begin + j) - mean) * rstd *
                                         args.weight[j] +
                                     (args.bias ? args.bias[j] : 0));
-        if (threadIdx.x == 0) args.mean[row] = mean, args.rstd[row] = rstd;
+        if (threadIdx.x == 0 && args.mean) args.mean[row] = mean;
+        if (threadIdx.x == 0) args.rstd[row] = rstd;
     }
 }
 
@@ -3483,7 +3711,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
         const int64_t row = first + threadIdx.x / threads;
         /* Warps behind the last row have n = 0: they take part in the barriers alone. */
         const int n = row < args.rows ? (int)args.n : 0;
-        const float mean = n ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
+        const float mean = n && args.mean ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
         float hat[chunks][WIDTH], d[chunks][WIDTH], d_sum = 0, d_hat_sum = 0;
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++) {
@@ -3504,7 +3732,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
                 bias_sums[(c * WIDTH + e) * blockDim.x] += dy;
             }
         }
-        const float d_average = dtrain_cuda_row_sum(d_sum, slots[0], plan.warps) / (float)args.n;
+        const float d_mean = dtrain_cuda_row_sum(d_sum, slots[0], plan.warps) / (float)args.n;
+        const float d_average = args.mean ? d_mean : 0;
         const float d_hat_average =
             dtrain_cuda_row_sum(d_hat_sum, slots[1], plan.warps) / (float)args.n;
 
@@ -3551,14 +3780,15 @@ static __global__ void __launch_bounds__(1024)
     __shared__ float slots[DTRAIN_CUDA_WARP];
     for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
         const int64_t begin = row * args.n;
-        const float mean = args.mean[row], rstd = args.rstd[row];
+        const float mean = args.mean ? args.mean[row] : 0, rstd = args.rstd[row];
         float d_sum = 0, d_hat_sum = 0;
         for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
             const float d = dtrain_cuda_get_any(args.d_y, args.y_dtype, begin + j) * args.weight[j];
             d_sum += d;
             d_hat_sum += d * (dtrain_cuda_get_any(args.x, args.x_dtype, begin + j) - mean) * rstd;
         }
-        const float d_average = dtrain_cuda_block_sum(d_sum, slots) / (float)args.n;
+        const float d_mean = dtrain_cuda_block_sum(d_sum, slots) / (float)args.n;
+        const float d_average = args.mean ? d_mean : 0;
         const float d_hat_average = dtrain_cuda_block_sum(d_hat_sum, slots) / (float)args.n;
         for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
             const float d = dtrain_cuda_get_any(args.d_y, args.y_dtype, begin + j) * args.weight[j];
@@ -3585,7 +3815,7 @@ static __global__ void __launch_bounds__(256)
     for (int64_t row = slab; row < args.rows; row += slabs) {
         const float d_y = dtrain_cuda_get_any(args.d_y, args.y_dtype, row * args.n + column);
         const float x = dtrain_cuda_get_any(args.x, args.x_dtype, row * args.n + column);
-        weight_sum += d_y * (x - args.mean[row]) * args.rstd[row];
+        weight_sum += d_y * (x - (args.mean ? args.mean[row] : 0)) * args.rstd[row];
         bias_sum += d_y;
     }
     partials[(2 * slab + 0) * args.n + column] = weight_sum;
@@ -4148,10 +4378,22 @@ dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float
     return anchor + logf(dtrain_cuda_block_sum(softmax.sum * __expf(softmax.top - anchor), slots));
 }
 
+/* Compute the average of a row, in every thread; the row comes from the caches, where row_lse has
+ * left it. */
+template <typename T>
+static __device__ __forceinline__ float dtrain_cuda_row_average(const T *row, int64_t n,
+                                                                float *slots)
+{
+    float sum = 0;
+    for (int64_t j = threadIdx.x; j < n; j += blockDim.x) sum += dtrain_cuda_widen(row[j]);
+    return dtrain_cuda_block_sum(sum, slots) / (float)n;
+}
+
 /* The numbers that a row's gradient is made of; target -1 gives zeros. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
     float lse, scale;
+    float one_hot, uniform; /* label smoothing: 1 - smoothing, smoothing / classes */
 };
 
 template <int WIDTH, typename T>
@@ -4167,7 +4409,8 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
-        d[e] = gradient.target < 0 ? 0 : (hit == e ? p - 1 : p) * gradient.scale;
+        const float wanted = hit == e ? gradient.one_hot : 0;
+        d[e] = gradient.target < 0 ? 0 : (p - wanted - gradient.uniform) * gradient.scale;
     }
     dtrain_cuda_narrow(d, x);
     dtrain_cuda_store(to + column, x);
@@ -4211,13 +4454,17 @@ static __global__ void __launch_bounds__(1024)
         const dtrain_cuda_span span =
             dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.classes);
         dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args.targets, row, args.classes, fault), 0, args.scale};
+            dtrain_cuda_target(args.targets, row, args.classes, fault), 0, args.scale,
+            1 - args.smoothing, args.smoothing / (float)args.classes};
         if (gradient.target >= 0) { /* the same for the whole block */
             /* Read before the barriers in row_lse, behind which d_logits may overwrite it. */
             const float of_target = dtrain_cuda_widen(logits[gradient.target]);
             gradient.lse = dtrain_cuda_row_lse(logits, span, args.classes, slots);
+            float wanted = (1 - args.smoothing) * of_target;
+            if (args.smoothing > 0)
+                wanted += args.smoothing * dtrain_cuda_row_average(logits, args.classes, slots);
             if (threadIdx.x == 0)
-                args.loss[row] = gradient.lse - of_target, args.lse[row] = gradient.lse;
+                args.loss[row] = gradient.lse - wanted, args.lse[row] = gradient.lse;
         } else if (threadIdx.x == 0) args.loss[row] = 0, args.lse[row] = 0;
         if (d_logits)
             dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.classes, args.n);
@@ -4234,7 +4481,8 @@ static __global__ void __launch_bounds__(1024)
         T *const d_logits = (T *)args.d_logits + row * args.n;
         const dtrain_cuda_row_gradient gradient = {
             dtrain_cuda_target(args.targets, row, args.classes, fault), args.lse[row],
-            args.upstream ? args.scale * args.upstream[0] : args.scale};
+            args.upstream ? args.scale * args.upstream[0] : args.scale, 1 - args.smoothing,
+            args.smoothing / (float)args.classes};
         dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
                                      dtrain_cuda_span_of<T>(logits, d_logits, args.classes),
                                      args.classes, args.n);
@@ -7103,6 +7351,8 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_attention_backward,
                                           dtrain_cuda_cross_entropy,
                                           dtrain_cuda_cross_entropy_backward,
+                                          dtrain_cuda_pointwise,
+                                          dtrain_cuda_pointwise_backward,
                                           dtrain_cuda_add,
                                           dtrain_cuda_axpby,
                                           dtrain_cuda_dropout,

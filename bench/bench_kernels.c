@@ -286,7 +286,8 @@ static void describe_cross_entropy(kernel *k) /* with the gradient, in place */
 }
 static dtrain_result call_cross_entropy(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_cross_entropy_args a = {k->rows, k->n, m[0], m[1], m[2], m[3], m[0], 1.0f, k->dtype, 0};
+    dtrain_cross_entropy_args a = {k->rows, k->n, m[0],     m[1], m[2], m[3],
+                                   m[0],    1.0f, k->dtype, 0,    0};
     return device->ops->cross_entropy(device, &a);
 }
 
@@ -302,8 +303,8 @@ static void describe_cross_entropy_backward(kernel *k)
 static dtrain_result call_cross_entropy_backward(dtrain_device *device, const kernel *k,
                                                  void *const *m)
 {
-    dtrain_cross_entropy_backward_args a = {k->rows, k->n, 1.0f, m[0],     m[1],
-                                            m[2],    m[3], NULL, k->dtype, 0};
+    dtrain_cross_entropy_backward_args a = {k->rows, k->n, 1.0f,     m[0], m[1], m[2],
+                                            m[3],    NULL, k->dtype, 0,    0};
     return device->ops->cross_entropy_backward(device, &a);
 }
 

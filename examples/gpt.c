@@ -130,7 +130,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     const int64_t rows = b->count * SEQ;
     dtrain_tensor *logits = forward(t, b->m, b->inputs, b->count);
     return dtrain_cross_entropy(
-        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false), 0);
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false), 0, 0);
 }
 
 /* ---- training ---------------------------------------------------------------------------- */

@@ -247,7 +247,7 @@ static int train(dtrain_world *world, void *user)
             CHECK(dtrain_tape_begin(tape, 0, 0));
             dtrain_tensor *mean = dtrain_cross_entropy(
                 tape, forward(tape, params, d, x, batch),
-                dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &batch, labels, false), 0);
+                dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &batch, labels, false), 0, 0);
             CHECK(dtrain_tensor_read(tape, mean, &loss));
             CHECK(dtrain_tape_backward(tape, mean, 1)); /* reduces gradients as they are made */
             CHECK(dtrain_strategy_finish(strategy));

@@ -88,7 +88,7 @@ static int train(dtrain_world *world, void *user)
         h = dtrain_linear(tape, h, &p[2], &p[3], DTRAIN_ACTIVATION_RELU);
         h = dtrain_linear(tape, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
         dtrain_tensor *loss = dtrain_cross_entropy(
-            tape, h, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, labels, false), 0);
+            tape, h, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, labels, false), 0, 0);
         CHECK(dtrain_tape_backward(tape, loss, 1)); /* all-reduces run on a stream of their own */
         CHECK(dtrain_strategy_finish(strategy)); /* the device waits for them, the host does not */
         CHECK(dtrain_optimizer_step(optimizer, 2e-3f, 1));

@@ -172,7 +172,7 @@ static dtrain_tensor *loss(dtrain_tape *tape, void *user)
     dtrain_tensor *side = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, j->side, false);
     x = rms_norm(tape, x, &j->params[0]);
     x = dtrain_linear(tape, x, &j->params[1], &j->params[2], DTRAIN_ACTIVATION_NONE);
-    return dtrain_cross_entropy(tape, x, side, 0);
+    return dtrain_cross_entropy(tape, x, side, 0, 0);
 }
 
 static int train(dtrain_world *world, void *user)

@@ -265,7 +265,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     const int64_t shape[1] = {m->images};
     dtrain_tensor *logits = forward(t, m);
     return dtrain_cross_entropy(
-        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, shape, m->labels, false), 0);
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, shape, m->labels, false), 0, 0);
 }
 
 /* ---- batches ---- */

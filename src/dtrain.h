@@ -102,6 +102,7 @@ extern "C" {
 #include "tape/layers.c"
 #include "tape/batchnorm.c"
 #include "tape/convolution.c"
+#include "tape/pointwise.c"
 #include "tape/elementwise.c"
 #include "tape/checkpointing.c"
 #include "tape/arena.c"

@@ -4,6 +4,7 @@
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
 #include "device/cuda/elements.cuh"
+#include "device/cuda/pointwise.cuh"
 #include "device/cuda/elementwise.cuh"
 #include "device/cuda/reductions.cuh"
 #include "device/cuda/optimizers.cuh"

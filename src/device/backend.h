@@ -59,22 +59,24 @@ typedef struct dtrain_activation_backward_args {
 } dtrain_activation_backward_args;
 
 /* s = x + residual (s = x without residual); y = (s - mean) * rstd * weight + bias over the last
- * axis (Ba et al., 2016). bias may be NULL. sum keeps s for backward and for the next residual; it
- * may be x, and is NULL exactly when residual is. */
+ * axis (Ba et al., 2016). Without `mean` (NULL) the mean counts as 0: the root mean square norm of
+ * Zhang and Sennrich, 2019. bias may be NULL. sum keeps s for backward and for the next residual;
+ * it may be x, and is NULL exactly when residual is. */
 typedef struct dtrain_layernorm_args {
     int64_t rows, n;
     float epsilon;
     const void *x;              /* (rows,n) */
     const float *weight, *bias; /* (n) */
     void *y;                    /* (rows,n) */
-    float *mean, *rstd;         /* (rows) */
+    float *mean, *rstd;         /* (rows); mean may be NULL */
     const void *residual;       /* (rows,n) or NULL */
     void *sum;                  /* (rows,n) or NULL */
     dtrain_dtype x_dtype;       /* of x and sum */
     dtrain_dtype y_dtype;       /* of y and residual */
 } dtrain_layernorm_args;
 
-/* x is what was normalised: s above. d_residual receives the final d_x once more, as y_dtype. */
+/* x is what was normalised: s above. mean is NULL where it was in the forward pass. d_residual
+ * receives the final d_x once more, as y_dtype. */
 typedef struct dtrain_layernorm_backward_args {
     int64_t rows, n;
     bool accumulate_params, accumulate_x;
@@ -132,7 +134,8 @@ typedef struct dtrain_attention_backward_args {
     dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
 } dtrain_attention_backward_args;
 
-/* loss[row] = log(sum(exp(logits[row]))) - logits[row][target[row]]; lse[row] kept for backward.
+/* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing
+ * mean(logits[row]); lse[row], the first term, is kept for backward.
  * A target of -1 is ignored: loss and lse 0, no gradient. Other targets outside [0, classes) are an
  * error; a device that learns of it late ignores the row meanwhile. With d_logits (it may be
  * logits) the gradient times scale is written in the same pass: logits are read once. Columns from
@@ -146,9 +149,11 @@ typedef struct dtrain_cross_entropy_args {
     float scale;
     dtrain_dtype dtype; /* of logits and d_logits */
     int64_t classes;    /* columns that count, the first ones; 0 = n */
+    float smoothing;    /* in [0, 1] */
 } dtrain_cross_entropy_args;
 
-/* d_logits = (softmax(logits) - onehot(target)) * scale * upstream[0]; d_logits may be logits
+/* d_logits = (softmax(logits) - (1 - smoothing) onehot(target) - smoothing / classes) * scale *
+ * upstream[0]; d_logits may be logits
  * itself, which is how logits are stored once. upstream NULL = 1. */
 typedef struct dtrain_cross_entropy_backward_args {
     int64_t rows, n;
@@ -160,6 +165,7 @@ typedef struct dtrain_cross_entropy_backward_args {
     const float *upstream; /* (1) device memory, or NULL */
     dtrain_dtype dtype;    /* of logits and d_logits */
     int64_t classes;       /* as above */
+    float smoothing;       /* as above */
 } dtrain_cross_entropy_backward_args;
 
 /* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
@@ -173,6 +179,41 @@ typedef struct dtrain_axpby_args {
     bool broadcast;
     dtrain_dtype dtype; /* of x and y */
 } dtrain_axpby_args;
+
+/* Functions of single elements. The first are the dtrain_activation with the same number, of x
+ * alone; the others are of x and `other`. */
+typedef enum dtrain_pointwise {
+    DTRAIN_POINTWISE_RELU = DTRAIN_ACTIVATION_RELU,
+    DTRAIN_POINTWISE_GELU = DTRAIN_ACTIVATION_GELU,
+    DTRAIN_POINTWISE_SILU = DTRAIN_ACTIVATION_SILU,
+    DTRAIN_POINTWISE_MULTIPLY = 4,      /* x other */
+    DTRAIN_POINTWISE_SWIGLU = 5,        /* silu(x) other */
+    DTRAIN_POINTWISE_SQUARED_ERROR = 6, /* (x - other)^2 */
+    DTRAIN_POINTWISE_LOGISTIC_LOSS = 7  /* max(x, 0) - x other + log(1 + e^-|x|) */
+} dtrain_pointwise;
+
+/* y[i] = kind(x[i], other[i]). */
+typedef struct dtrain_pointwise_args {
+    uint32_t kind; /* dtrain_pointwise */
+    int64_t count;
+    const void *x, *other; /* (count); other is NULL where the function has one argument */
+    void *y;               /* (count) */
+    dtrain_dtype x_dtype, other_dtype, y_dtype;
+} dtrain_pointwise_args;
+
+/* d_x = d_y times the derivative by x, and d_other that by other; each may be NULL, and no two
+ * pointers are equal but x and other. The slope of ReLU at 0 is 0. */
+typedef struct dtrain_pointwise_backward_args {
+    uint32_t kind;
+    bool accumulate_x, accumulate_other;
+    int64_t count;
+    const void *x, *other;    /* (count) */
+    const void *d_y;          /* (count) */
+    void *d_x, *d_other;      /* (count) or NULL: not wanted */
+    dtrain_dtype x_dtype;     /* of x and d_x */
+    dtrain_dtype other_dtype; /* of other and d_other */
+    dtrain_dtype y_dtype;     /* of d_y */
+} dtrain_pointwise_backward_args;
 
 /* out = x + y elementwise; out may be either of them if it has its dtype. */
 typedef struct dtrain_add_args {
@@ -499,6 +540,8 @@ struct dtrain_device_ops {
     dtrain_result (*cross_entropy)(dtrain_device *, const dtrain_cross_entropy_args *);
     dtrain_result (*cross_entropy_backward)(dtrain_device *,
                                             const dtrain_cross_entropy_backward_args *);
+    dtrain_result (*pointwise)(dtrain_device *, const dtrain_pointwise_args *);
+    dtrain_result (*pointwise_backward)(dtrain_device *, const dtrain_pointwise_backward_args *);
     dtrain_result (*add)(dtrain_device *, const dtrain_add_args *);
     dtrain_result (*axpby)(dtrain_device *, const dtrain_axpby_args *);
     dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);

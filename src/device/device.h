@@ -28,7 +28,8 @@ typedef enum dtrain_activation {
     DTRAIN_ACTIVATION_NONE = 0,
     DTRAIN_ACTIVATION_RELU = 1,
     DTRAIN_ACTIVATION_GELU =
-        2 /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
+        2, /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form GPT-2 uses */
+    DTRAIN_ACTIVATION_SILU = 3 /* x / (1 + e^-x) */
 } dtrain_activation;
 
 /* What GEMM and attention may do to fp32 operands; those in BF16 or F16 are not affected. */

@@ -259,7 +259,11 @@ DTRAIN_API dtrain_tensor *dtrain_mean(dtrain_tape *tape, dtrain_tensor *x)
 
 /* ---- Cross-entropy
  *
- * d_logits = (softmax(logits) - onehot(target)) * upstream / valid targets; 0 in padding.
+ * With s = smoothing:
+ *
+ *     d_logits = (softmax(logits) - (1 - s) onehot(target) - s / classes) upstream / valid targets
+ *
+ * and 0 in padding.
  *
  * Logits are by far the largest value of a language model, (rows, vocabulary). When this is their
  * only use and the operation that made them does not look at them in its own backward, they are
@@ -290,6 +294,10 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
                            "dtrain_cross_entropy: %lld classes, and logits %s have %lld columns",
                            (long long)args->classes, dtrain__shape_text(logits->shape, left),
                            (long long)n);
+    if (!(args->smoothing >= 0 && args->smoothing <= 1)) /* so written that NaN is refused */
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_cross_entropy: smoothing is %g, not in [0, 1]",
+                           (double)args->smoothing);
     args->rows = rows;
     args->n = n;
     args->logits = op->input_data[0];
@@ -333,6 +341,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     args.upstream = (const float *)op->outputs[0]->grad;
     args.dtype = loss->forward.dtype;
     args.classes = loss->forward.classes;
+    args.smoothing = loss->forward.smoothing;
     if (loss->device_factor) { /* a sum of one element: their product, rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);
@@ -346,12 +355,14 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
 DTRAIN__OP(cross_entropy, cross_entropy, DTRAIN_OP_READS_INPUTS, 0, 2, false)
 
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets, int64_t classes)
+                                               dtrain_tensor *targets, int64_t classes,
+                                               float smoothing)
 {
     dtrain_tensor *const inputs[2] = {logits, targets};
     dtrain__cross_entropy args;
     memset(&args, 0, sizeof args);
     args.forward.classes = classes;
+    args.forward.smoothing = smoothing;
     return dtrain_tape_apply(tape, &dtrain__cross_entropy_op, inputs, 2, NULL, 0, &args,
                              sizeof args);
 }

@@ -6,8 +6,8 @@
  *
  * What a node keeps alive until its backward, beside its parameters:
  *
- *     linear          x; with GELU the value before it, with ReLU the output
- *     layernorm       x (or the sum that it normalises), mean and rstd of each row
+ *     linear          x; with GELU or SiLU the value before it, with ReLU the output
+ *     norms           x (or the sum that it normalises), mean and rstd of each row
  *     embedding       tokens
  *     attention       qkv, y, log-sum-exp of each row and head */
 
@@ -48,7 +48,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     const int64_t in = x->shape[x->ndim - 1], out = op->param_shape[0][0];
     DTRAIN__TRY(dtrain_op_check_param(op, 0, -1, in));
     if (op->param_count > 1) DTRAIN__TRY(dtrain_op_check_param(op, 1, out, 0));
-    if (args->activation > DTRAIN_ACTIVATION_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_linear: unknown activation %u",
                            args->activation);
     dtrain__output_like(op, x, out, op->cast);
@@ -60,7 +60,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
     args->c = op->output_data[0], args->ldc = out;
     args->a_dtype = args->b_dtype = args->c_dtype = op->cast;
     args->bias = (const float *)op->param_data[1];
-    if (args->activation == DTRAIN_ACTIVATION_GELU && op->needs_grad)
+    if (args->activation >= DTRAIN_ACTIVATION_GELU && op->needs_grad)
         args->aux = dtrain_op_save(op, op->cast, args->m * out);
     if (args->activation == DTRAIN_ACTIVATION_RELU) op->reads |= DTRAIN_OP_READS_OUTPUTS;
     return DTRAIN_OK;
@@ -82,7 +82,7 @@ static dtrain_node *dtrain__inner_layer(const dtrain_op *op)
         inner->mark != ((const dtrain_node *)op)->mark)
         return NULL;
     const dtrain__linear *layer = (const dtrain__linear *)inner->op.args;
-    return layer->forward.activation == DTRAIN_ACTIVATION_GELU ? inner : NULL;
+    return layer->forward.aux ? inner : NULL;
 }
 
 static dtrain_result dtrain__linear_backward(dtrain_op *op)
@@ -173,12 +173,14 @@ DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtr
  *     d_weight += sum of d_y h over rows     d_bias += sum of d_y over rows
  *     d_x += rstd (d_h - mean(d_h) - h mean(d_h h))
  *
+ * The root mean square norm is the same with a mean of 0, which is not saved: mean(d_h) drops out.
  * Behind a residual connection, the second input, x is the sum of both and the operation's second
  * output. Its gradient, complete with this d_x, becomes that of both inputs; where the residual has
  * a narrower type the kernel writes the rounded copy while the values are at hand. */
 
 typedef struct dtrain__layernorm {
     dtrain_layernorm_args forward;
+    bool rms;            /* the mean counts as 0 */
     dtrain_tensor **sum; /* the caller's */
 } dtrain__layernorm;
 
@@ -191,13 +193,15 @@ static dtrain_result dtrain__layernorm_prepare(dtrain_op *op)
     args->rows = x->count / args->n;
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, args->n, 0));
+    if (!(args->epsilon >= 0)) /* so written that NaN is refused */
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: epsilon is %g, expected 0 or more",
+                           op->desc->name, (double)args->epsilon);
     dtrain_op_output(op, op->cast, x->ndim, x->shape);
-    args->epsilon = 1e-5f;
     args->x = op->input_data[0];
     args->weight = (const float *)op->param_data[0];
     args->bias = (const float *)op->param_data[1];
     args->y = op->output_data[0];
-    args->mean = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
+    if (!layer->rms) args->mean = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
     args->rstd = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->rows);
     args->x_dtype = (dtrain_dtype)x->dtype;
     args->y_dtype = op->cast;
@@ -252,31 +256,69 @@ static dtrain_result dtrain__layernorm_backward(dtrain_op *op)
 
 DTRAIN__OP(layernorm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+DTRAIN__OP(add_rms_norm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
+
+static dtrain_tensor *dtrain__norm_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                         dtrain_tensor *const *inputs, uint32_t input_count,
+                                         dtrain_param *const *params, uint32_t param_count,
+                                         float epsilon, bool rms, dtrain_tensor **sum)
+{
+    dtrain__layernorm args;
+    memset(&args, 0, sizeof args);
+    args.forward.epsilon = epsilon;
+    args.rms = rms;
+    args.sum = sum;
+    return dtrain_tape_apply(tape, desc, inputs, input_count, params, param_count, &args,
+                             sizeof args);
+}
+
+/* The fused kernel takes a residual of the type that autocast computes in. */
+static bool dtrain__fusable(const dtrain_tape *tape, const dtrain_tensor *x,
+                            const dtrain_tensor *residual, dtrain_tensor **sum)
+{
+    return !tape || !sum || !x || !residual || residual->dtype == (uint32_t)tape->pass.cast;
+}
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                            dtrain_param *weight, dtrain_param *bias)
 {
     dtrain_param *const params[2] = {weight, bias};
-    return dtrain_tape_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, NULL,
-                             sizeof(dtrain__layernorm));
+    return dtrain__norm_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, 1e-5f,
+                              false, NULL);
 }
 
-/* The fused kernel takes a residual of the type that autocast computes in. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum)
 {
     dtrain_tensor *const inputs[2] = {x, residual};
     dtrain_param *const params[2] = {weight, bias};
-    dtrain__layernorm args;
-    if (tape && sum && x && residual && residual->dtype != (uint32_t)tape->pass.cast) {
+    if (!dtrain__fusable(tape, x, residual, sum)) {
         *sum = dtrain_add(tape, x, residual);
         return dtrain_layernorm(tape, *sum, weight, bias);
     }
-    memset(&args, 0, sizeof args);
-    args.sum = sum;
-    return dtrain_tape_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
-                             &args, sizeof args);
+    return dtrain__norm_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
+                              1e-5f, false, sum);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                          float epsilon)
+{
+    return dtrain__norm_apply(tape, &dtrain__rms_norm_op, &x, 1, &weight, 1, epsilon, true, NULL);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_add_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                              dtrain_tensor *residual, dtrain_param *weight,
+                                              float epsilon, dtrain_tensor **sum)
+{
+    dtrain_tensor *const inputs[2] = {x, residual};
+    if (!dtrain__fusable(tape, x, residual, sum)) {
+        *sum = dtrain_add(tape, x, residual);
+        return dtrain_rms_norm(tape, *sum, weight, epsilon);
+    }
+    return dtrain__norm_apply(tape, &dtrain__add_rms_norm_op, inputs, 2, &weight, 1, epsilon, true,
+                              sum);
 }
 
 /* ---- Embedding

@@ -25,6 +25,14 @@ DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
                                                dtrain_param *bias, dtrain_tensor **sum);
+/* Divide the last axis by sqrt(mean of its squares + epsilon), then scale it by weight (n): the
+ * norm of Llama (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). */
+DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
+                                          float epsilon);
+/* Normalise *sum = x + residual in one pass over memory, as dtrain_add_layernorm does. */
+DTRAIN_API dtrain_tensor *dtrain_add_rms_norm(dtrain_tape *tape, dtrain_tensor *x,
+                                              dtrain_tensor *residual, dtrain_param *weight,
+                                              float epsilon, dtrain_tensor **sum);
 /* Every zero is the default written beside the field. */
 typedef struct dtrain_batch_norm_desc {
     float momentum;               /* of the running averages; 0 = 0.1 */
@@ -97,6 +105,16 @@ DTRAIN_API dtrain_tensor *dtrain_scale(dtrain_tape *tape, dtrain_tensor *x, floa
  * type. A model chooses the type of its output with it: dtrain_cast(tape, logits, DTRAIN_DTYPE_F32)
  * in front of the loss, where autocast would take softmax and gradient of narrow logits. */
 DTRAIN_API dtrain_tensor *dtrain_cast(dtrain_tape *tape, dtrain_tensor *x, dtrain_dtype dtype);
+/* Apply an activation to every element; x itself with DTRAIN_ACTIVATION_NONE. A linear layer does
+ * the same to its output at no cost. */
+DTRAIN_API dtrain_tensor *dtrain_activate(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_activation activation);
+/* Multiply two tensors of the same count and last axis, element by element; the result has the
+ * wider type of the two. */
+DTRAIN_API dtrain_tensor *dtrain_multiply(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y);
+/* Compute silu(gate) * up in one pass over memory; both as in dtrain_multiply (Shazeer, "GLU
+ * Variants Improve Transformer", 2020). */
+DTRAIN_API dtrain_tensor *dtrain_swiglu(dtrain_tape *tape, dtrain_tensor *gate, dtrain_tensor *up);
 /* Zero each element with the given probability, in [0, 1), and scale the rest by
  * 1 / (1 - probability). Returns x itself in a pass without gradients. */
 DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, float probability);
@@ -108,9 +126,22 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
  * classes: columns that count, the first ones; 0 = all. The others are padding, which makes the
  * rows of a classifier a number that GEMMs of a GPU are fast with (GPT-2's 50257 to 50304): they
  * take no part, whatever they hold, and have gradient 0. A classifier whose rows behind `classes`
- * are 0 at first (dtrain_param.init_count) keeps them 0 under any optimizer. */
+ * are 0 at first (dtrain_param.init_count) keeps them 0 under any optimizer.
+ *
+ * smoothing: the share, in [0, 1], of the wanted probability that is spread evenly over all
+ * classes, the target's own included, as in PyTorch (Szegedy et al., 2016); 0 = none. */
 DTRAIN_API dtrain_tensor *dtrain_cross_entropy(dtrain_tape *tape, dtrain_tensor *logits,
-                                               dtrain_tensor *targets, int64_t classes);
+                                               dtrain_tensor *targets, int64_t classes,
+                                               float smoothing);
+/* Compute the mean over all elements of (x - target)^2, as one fp32 element; x and target have the
+ * same count and last axis. target gets a gradient too, if it asks for one. */
+DTRAIN_API dtrain_tensor *dtrain_mse_loss(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_tensor *target);
+/* Compute the mean over all elements of the binary cross-entropy of sigmoid(logits) with target, as
+ * one fp32 element; target, in [0, 1], has the count and the last axis of logits. No logit is too
+ * large: max(x, 0) - x t + log(1 + e^-|x|). */
+DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_tensor *logits,
+                                                      dtrain_tensor *target);
 /* Add up all elements; the result has one. */
 DTRAIN_API dtrain_tensor *dtrain_sum(dtrain_tape *tape, dtrain_tensor *x);
 /* Average all elements; the result has one. */

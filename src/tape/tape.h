@@ -106,7 +106,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 #define DTRAIN_CHECKPOINT_LINEAR 1u /* and convolutions */
 #define DTRAIN_CHECKPOINT_ATTENTION 2u
 #define DTRAIN_CHECKPOINT_LAYERNORM 4u
-#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* add, scale, dropout, cast, embedding, pooling */
+#define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* all others */
 #define DTRAIN_CHECKPOINT_ALL 15u
 
 /* Drop activations in forward and make them again in backward (Chen et al., "Training Deep Nets

@@ -457,7 +457,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 2);
     h = dtrain_add_layernorm(t, x, h, &p[14], &p[15], &x);
     return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE),
-                                targets, 0);
+                                targets, 0, 0);
 }
 
 /* How a run is made, and what came out of it on rank 0. */

@@ -782,8 +782,8 @@ static void test_faults(void)
     logits = zeros(2 * 8);
     loss = zeros(4);
     gpu_write(tokens, targets, sizeof targets);
-    dtrain_cross_entropy_args entropy = {2,        8,    logits, tokens,           loss,
-                                         loss + 2, NULL, 1,      DTRAIN_DTYPE_F32, 0};
+    dtrain_cross_entropy_args entropy = {2,    8, logits,           tokens, loss, loss + 2,
+                                         NULL, 1, DTRAIN_DTYPE_F32, 0,      0};
     CHECK(gpu->ops->cross_entropy(gpu, &entropy) == DTRAIN_OK);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
     CHECK_SAYS("target 9 at row 1 is outside [0, 8) and not -1 (ignored)");

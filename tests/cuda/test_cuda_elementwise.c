@@ -279,6 +279,8 @@ static double slope(uint32_t activation, double x)
     const double t = tanh(c * (x + 0.044715 * x * x * x));
     if (activation == DTRAIN_ACTIVATION_RELU) return x > 0 ? 1 : 0;
     if (activation == DTRAIN_ACTIVATION_NONE) return 1;
+    if (activation == DTRAIN_ACTIVATION_SILU)
+        return (1 + x * exp(-x) / (1 + exp(-x))) / (1 + exp(-x));
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x);
 }
 
@@ -346,7 +348,7 @@ static void test_activation(void)
     EACH(s, shapes)
     EACH(d, dtypes)
     EACH(h, shifts)
-    for (uint32_t activation = DTRAIN_ACTIVATION_NONE; activation <= DTRAIN_ACTIVATION_GELU;
+    for (uint32_t activation = DTRAIN_ACTIVATION_NONE; activation <= DTRAIN_ACTIVATION_SILU;
          activation++) {
         if (!test_full() && (s + d + h + activation + (size_t)order) % 2) continue;
         check_activation(activation, shapes[s][0], shapes[s][1], dtypes[d], shifts[h], h == s % 2);

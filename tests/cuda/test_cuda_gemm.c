@@ -811,9 +811,9 @@ static void test_errors(void)
     args = p.args, args.flags = 64;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK_SAYS("0x40");
-    args = p.args, args.activation = 3;
+    args = p.args, args.activation = 4;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
-    CHECK_SAYS("activation is 3");
+    CHECK_SAYS("activation is 4");
     args = p.args, args.flags = DTRAIN_GEMM_ACT_BACKWARD, args.activation = DTRAIN_ACTIVATION_GELU;
     CHECK(gpu->ops->gemm(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
     CHECK_SAYS("aux");

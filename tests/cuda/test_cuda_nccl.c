@@ -159,7 +159,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 0);
     h = dtrain_add(t, x, h);
     return dtrain_cross_entropy(t, dtrain_linear(t, h, &p[0], NULL, DTRAIN_ACTIVATION_NONE),
-                                targets, 0);
+                                targets, 0, 0);
 }
 
 /* Between two steps: everything launched so far has run. */

@@ -125,7 +125,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     x = dtrain_linear(t, x, &p[6], &p[7], DTRAIN_ACTIVATION_NONE);
     dtrain_tape_unit(t, 4);
     return dtrain_cross_entropy(t, dtrain_linear(t, x, &p[8], NULL, DTRAIN_ACTIVATION_NONE),
-                                targets, 0);
+                                targets, 0, 0);
 }
 
 /* One training, and what came out of it on this rank. */

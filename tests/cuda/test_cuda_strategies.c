@@ -294,7 +294,7 @@ static dtrain_tensor *branches_loss(dtrain_tape *t, dtrain_param *params, int ra
     }
     x = dtrain_linear(t, x, &params[TRUNK + step % HEADS], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(
-        t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, targets, false), 0);
+        t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, targets, false), 0, 0);
 }
 
 static int branches_rank(dtrain_world *world, void *user)

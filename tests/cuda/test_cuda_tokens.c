@@ -330,8 +330,8 @@ static void check_cross_entropy(const loss_case *c)
     const loss_want want = want_loss(c, logits, targets, (double)scale);
     EACH_ORDER(order)
     {
-        dtrain_cross_entropy_args args = {c->rows, c->n, NULL,  NULL,     NULL,
-                                          NULL,    NULL, scale, c->dtype, classes};
+        dtrain_cross_entropy_args args = {c->rows, c->n,  NULL,     NULL,    NULL, NULL,
+                                          NULL,    scale, c->dtype, classes, 0};
         args.logits = gpu_give(logits, bytes, shift);
         args.targets = (int32_t *)gpu_give(targets, (size_t)c->rows * 4, 0);
         args.loss = (float *)gpu_take((size_t)c->rows * 4, 0);
@@ -342,9 +342,17 @@ static void check_cross_entropy(const loss_case *c)
         CHECK_MSG(holds(args.logits, logits, bytes), "%s: logits changed", loss_name(c));
 
         /* Backward on its own, with upstream folded out of scale again. */
-        dtrain_cross_entropy_backward_args back = {
-            c->rows, c->n, scale / upstream, args.logits, args.targets, args.lse,
-            NULL,    NULL, c->dtype,         classes};
+        dtrain_cross_entropy_backward_args back = {c->rows,
+                                                   c->n,
+                                                   scale / upstream,
+                                                   args.logits,
+                                                   args.targets,
+                                                   args.lse,
+                                                   NULL,
+                                                   NULL,
+                                                   c->dtype,
+                                                   classes,
+                                                   0};
         back.upstream = (float *)gpu_give(&upstream, sizeof upstream, 0);
         back.d_logits = gpu_take(bytes, c->d_shift < 0 ? shift : d_shift);
         CHECK_MSG(gpu->ops->cross_entropy_backward(gpu, &back) == DTRAIN_OK, "%s",
@@ -424,7 +432,7 @@ static void test_cross_entropy_nan(void)
     logits[2 * N + 1] = NAN;
     for (int j = 0; j < N; j++) logits[4 * N + j] = -INFINITY;
     dtrain_cross_entropy_args args = {ROWS, N, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32,
-                                      0};
+                                      0,    0};
     args.logits = gpu_give(logits, sizeof d_logits, 0);
     args.targets = (int32_t *)gpu_give(targets, sizeof targets, 0);
     args.loss = (float *)gpu_take(sizeof loss, 0);
@@ -454,7 +462,7 @@ static void test_bad_targets(void)
     gpu_open();
     for (int bad = 0; bad < 3; bad++) {
         dtrain_cross_entropy_args args = {
-            3, 4, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32, bad == 2 ? 3 : 0};
+            3, 4, NULL, NULL, NULL, NULL, NULL, 1, DTRAIN_DTYPE_F32, bad == 2 ? 3 : 0, 0};
         args.logits = gpu_give(logits, sizeof d_logits, 0);
         args.targets = (int32_t *)gpu_give(targets[bad], sizeof targets[bad], 0);
         args.loss = (float *)gpu_take(sizeof loss, 0);
@@ -469,7 +477,8 @@ static void test_bad_targets(void)
                                                    args.d_logits,
                                                    NULL,
                                                    DTRAIN_DTYPE_F32,
-                                                   args.classes};
+                                                   args.classes,
+                                                   0};
         for (int pass = 0; pass < 2; pass++) {
             CHECK((pass ? gpu->ops->cross_entropy_backward(gpu, &back)
                         : gpu->ops->cross_entropy(gpu, &args)) == DTRAIN_OK);
@@ -515,12 +524,12 @@ static void test_errors(void)
     back.sequence = 1, back.dtype = DTRAIN_DTYPE_I64;
     CHECK(gpu->ops->embedding_backward(gpu, &back) == DTRAIN_ERROR_UNSUPPORTED);
     dtrain_cross_entropy_args loss = {1,    1, memory,           ids, memory, memory,
-                                      NULL, 1, DTRAIN_DTYPE_I32, 0};
+                                      NULL, 1, DTRAIN_DTYPE_I32, 0,   0};
     CHECK(gpu->ops->cross_entropy(gpu, &loss) == DTRAIN_ERROR_UNSUPPORTED);
     loss.dtype = DTRAIN_DTYPE_F32, loss.rows = 0;
     CHECK(gpu->ops->cross_entropy(gpu, &loss) == DTRAIN_OK);
-    dtrain_cross_entropy_backward_args d_loss = {1,      1,      1,    memory,           ids,
-                                                 memory, memory, NULL, DTRAIN_DTYPE_I64, 0};
+    dtrain_cross_entropy_backward_args d_loss = {
+        1, 1, 1, memory, ids, memory, memory, NULL, DTRAIN_DTYPE_I64, 0, 0};
     CHECK(gpu->ops->cross_entropy_backward(gpu, &d_loss) == DTRAIN_ERROR_UNSUPPORTED);
     CHECK(gpu->ops->synchronize(gpu) == DTRAIN_OK);
     gpu_close();

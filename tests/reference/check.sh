@@ -8,7 +8,7 @@ if ! $python -c 'import torch' >/dev/null 2>&1; then
     exit 0
 fi
 out=$(mktemp -d) passed=0 failed=0 skipped=0
-for name in gpt2 op conv scaler; do
+for name in gpt2 op conv scaler llama; do
     $python "$here/make_${name}_golden.py" "$out/${name}_golden.h" >"$out/log" 2>&1
     code=$?
     if [ $code -eq 77 ]; then # this torch is too old

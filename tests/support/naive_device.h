@@ -80,14 +80,74 @@ static double naive_gelu_slope(double x)
     double c = sqrt(2 / 3.14159265358979323846), t = tanh(c * (x + 0.044715 * x * x * x));
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x);
 }
+static double naive_sigmoid(double x) { return 1 / (1 + exp(-x)); }
 static double naive_activation(uint32_t activation, double x)
 {
+    if (activation == DTRAIN_ACTIVATION_SILU) return x * naive_sigmoid(x);
     return activation == DTRAIN_ACTIVATION_RELU ? (x > 0 ? x : 0) : activation ? naive_gelu(x) : x;
 }
 
 static double naive_slope(uint32_t activation, double x)
 {
+    if (activation == DTRAIN_ACTIVATION_SILU)
+        return naive_sigmoid(x) * (1 + x * (1 - naive_sigmoid(x)));
     return activation == DTRAIN_ACTIVATION_RELU ? (x > 0) : activation ? naive_gelu_slope(x) : 1;
+}
+
+static double naive_pointwise_value(uint32_t kind, double x, double other)
+{
+    switch (kind) {
+    case DTRAIN_POINTWISE_MULTIPLY: return x * other;
+    case DTRAIN_POINTWISE_SWIGLU: return x * naive_sigmoid(x) * other;
+    case DTRAIN_POINTWISE_SQUARED_ERROR: return (x - other) * (x - other);
+    case DTRAIN_POINTWISE_LOGISTIC_LOSS: /* - t log(sigmoid(x)) - (1 - t) log(sigmoid(-x)) */
+        return other * (x > -700 ? log1p(exp(-x)) : -x) +
+               (1 - other) * (x < 700 ? log1p(exp(x)) : x);
+    default: return naive_activation(kind, x);
+    }
+}
+
+/* The derivative by x, or by other. */
+static double naive_pointwise_slope(uint32_t kind, double x, double other, bool by_other)
+{
+    switch (kind) {
+    case DTRAIN_POINTWISE_MULTIPLY: return by_other ? x : other;
+    case DTRAIN_POINTWISE_SWIGLU:
+        return by_other ? naive_activation(DTRAIN_ACTIVATION_SILU, x)
+                        : naive_slope(DTRAIN_ACTIVATION_SILU, x) * other;
+    case DTRAIN_POINTWISE_SQUARED_ERROR: return by_other ? 2 * (other - x) : 2 * (x - other);
+    case DTRAIN_POINTWISE_LOGISTIC_LOSS: return by_other ? -x : naive_sigmoid(x) - other;
+    default: return naive_slope(kind, x);
+    }
+}
+
+static dtrain_result naive_pointwise(dtrain_device *device, const dtrain_pointwise_args *a)
+{
+    (void)device;
+    for (int64_t i = 0; i < a->count; i++)
+        naive_put(a->y, a->y_dtype, i,
+                  naive_pointwise_value(a->kind, naive_get(a->x, a->x_dtype, i),
+                                        a->other ? naive_get(a->other, a->other_dtype, i) : 0));
+    return DTRAIN_OK;
+}
+
+static dtrain_result naive_pointwise_backward(dtrain_device *device,
+                                              const dtrain_pointwise_backward_args *a)
+{
+    (void)device;
+    for (int64_t i = 0; i < a->count; i++) {
+        const double x = naive_get(a->x, a->x_dtype, i), d_y = naive_get(a->d_y, a->y_dtype, i);
+        const double other = a->other ? naive_get(a->other, a->other_dtype, i) : 0;
+        if (a->d_x)
+            naive_put(a->d_x, a->x_dtype, i,
+                      (a->accumulate_x ? naive_get(a->d_x, a->x_dtype, i) : 0) +
+                          d_y * naive_pointwise_slope(a->kind, x, other, false));
+        if (a->d_other)
+            naive_put(a->d_other, a->other_dtype, i,
+                      (a->accumulate_other ? naive_get(a->d_other, a->other_dtype, i) : 0) +
+                          d_y * naive_pointwise_slope(a->kind, x, other, true));
+    }
+    return DTRAIN_OK;
 }
 
 /* Element (i,k) of op(A), and (k,j) of op(B). */
@@ -157,14 +217,14 @@ static dtrain_result naive_layernorm(dtrain_device *device, const dtrain_layerno
             if (a->residual) x[j] += naive_get(a->residual, a->y_dtype, i * a->n + j);
             if (a->residual) naive_put(a->sum, a->x_dtype, i * a->n + j, x[j]);
         }
-        for (int64_t j = 0; j < a->n; j++) mean += x[j] / (double)a->n;
+        for (int64_t j = 0; j < a->n && a->mean; j++) mean += x[j] / (double)a->n;
         for (int64_t j = 0; j < a->n; j++) variance += (x[j] - mean) * (x[j] - mean) / (double)a->n;
         double rstd = 1 / sqrt(variance + (double)a->epsilon);
         for (int64_t j = 0; j < a->n; j++)
             naive_put(a->y, a->y_dtype, i * a->n + j,
                       (x[j] - mean) * rstd * (double)a->weight[j] +
                           (a->bias ? (double)a->bias[j] : 0));
-        a->mean[i] = (float)mean;
+        if (a->mean) a->mean[i] = (float)mean;
         a->rstd[i] = (float)rstd;
     }
     free(x);
@@ -181,13 +241,13 @@ static dtrain_result naive_layernorm_backward(dtrain_device *device,
         if (a->d_bias) memset(a->d_bias, 0, (size_t)n * sizeof(float));
     }
     for (int64_t i = 0; i < a->rows; i++) {
+        const double mean = a->mean ? (double)a->mean[i] : 0;
         double mean_d = 0, mean_dh = 0;
         for (int64_t j = 0; j < n; j++) {
             double x = naive_get(a->x, a->x_dtype, i * n + j),
                    d_y = naive_get(a->d_y, a->y_dtype, i * n + j);
-            double hat = (x - (double)a->mean[i]) * (double)a->rstd[i],
-                   d = d_y * (double)a->weight[j];
-            mean_d += d / (double)n;
+            double hat = (x - mean) * (double)a->rstd[i], d = d_y * (double)a->weight[j];
+            if (a->mean) mean_d += d / (double)n;
             mean_dh += d * hat / (double)n;
             if (a->d_weight) a->d_weight[j] += (float)(d_y * hat);
             if (a->d_bias) a->d_bias[j] += (float)d_y;
@@ -195,8 +255,7 @@ static dtrain_result naive_layernorm_backward(dtrain_device *device,
         for (int64_t j = 0; j < n && a->d_x; j++) {
             double x = naive_get(a->x, a->x_dtype, i * n + j),
                    d_y = naive_get(a->d_y, a->y_dtype, i * n + j);
-            double hat = (x - (double)a->mean[i]) * (double)a->rstd[i],
-                   d = d_y * (double)a->weight[j];
+            double hat = (x - mean) * (double)a->rstd[i], d = d_y * (double)a->weight[j];
             double old = a->accumulate_x ? naive_get(a->d_x, a->x_dtype, i * n + j) : 0;
             double d_x = old + (d - mean_d - hat * mean_dh) * (double)a->rstd[i];
             naive_put(a->d_x, a->x_dtype, i * n + j, d_x);
@@ -318,7 +377,8 @@ static dtrain_result naive_cross_entropy_backward(dtrain_device *device,
         for (int64_t j = 0; j < a->n; j++) {
             const bool counts = a->targets[i] >= 0 && j < classes;
             double p = exp(naive_get(a->logits, a->dtype, i * a->n + j) - (double)a->lse[i]);
-            if (a->targets[i] == j) p -= 1;
+            if (a->targets[i] == j) p -= 1 - (double)a->smoothing;
+            p -= (double)a->smoothing / (double)classes;
             naive_put(a->d_logits, a->dtype, i * a->n + j, counts ? p * scale : 0);
         }
     return DTRAIN_OK;
@@ -328,21 +388,26 @@ static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cro
 {
     const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t i = 0; i < a->rows; i++) {
-        double sum = 0, top = -INFINITY;
+        const double s = (double)a->smoothing;
+        double sum = 0, top = -INFINITY, mean = 0;
         if (a->targets[i] < -1 || a->targets[i] >= classes) return DTRAIN_ERROR_DATA;
         for (int64_t j = 0; j < classes; j++)
             top = fmax(top, naive_get(a->logits, a->dtype, i * a->n + j));
-        for (int64_t j = 0; j < classes; j++)
-            sum += exp(naive_get(a->logits, a->dtype, i * a->n + j) - top);
+        for (int64_t j = 0; j < classes; j++) {
+            const double x = naive_get(a->logits, a->dtype, i * a->n + j);
+            sum += exp(x - top);
+            if (a->smoothing > 0) mean += x / (double)classes;
+        }
         a->lse[i] = a->targets[i] < 0 ? 0 : (float)(top + log(sum));
-        a->loss[i] = a->targets[i] < 0 ? 0
-                                       : a->lse[i] - (float)naive_get(a->logits, a->dtype,
-                                                                      i * a->n + a->targets[i]);
+        a->loss[i] = 0;
+        if (a->targets[i] < 0) continue;
+        const double of_target = naive_get(a->logits, a->dtype, i * a->n + a->targets[i]);
+        a->loss[i] = (float)(top + log(sum) - (1 - s) * of_target - s * mean);
     }
     if (!a->d_logits) return DTRAIN_OK;
     const dtrain_cross_entropy_backward_args backward = {
-        a->rows, a->n,        a->scale, a->logits, a->targets,
-        a->lse,  a->d_logits, NULL,     a->dtype,  a->classes};
+        a->rows,     a->n, a->scale, a->logits,  a->targets,  a->lse,
+        a->d_logits, NULL, a->dtype, a->classes, a->smoothing};
     return naive_cross_entropy_backward(device, &backward);
 }
 
@@ -651,6 +716,8 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.attention_backward = naive_attention_backward;
     ops.cross_entropy = naive_cross_entropy;
     ops.cross_entropy_backward = naive_cross_entropy_backward;
+    ops.pointwise = naive_pointwise;
+    ops.pointwise_backward = naive_pointwise_backward;
     ops.add = naive_add;
     ops.axpby = naive_axpby;
     ops.dropout = naive_dropout;

@@ -156,7 +156,7 @@ static inline dtrain_tensor *saved_loss(dtrain_tape *t, void *user)
     x = dtrain_layernorm(t, x, &p[11], &p[12]);
     x = dtrain_linear(t, x, &p[13], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_cross_entropy(
-        t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, s->targets, false), 0);
+        t, x, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, s->targets, false), 0, 0);
 }
 
 #define SAVED_TRY(call)                                     \

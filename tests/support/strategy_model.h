@@ -272,7 +272,7 @@ static inline dtrain_tensor *model_loss(strategy_job *job, int64_t first)
     }
     return dtrain_cross_entropy(
         job->tape, logits,
-        dtrain_tape_input(job->tape, DTRAIN_DTYPE_I32, 1, &count, targets, false), 0);
+        dtrain_tape_input(job->tape, DTRAIN_DTYPE_I32, 1, &count, targets, false), 0, 0);
 }
 
 /* ---- training ---- */

@@ -127,7 +127,7 @@ static dtrain_tensor *gpt_loss(dtrain_tape *t, gpt *m)
     dtrain_tensor *logits = gpt_logits(t, m);
     if (m->mean) return dtrain_mean(t, logits);
     return dtrain_cross_entropy(
-        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->targets, false), 0);
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, m->targets, false), 0, 0);
 }
 
 static void forget_gradients(gpt *m)
@@ -411,7 +411,7 @@ static dtrain_tensor *chain_loss(dtrain_tape *t, chain *c, dtrain_tensor *logits
 {
     const int64_t rows = ROWS;
     return dtrain_cross_entropy(
-        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, c->targets, false), 0);
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, c->targets, false), 0, 0);
 }
 
 /* A skip from unit 0 to unit 3; `pass`: handed on by the units between. */

@@ -816,12 +816,12 @@ static void cross_entropy_case(int64_t rows, int64_t classes, int64_t n, float s
         dtrain_device *dev = devices[t];
         float *fl = floats(rows), *fs = floats(rows), *g = floats(rows * n);
         const int64_t given = classes == n && t == 1 ? 0 : classes;
-        const dtrain_cross_entropy_args a = {rows, n,    x, target,           fl,
-                                             fs,   NULL, 0, DTRAIN_DTYPE_F32, given};
+        const dtrain_cross_entropy_args a = {rows,  n, x, target, fl, fs, NULL, 0, DTRAIN_DTYPE_F32,
+                                             given, 0};
         CHECK(!dev->ops->cross_entropy(dev, &a) && close_to(fs, lse, rows, 2e-6));
         CHECK(close_to(fl, loss, rows, 2e-6 * (1 + (double)scale)));
         dtrain_cross_entropy_backward_args b = {
-            rows, n, 0.25f, x, target, fs, g, NULL, DTRAIN_DTYPE_F32, given};
+            rows, n, 0.25f, x, target, fs, g, NULL, DTRAIN_DTYPE_F32, given, 0};
         /* lse near 1e4 has an ulp of 1e-3, which is what the softmax of such logits loses */
         CHECK(!dev->ops->cross_entropy_backward(dev, &b) &&
               close_to(g, d, rows * n, 1e-6 + 2e-7 * (double)scale));
@@ -838,8 +838,8 @@ static void cross_entropy_case(int64_t rows, int64_t classes, int64_t n, float s
         free(fl), free(fs), free(g);
     }
     target[rows - 1] = (int32_t)classes;
-    const dtrain_cross_entropy_args bad = {rows,  n,    x, target,           first,
-                                           first, NULL, 0, DTRAIN_DTYPE_F32, classes};
+    const dtrain_cross_entropy_args bad = {
+        rows, n, x, target, first, first, NULL, 0, DTRAIN_DTYPE_F32, classes, 0};
     CHECK(devices[1]->ops->cross_entropy(devices[1], &bad) == DTRAIN_ERROR_DATA);
     free(x), free(first), free(target), free(loss), free(lse), free(d);
 }
@@ -856,8 +856,8 @@ static void test_cross_entropy(void)
     float x[9] = {0}, loss, lse;
     const int32_t target = 0;
     x[8] = dtrain__f32_from_bits(0x7fc00000u);
-    const dtrain_cross_entropy_args a = {1,    9,    x, &target,          &loss,
-                                         &lse, NULL, 0, DTRAIN_DTYPE_F32, 0};
+    const dtrain_cross_entropy_args a = {1, 9, x, &target, &loss, &lse, NULL, 0, DTRAIN_DTYPE_F32,
+                                         0, 0};
     CHECK(!devices[1]->ops->cross_entropy(devices[1], &a) && !dtrain_is_finite(loss));
 }
 

@@ -92,7 +92,7 @@ static dtrain_tensor *gpt2_loss(dtrain_tape *tape, gpt2 *model, int64_t first, i
     x = dtrain_layernorm(tape, x, &final[0], &final[1]);
     model->logits =
         dtrain_linear(tape, x, model->alias ? &p[PARAMS] : &p[0], NULL, DTRAIN_ACTIVATION_NONE);
-    return dtrain_cross_entropy(tape, model->logits, targets, GOLDEN_VOCAB);
+    return dtrain_cross_entropy(tape, model->logits, targets, GOLDEN_VOCAB, 0);
 }
 
 static void check_floats(const char *what, const float *got, const float *expected, int64_t count,

@@ -70,7 +70,7 @@ static dtrain_tensor *loss(dtrain_tape *tape, void *user)
     }
     dtrain_tape_unit(tape, BLOCKS + 1);
     x = dtrain_linear(tape, x, &m->params[PARAMS - 1], NULL, DTRAIN_ACTIVATION_NONE);
-    return dtrain_cross_entropy(tape, x, targets, 0);
+    return dtrain_cross_entropy(tape, x, targets, 0, 0);
 }
 
 static dtrain_result set_batch(void *user, uint32_t batch)

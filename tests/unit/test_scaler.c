@@ -419,7 +419,7 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     dtrain_tensor *h = dtrain_embedding(tape, tokens, &p[0], NULL);
     h = dtrain_linear(tape, h, &p[1], &p[2], DTRAIN_ACTIVATION_GELU);
     h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_cross_entropy(tape, h, targets, 0);
+    h = dtrain_cross_entropy(tape, h, targets, 0, 0);
     if (s->rank == s->r->spiky_rank) h = dtrain_scale(tape, dtrain_scale(tape, h, 1e-36f), 1e36f);
     if (s->rank == s->r->nan_rank && s->micro > 3)
         h = dtrain_scale(tape, h, float_of(not_finite[2]));

@@ -229,7 +229,7 @@ static void test_linear(void)
 {
     const int64_t sizes[][3] = {{1, 1, 1}, {3, 5, 2}, {7, 4, 9}};
     for (int size = 0; size < 3; size++)
-        for (int activation = 0; activation < 3; activation++)
+        for (int activation = 0; activation < 4; activation++)
             for (int bias = 0; bias < 2; bias++) {
                 model m = model_of("linear", build_linear);
                 m.activation = (dtrain_activation)activation;
@@ -346,7 +346,7 @@ static dtrain_tensor *build_cross_entropy(dtrain_tape *tape, model *m)
     dtrain_tensor *x = input(tape, m, 0);
     dtrain_tensor *logits =
         m->param_count ? dtrain_linear(tape, x, &m->params[0], NULL, m->activation) : x;
-    return dtrain_cross_entropy(tape, logits, tokens(tape, m->targets, 1, 4), 5);
+    return dtrain_cross_entropy(tape, logits, tokens(tape, m->targets, 1, 4), 5, 0);
 }
 
 static void test_cross_entropy(void)
@@ -398,9 +398,10 @@ static dtrain_tensor *build_overwrite(dtrain_tape *tape, model *m)
                                   dtrain_attention(tape, qkv, 4, 1, 0));
     dtrain_tensor *t = tokens(tape, m->targets, 1, 4);
     dtrain_tensor *loss =
-        dtrain_add(tape, dtrain_cross_entropy(tape, qkv, t, 0), dtrain_mean(tape, qkv));
-    loss = dtrain_add(tape, dtrain_scale(tape, loss, 0.5f), dtrain_cross_entropy(tape, qkv, t, 0));
-    return dtrain_add(tape, loss, dtrain_cross_entropy(tape, y, t, 0));
+        dtrain_add(tape, dtrain_cross_entropy(tape, qkv, t, 0, 0), dtrain_mean(tape, qkv));
+    loss =
+        dtrain_add(tape, dtrain_scale(tape, loss, 0.5f), dtrain_cross_entropy(tape, qkv, t, 0, 0));
+    return dtrain_add(tape, loss, dtrain_cross_entropy(tape, y, t, 0, 0));
 }
 
 /* The gradient in the logits' own memory is handed on by add to both of its inputs. */
@@ -409,7 +410,7 @@ static dtrain_tensor *build_in_place_add(dtrain_tape *tape, model *m)
     dtrain_tensor *x = input(tape, m, 0);
     dtrain_tensor *a = dtrain_linear(tape, x, &m->params[0], NULL, DTRAIN_ACTIVATION_GELU);
     dtrain_tensor *b = dtrain_linear(tape, a, &m->params[0], NULL, DTRAIN_ACTIVATION_GELU);
-    return dtrain_cross_entropy(tape, dtrain_add(tape, a, b), tokens(tape, m->targets, 1, 4), 0);
+    return dtrain_cross_entropy(tape, dtrain_add(tape, a, b), tokens(tape, m->targets, 1, 4), 0, 0);
 }
 
 /* Tied weights: token embedding and classifier, one through an alias. */
@@ -418,7 +419,7 @@ static dtrain_tensor *build_tied(dtrain_tape *tape, model *m)
     dtrain_tensor *x =
         dtrain_embedding(tape, tokens(tape, m->tokens, 2, 2), &m->params[0], &m->params[2]);
     x = dtrain_linear(tape, x, &m->params[1], NULL, DTRAIN_ACTIVATION_NONE);
-    return dtrain_cross_entropy(tape, x, tokens(tape, m->targets, 2, 2), 0);
+    return dtrain_cross_entropy(tape, x, tokens(tape, m->targets, 2, 2), 0, 0);
 }
 
 /* One layernorm weight with two biases: the kernel has one accumulate flag for both. */
@@ -539,7 +540,7 @@ static void check_golden(dtrain_tape *tape)
         x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, logit_shape, op_ce_logits, true);
         dtrain_tensor *t =
             dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, target_shape, targets, false);
-        dtrain_tensor *loss = dtrain_cross_entropy(tape, x, t, 0);
+        dtrain_tensor *loss = dtrain_cross_entropy(tape, x, t, 0, 0);
         CHECK(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK);
         CHECK(dtrain_tensor_read(tape, loss, out) == DTRAIN_OK);
         CHECK_CLOSE(out[0], ignore ? op_ce_ignore_loss[0] : op_ce_loss[0], 1e-5);
@@ -591,7 +592,7 @@ static dtrain_tensor *build_language(dtrain_tape *tape, model *m)
     dtrain_tape_unit(tape, 3);
     m->input[0] =
         dtrain_linear(tape, x, &m->params[4], NULL, DTRAIN_ACTIVATION_NONE); /* the logits */
-    return dtrain_cross_entropy(tape, m->input[0], tokens(tape, m->targets, 8, 8), 0);
+    return dtrain_cross_entropy(tape, m->input[0], tokens(tape, m->targets, 8, 8), 0, 0);
 }
 
 enum { VOCAB = 600, WIDTH = 16 };
@@ -970,8 +971,8 @@ static void test_errors(void)
     expect_error(tape, argument, "parameter vec is (16)", "needs (8)");
     CHECK(!dtrain_linear(tape, X, NULL, NULL, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, argument, "dtrain_linear", "parameter 1 is NULL");
-    CHECK(!dtrain_linear(tape, X, ok, NULL, (dtrain_activation)3));
-    expect_error(tape, argument, "dtrain_linear", "unknown activation 3");
+    CHECK(!dtrain_linear(tape, X, ok, NULL, (dtrain_activation)4));
+    expect_error(tape, argument, "dtrain_linear", "unknown activation 4");
     CHECK(!dtrain_linear(tape, IDS, ok, NULL, DTRAIN_ACTIVATION_NONE));
     expect_error(tape, argument, "input 1 is i32", "expected f32");
     CHECK(!dtrain_layernorm(tape, X, w, NULL));
@@ -997,12 +998,12 @@ static void test_errors(void)
     CHECK(!dtrain_dropout(tape, X, NAN));
     expect_error(tape, argument, "dtrain_dropout", "not in [0, 1)");
     CHECK(!dtrain_cross_entropy(
-        tape, X, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, token_shape, ids, false), 0));
+        tape, X, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, token_shape, ids, false), 0, 0));
     expect_error(tape, argument, "logits (6, 16) have 6 rows", "targets are (2)");
     for (int64_t classes = -1; classes < 18; classes += 18) {
         const int64_t six = 6;
         CHECK(!dtrain_cross_entropy(
-            tape, X, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &six, ids, false), classes));
+            tape, X, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &six, ids, false), classes, 0));
         expect_error(tape, argument, classes < 0 ? "-1 classes" : "17 classes",
                      "logits (6, 16) have 16 columns");
     }

@@ -100,7 +100,7 @@ static dtrain_tensor *model_loss(dtrain_tape *tape, void *user)
     if (s->r->dropout > 0) h = dtrain_dropout(tape, h, s->r->dropout);
     dtrain_tape_unit(tape, 2);
     h = dtrain_linear(tape, h, &p[3], &p[4], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_cross_entropy(tape, h, targets, 0);
+    h = dtrain_cross_entropy(tape, h, targets, 0, 0);
     int64_t step = (s->micro - 1) / s->r->accumulation;
     if (s->rank == s->r->nan_rank &&
         (step == s->r->nan_step || (s->r->nan_on && step > s->r->nan_step)))

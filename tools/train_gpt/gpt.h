@@ -225,7 +225,7 @@ static inline dtrain_tensor *gpt_loss(dtrain_tape *t, void *user)
     dtrain_tensor *logits = gpt_forward(t, b->model, b->inputs, b->batch);
     return dtrain_cross_entropy(t, logits,
                                 dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false),
-                                b->model->config.vocab);
+                                b->model->config.vocab, 0);
 }
 
 /* ---- sampling ------------------------------------------------------------------------------- */

@@ -185,6 +185,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy(dtrain_device *device,
     backward.d_logits = args->d_logits;
     backward.dtype = args->dtype;
     backward.classes = args->classes;
+    backward.smoothing = args->smoothing;
     return dtrain__cpu_cross_entropy_backward(device, &backward);
 }
 
@@ -198,6 +199,45 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
     }
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
                               DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
+/* Check that the kind is known and that `other` is there exactly if the function has it. */
+static dtrain_result dtrain__check_pointwise(uint32_t kind, const void *other)
+{
+    if (kind < DTRAIN_POINTWISE_RELU || kind > DTRAIN_POINTWISE_LOGISTIC_LOSS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise: kind is %u, which is not a dtrain_pointwise",
+                           (unsigned)kind);
+    if ((kind >= DTRAIN_POINTWISE_MULTIPLY) != (other != NULL))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "pointwise: kind %u is a function of %s, found other %s NULL",
+            (unsigned)kind, other ? "one argument" : "two arguments", other ? "not" : "=");
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_pointwise(dtrain_device *device,
+                                                    const dtrain_pointwise_args *args)
+{
+    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
+    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
+    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise, args, args->count,
+                               dtype);
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__cpu_pointwise_backward(dtrain_device *device, const dtrain_pointwise_backward_args *args)
+{
+    dtrain_dtype dtype = dtrain__larger(args->x_dtype, args->y_dtype);
+    DTRAIN__TRY(dtrain__check_pointwise(args->kind, args->other));
+    if (args->d_other && !args->other)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "pointwise backward: kind %u has no second argument, expected d_other "
+                           "= NULL",
+                           (unsigned)args->kind);
+    if (args->other) dtype = dtrain__larger(dtype, args->other_dtype);
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->pointwise_backward, args,
+                               args->count, dtype);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrain_add_args *args)

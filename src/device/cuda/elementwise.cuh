@@ -8,6 +8,7 @@
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
 #include "device/cuda/elements.cuh"
+#include "device/cuda/pointwise.cuh"
 
 #include <math.h>
 
@@ -299,26 +300,6 @@ static dtrain_result dtrain_cuda_convert(dtrain_device *device, const dtrain_con
 
 enum { DTRAIN_CUDA_CHUNK_ROWS = 64, DTRAIN_CUDA_COLUMN_WARPS = 8, DTRAIN_CUDA_ROWS_AT_ONCE = 2 };
 
-/* Compute the derivative of GELU. With u = A (x + B x^3), q = e^-2u and w = 1 / (1 + q), it is
- * dy/dx = w (1 + x q w 2u'). x is clamped to +-10, where the derivative is 0 or 1 already; a NaN
- * fails both comparisons and stays. */
-static __device__ __forceinline__ float dtrain_cuda_gelu_slope(float x)
-{
-    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
-    x = x > 10 ? 10.0f : x < -10 ? -10.0f : x;
-    const float q = expf(-2 * a * (x + b * (x * x * x)));
-    const float w = 1 / (1 + q);
-    return w * (1 + x * (2 * a + 6 * a * b * (x * x)) * (q * w));
-}
-
-/* Turn d_out into d_in. The slope of relu at 0 is 0. */
-static __device__ __forceinline__ float dtrain_cuda_deactivate(uint32_t activation, float x,
-                                                               float d_out)
-{
-    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * dtrain_cuda_gelu_slope(x);
-    return activation == DTRAIN_ACTIVATION_RELU && !(x > 0) ? 0.0f : d_out;
-}
-
 template <typename T> struct dtrain_cuda_deactivate_op {
     static constexpr int width = dtrain_cuda_width<T, T>();
     const T *x, *d_out;
@@ -466,7 +447,7 @@ static dtrain_result dtrain_cuda_activation_backward(dtrain_device *device,
                                                      const dtrain_activation_backward_args *args)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("activation_backward", args->dtype));
-    if (args->activation > DTRAIN_ACTIVATION_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "activation_backward: activation is %u, which is not a "
                            "dtrain_activation",

@@ -19,7 +19,7 @@
  *     GELU backward, bias gradient of C   DGELU_BGRAD             DGELU, then column sums of C
  *     C alone, bias gradient of A         BGRADB                  DEFAULT, then sums of A
  *     a bias gradient with anything else  as without it, then the sums
- *     RELU, forward or backward           none                    in steps
+ *     RELU or SILU, forward or backward   none                    in steps
  *     aux without an activation           none                    in steps
  *     C neither of A's type nor fp32      none                    in steps
  *     A and B of two types                none                    widened
@@ -65,17 +65,6 @@ template <typename T> struct dtrain_cuda_epilogue {
     uint32_t activation;
     bool backward;
 };
-
-/* Apply an activation. GELU is x / (1 + e^-2u) with u = A (x + B x^3): no cancellation for negative
- * x. Beyond +-9 the divisor is 1, or so large that 0 remains, and e^-2u is still finite at 9. */
-static __device__ __forceinline__ float dtrain_cuda_activate(uint32_t activation, float x)
-{
-    if (activation == DTRAIN_ACTIVATION_RELU) return x < 0 ? 0.0f : x;
-    if (activation != DTRAIN_ACTIVATION_GELU) return x;
-    const float a = 0.797884561f, b = 0.044715f; /* a = sqrt(2/pi) */
-    const float c = x > 9 ? 9.0f : x < -9 ? -9.0f : x;
-    return x / (1 + expf(-2 * a * (c + b * (c * c * c))));
-}
 
 template <typename T, int W>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_EPILOGUE_THREADS)
@@ -463,7 +452,7 @@ static dtrain_result dtrain_cuda_gemm_check(const dtrain_gemm_args *args)
     if (args->flags & ~known)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "gemm: the flags 0x%x contain an unknown one",
                            (unsigned)args->flags);
-    if (args->activation > DTRAIN_ACTIVATION_GELU)
+    if (args->activation > DTRAIN_ACTIVATION_SILU)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "gemm: activation is %u, which is not a dtrain_activation",
                            (unsigned)args->activation);

@@ -4,7 +4,8 @@
  * narrow row, with several rows a block; one block for a wide row. The statistics are computed in
  * two passes over the registers (mean, then squares of the distances from it), so nothing cancels.
  * Rows that are too wide for registers take the "long" kernels, which read the row again from
- * memory. */
+ * memory. Without `mean` (root mean square norm) the mean is 0, forward and backward; its sum over
+ * the row is taken all the same, because it costs nothing beside memory. */
 
 #pragma once
 
@@ -124,7 +125,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
                 for (int e = 0; e < WIDTH; e++) sum += s[c][e] = dtrain_cuda_widen(in.at[e]);
             }
         }
-        const float mean = dtrain_cuda_row_sum(sum, slots[0], plan.warps) / (float)args.n;
+        const float average = dtrain_cuda_row_sum(sum, slots[0], plan.warps) / (float)args.n;
+        const float mean = args.mean ? average : 0;
 
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++)
@@ -141,7 +143,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
             if (column < n)
                 dtrain_cuda_layernorm_output<Y, WIDTH>(args, row, column, s[c], mean, rstd);
         }
-        if (n > 0 && thread == 0) args.mean[row] = mean, args.rstd[row] = rstd;
+        if (n > 0 && thread == 0 && args.mean) args.mean[row] = mean;
+        if (n > 0 && thread == 0) args.rstd[row] = rstd;
     }
 }
 
@@ -162,7 +165,8 @@ static __global__ void __launch_bounds__(1024)
                         dtrain_cuda_get_any(args.residual, args.y_dtype, begin + j));
             sum += dtrain_cuda_get_any(s, args.x_dtype, begin + j); /* this thread wrote it */
         }
-        const float mean = dtrain_cuda_block_sum(sum, slots) / (float)args.n;
+        const float average = dtrain_cuda_block_sum(sum, slots) / (float)args.n;
+        const float mean = args.mean ? average : 0;
         for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
             const float distance = dtrain_cuda_get_any(s, args.x_dtype, begin + j) - mean;
             squares += distance * distance;
@@ -174,7 +178,8 @@ static __global__ void __launch_bounds__(1024)
                                 (dtrain_cuda_get_any(s, args.x_dtype, begin + j) - mean) * rstd *
                                         args.weight[j] +
                                     (args.bias ? args.bias[j] : 0));
-        if (threadIdx.x == 0) args.mean[row] = mean, args.rstd[row] = rstd;
+        if (threadIdx.x == 0 && args.mean) args.mean[row] = mean;
+        if (threadIdx.x == 0) args.rstd[row] = rstd;
     }
 }
 
@@ -302,7 +307,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
         const int64_t row = first + threadIdx.x / threads;
         /* Warps behind the last row have n = 0: they take part in the barriers alone. */
         const int n = row < args.rows ? (int)args.n : 0;
-        const float mean = n ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
+        const float mean = n && args.mean ? args.mean[row] : 0, rstd = n ? args.rstd[row] : 0;
         float hat[chunks][WIDTH], d[chunks][WIDTH], d_sum = 0, d_hat_sum = 0;
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++) {
@@ -323,7 +328,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
                 bias_sums[(c * WIDTH + e) * blockDim.x] += dy;
             }
         }
-        const float d_average = dtrain_cuda_row_sum(d_sum, slots[0], plan.warps) / (float)args.n;
+        const float d_mean = dtrain_cuda_row_sum(d_sum, slots[0], plan.warps) / (float)args.n;
+        const float d_average = args.mean ? d_mean : 0;
         const float d_hat_average =
             dtrain_cuda_row_sum(d_hat_sum, slots[1], plan.warps) / (float)args.n;
 
@@ -370,14 +376,15 @@ static __global__ void __launch_bounds__(1024)
     __shared__ float slots[DTRAIN_CUDA_WARP];
     for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
         const int64_t begin = row * args.n;
-        const float mean = args.mean[row], rstd = args.rstd[row];
+        const float mean = args.mean ? args.mean[row] : 0, rstd = args.rstd[row];
         float d_sum = 0, d_hat_sum = 0;
         for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
             const float d = dtrain_cuda_get_any(args.d_y, args.y_dtype, begin + j) * args.weight[j];
             d_sum += d;
             d_hat_sum += d * (dtrain_cuda_get_any(args.x, args.x_dtype, begin + j) - mean) * rstd;
         }
-        const float d_average = dtrain_cuda_block_sum(d_sum, slots) / (float)args.n;
+        const float d_mean = dtrain_cuda_block_sum(d_sum, slots) / (float)args.n;
+        const float d_average = args.mean ? d_mean : 0;
         const float d_hat_average = dtrain_cuda_block_sum(d_hat_sum, slots) / (float)args.n;
         for (int64_t j = threadIdx.x; j < args.n; j += blockDim.x) {
             const float d = dtrain_cuda_get_any(args.d_y, args.y_dtype, begin + j) * args.weight[j];
@@ -404,7 +411,7 @@ static __global__ void __launch_bounds__(256)
     for (int64_t row = slab; row < args.rows; row += slabs) {
         const float d_y = dtrain_cuda_get_any(args.d_y, args.y_dtype, row * args.n + column);
         const float x = dtrain_cuda_get_any(args.x, args.x_dtype, row * args.n + column);
-        weight_sum += d_y * (x - args.mean[row]) * args.rstd[row];
+        weight_sum += d_y * (x - (args.mean ? args.mean[row] : 0)) * args.rstd[row];
         bias_sum += d_y;
     }
     partials[(2 * slab + 0) * args.n + column] = weight_sum;

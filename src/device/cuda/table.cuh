@@ -4,6 +4,7 @@
 
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
+#include "device/cuda/pointwise.cuh"
 #include "device/cuda/elementwise.cuh"
 #include "device/cuda/reductions.cuh"
 #include "device/cuda/optimizers.cuh"
@@ -63,6 +64,8 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_attention_backward,
                                           dtrain_cuda_cross_entropy,
                                           dtrain_cuda_cross_entropy_backward,
+                                          dtrain_cuda_pointwise,
+                                          dtrain_cuda_pointwise_backward,
                                           dtrain_cuda_add,
                                           dtrain_cuda_axpby,
                                           dtrain_cuda_dropout,

@@ -468,10 +468,22 @@ dtrain_cuda_row_lse(const T *row, const dtrain_cuda_span &span, int64_t n, float
     return anchor + logf(dtrain_cuda_block_sum(softmax.sum * __expf(softmax.top - anchor), slots));
 }
 
+/* Compute the average of a row, in every thread; the row comes from the caches, where row_lse has
+ * left it. */
+template <typename T>
+static __device__ __forceinline__ float dtrain_cuda_row_average(const T *row, int64_t n,
+                                                                float *slots)
+{
+    float sum = 0;
+    for (int64_t j = threadIdx.x; j < n; j += blockDim.x) sum += dtrain_cuda_widen(row[j]);
+    return dtrain_cuda_block_sum(sum, slots) / (float)n;
+}
+
 /* The numbers that a row's gradient is made of; target -1 gives zeros. */
 struct dtrain_cuda_row_gradient {
     int64_t target;
     float lse, scale;
+    float one_hot, uniform; /* label smoothing: 1 - smoothing, smoothing / classes */
 };
 
 template <int WIDTH, typename T>
@@ -487,7 +499,8 @@ dtrain_cuda_gradient_put(const dtrain_cuda_row_gradient &gradient, const T *from
     DTRAIN_CUDA_UNROLL
     for (int e = 0; e < WIDTH; e++) {
         const float p = __expf(dtrain_cuda_widen(x.at[e]) - gradient.lse);
-        d[e] = gradient.target < 0 ? 0 : (hit == e ? p - 1 : p) * gradient.scale;
+        const float wanted = hit == e ? gradient.one_hot : 0;
+        d[e] = gradient.target < 0 ? 0 : (p - wanted - gradient.uniform) * gradient.scale;
     }
     dtrain_cuda_narrow(d, x);
     dtrain_cuda_store(to + column, x);
@@ -531,13 +544,17 @@ static __global__ void __launch_bounds__(1024)
         const dtrain_cuda_span span =
             dtrain_cuda_span_of<T>(logits, d_logits ? d_logits : logits, args.classes);
         dtrain_cuda_row_gradient gradient = {
-            dtrain_cuda_target(args.targets, row, args.classes, fault), 0, args.scale};
+            dtrain_cuda_target(args.targets, row, args.classes, fault), 0, args.scale,
+            1 - args.smoothing, args.smoothing / (float)args.classes};
         if (gradient.target >= 0) { /* the same for the whole block */
             /* Read before the barriers in row_lse, behind which d_logits may overwrite it. */
             const float of_target = dtrain_cuda_widen(logits[gradient.target]);
             gradient.lse = dtrain_cuda_row_lse(logits, span, args.classes, slots);
+            float wanted = (1 - args.smoothing) * of_target;
+            if (args.smoothing > 0)
+                wanted += args.smoothing * dtrain_cuda_row_average(logits, args.classes, slots);
             if (threadIdx.x == 0)
-                args.loss[row] = gradient.lse - of_target, args.lse[row] = gradient.lse;
+                args.loss[row] = gradient.lse - wanted, args.lse[row] = gradient.lse;
         } else if (threadIdx.x == 0) args.loss[row] = 0, args.lse[row] = 0;
         if (d_logits)
             dtrain_cuda_row_gradient_put(gradient, logits, d_logits, span, args.classes, args.n);
@@ -554,7 +571,8 @@ static __global__ void __launch_bounds__(1024)
         T *const d_logits = (T *)args.d_logits + row * args.n;
         const dtrain_cuda_row_gradient gradient = {
             dtrain_cuda_target(args.targets, row, args.classes, fault), args.lse[row],
-            args.upstream ? args.scale * args.upstream[0] : args.scale};
+            args.upstream ? args.scale * args.upstream[0] : args.scale, 1 - args.smoothing,
+            args.smoothing / (float)args.classes};
         dtrain_cuda_row_gradient_put(gradient, logits, d_logits,
                                      dtrain_cuda_span_of<T>(logits, d_logits, args.classes),
                                      args.classes, args.n);

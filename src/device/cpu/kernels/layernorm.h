@@ -1,4 +1,4 @@
-/* Layer normalisation
+/* Layer normalisation, and that by the root mean square, whose mean is 0
  *
  * A row stays in L1 between its passes: memory is read once and written once. */
 
@@ -62,7 +62,7 @@ DTRAIN__KERNEL_AS(layernorm)
     const dtrain_dtype y_dtype = f32 ? DTRAIN_DTYPE_F32 : a->y_dtype;
     for (int64_t row = begin; row < end; row++) {
         const float *x = DTRAIN__K(row_open)(a, row, job->scratch + index * job->slot);
-        const float mean = DTRAIN__K(row_sum)(x, a->n) / (float)a->n;
+        const float mean = a->mean ? DTRAIN__K(row_sum)(x, a->n) / (float)a->n : 0;
         const float variance = DTRAIN__K(row_spread)(x, a->n, mean) / (float)a->n;
         const float rstd = 1 / sqrtf(variance + a->epsilon);
         const dtrain__v m = dtrain__vset(mean), r = dtrain__vset(rstd);
@@ -74,13 +74,14 @@ DTRAIN__KERNEL_AS(layernorm)
             dtrain__vstore_as(a->y, y_dtype, row * a->n + i,
                               dtrain__vfma(normal, dtrain__vload_n(a->weight + i, n), bias), n);
         }
-        a->mean[row] = mean;
+        if (a->mean) a->mean[row] = mean;
         a->rstd[row] = rstd;
     }
 }
 
 /* With h = (x - mean) rstd and g = d_y weight (Ba et al., 2016):
  *     d_weight += d_y h      d_bias += d_y      d_x = rstd (g - mean(g) - h mean(g h))
+ * Where the mean is no function of x, mean(g) drops out.
  * First pass over a row: the two means and the parameter sums of this chunk of rows (n floats each,
  * in L1 or L2). Second pass: d_x. */
 DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_args *a, int64_t row,
@@ -89,7 +90,8 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_ar
 {
     const int64_t first = row * a->n;
     const void *x = a->x, *d_y = a->d_y;
-    const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
+    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
+    const dtrain__v r = dtrain__vset(a->rstd[row]);
     float *bias_sum = weight_sum + a->n;
     dtrain__v g_sum = dtrain__vset(0), gh_sum = g_sum;
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
@@ -102,7 +104,7 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_sums)(const dtrain_layernorm_backward_ar
         dtrain__vstore_n(weight_sum + i, dtrain__vfma(d, h, dtrain__vload_n(weight_sum + i, n)), n);
         dtrain__vstore_n(bias_sum + i, dtrain__vload_n(bias_sum + i, n) + d, n);
     }
-    means[0] = dtrain__vsum(g_sum) / (float)a->n;
+    means[0] = a->mean ? dtrain__vsum(g_sum) / (float)a->n : 0;
     means[1] = dtrain__vsum(gh_sum) / (float)a->n;
 }
 
@@ -113,7 +115,8 @@ DTRAIN__HELPER void DTRAIN__K(layernorm_slope)(const dtrain_layernorm_backward_a
     const int64_t first = row * a->n;
     const void *x = a->x, *d_y = a->d_y;
     void *d_x = a->d_x, *d_residual = a->d_residual;
-    const dtrain__v m = dtrain__vset(a->mean[row]), r = dtrain__vset(a->rstd[row]);
+    const dtrain__v m = dtrain__vset(a->mean ? a->mean[row] : 0);
+    const dtrain__v r = dtrain__vset(a->rstd[row]);
     const dtrain__v g_mean = dtrain__vset(means[0]), gh_mean = dtrain__vset(means[1]);
     for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
         const int64_t n = a->n - i;

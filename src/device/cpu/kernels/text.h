@@ -3,6 +3,7 @@
 #include "device/cpu/kernels/vectors.h"
 #include "device/cpu/kernels/elementwise.h"
 #include "device/cpu/kernels/layernorm.h"
+#include "device/cpu/kernels/pointwise.h"
 #include "device/cpu/kernels/tokens.h"
 #include "device/cpu/kernels/batchnorm.h"
 #include "device/cpu/kernels/sparse.h"

@@ -1,20 +1,4 @@
-/* Activation, embedding, cross-entropy. */
-
-DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
-{
-    if (activation == DTRAIN_ACTIVATION_GELU) return DTRAIN__K(vgelu)(x);
-    if (activation == DTRAIN_ACTIVATION_RELU) return dtrain__vmax(dtrain__vset(0), x);
-    return x;
-}
-
-/* d_out * act'(x); the slope of relu at 0 is 0. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
-{
-    if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
-    if (activation == DTRAIN_ACTIVATION_RELU)
-        return dtrain__vkeep(d_out, DTRAIN__K(vless)(dtrain__vset(0), x));
-    return d_out;
-}
+/* What follows a product; embedding, cross-entropy. */
 
 /* Range: columns, so that each column's sum is one chain over all rows. Row by row, with the sums
  * in L1: several rows at once would save a few loads but walk addresses that share a cache set. */
@@ -129,7 +113,7 @@ DTRAIN__KERNEL(cross_entropy)
     const dtrain_cross_entropy_args *a = (const dtrain_cross_entropy_args *)job->args;
     const int64_t classes = a->classes ? a->classes : a->n;
     for (int64_t row = begin; row < end; row++) {
-        double sum = 0;
+        double sum = 0, logits_sum = 0;
         float top = -FLT_MAX, buffer[DTRAIN__K(LOGITS)];
         if (a->targets[row] == -1) {
             a->loss[row] = a->lse[row] = 0;
@@ -143,12 +127,15 @@ DTRAIN__KERNEL(cross_entropy)
             if (higher > top) sum *= exp((double)top - (double)higher);
             top = higher;
             sum += (double)DTRAIN__K(row_exp_sum)(x, count, top);
+            if (a->smoothing > 0) logits_sum += (double)DTRAIN__K(row_sum)(x, count);
         }
         const double lse = (double)top + log(sum);
         a->lse[row] = (float)lse;
         const int64_t at = row * a->n + a->targets[row];
+        const double wanted = (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0];
+        const double smoothing = (double)a->smoothing;
         a->loss[row] =
-            (float)(lse - (double)DTRAIN__K(widened)(a->logits, a->dtype, at, 1, buffer)[0]);
+            (float)(lse - (1 - smoothing) * wanted - smoothing * logits_sum / (double)classes);
     }
 }
 
@@ -158,8 +145,10 @@ DTRAIN__KERNEL_AS(cross_entropy_backward)
         (const dtrain_cross_entropy_backward_args *)job->args;
     const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const float factor = a->upstream ? a->scale * a->upstream[0] : a->scale;
-    const dtrain__v scale = dtrain__vset(factor);
     const int64_t classes = a->classes ? a->classes : a->n;
+    const dtrain__v scale = dtrain__vset(factor);
+    const dtrain__v one_hot = dtrain__vset(factor * (1 - a->smoothing));
+    const dtrain__v uniform = dtrain__vset(factor * a->smoothing / (float)classes);
     for (int64_t row = begin; row < end; row++) {
         const dtrain__v lse = dtrain__vset(a->lse[row]);
         const int64_t first = row * a->n, target = first + a->targets[row];
@@ -172,9 +161,10 @@ DTRAIN__KERNEL_AS(cross_entropy_backward)
         for (int64_t i = 0; i < classes; i += DTRAIN__W) {
             const int64_t n = classes - i;
             const dtrain__v x = dtrain__vload_as(a->logits, dtype, first + i, n);
-            dtrain__vstore_as(a->d_logits, dtype, first + i, dtrain__vexp(x - lse) * scale, n);
+            dtrain__vstore_as(a->d_logits, dtype, first + i,
+                              dtrain__vexp(x - lse) * scale - uniform, n);
         }
-        dtrain__vstore_as(a->d_logits, dtype, target, dtrain__vexp(wanted - lse) * scale - scale,
-                          1);
+        dtrain__vstore_as(a->d_logits, dtype, target,
+                          dtrain__vexp(wanted - lse) * scale - uniform - one_hot, 1);
     }
 }

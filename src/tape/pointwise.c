@@ -1,0 +1,119 @@
+/* Activations, products of elements, losses
+ *
+ * All are one kernel and its backward, with another function of an element or of two
+ * (dtrain_pointwise). Nothing is kept for backward but the inputs. A loss is such a function in
+ * fp32, and the mean of its values. */
+
+#include "core/platform_internal.h"
+#include "tape/ops.h"
+#include "tape/tape_internal.h"
+
+/* Make the output: of a loss in fp32, else in the wider type of the inputs, x's when they are as
+ * wide. */
+static dtrain_result dtrain__pointwise_prepare(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *other = op->inputs[1];
+    const uint32_t kind = *(const uint32_t *)op->args;
+    uint32_t dtype = x->dtype;
+    if (kind > DTRAIN_POINTWISE_LOGISTIC_LOSS || kind == DTRAIN_ACTIVATION_NONE ||
+        (!other && kind > (uint32_t)DTRAIN_ACTIVATION_SILU))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: activation is %u, which is not a dtrain_activation", op->desc->name,
+                           kind);
+    if (other) DTRAIN__TRY(dtrain__check_same(op));
+    if ((other && other->dtype == DTRAIN_DTYPE_F32) || kind >= DTRAIN_POINTWISE_SQUARED_ERROR)
+        dtype = DTRAIN_DTYPE_F32;
+    dtrain_op_output(op, (dtrain_dtype)dtype, x->ndim, x->shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__pointwise_forward(dtrain_op *op)
+{
+    dtrain_pointwise_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = *(const uint32_t *)op->args;
+    args.count = op->inputs[0]->count;
+    args.x = op->input_data[0];
+    args.other = op->input_data[1];
+    args.y = op->output_data[0];
+    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    if (op->input_count > 1) args.other_dtype = (dtrain_dtype)op->inputs[1]->dtype;
+    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
+    return op->device->ops->pointwise(op->device, &args);
+}
+
+/* Both gradients in one pass over memory; in two where both inputs are one tensor, because the
+ * second is added to the first. */
+static dtrain_result dtrain__pointwise_backward(dtrain_op *op)
+{
+    const dtrain_device_ops *ops = op->device->ops;
+    dtrain_pointwise_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = *(const uint32_t *)op->args;
+    args.count = op->inputs[0]->count;
+    args.x = op->input_data[0];
+    args.other = op->input_data[1];
+    args.d_y = op->outputs[0]->grad;
+    args.x_dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    if (op->input_count > 1) args.other_dtype = (dtrain_dtype)op->inputs[1]->dtype;
+    args.y_dtype = (dtrain_dtype)op->outputs[0]->dtype;
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
+    if (args.d_x && op->inputs[0] == op->inputs[1]) {
+        DTRAIN__TRY(op->tape->error);
+        DTRAIN__TRY(ops->pointwise_backward(op->device, &args));
+        args.d_x = NULL;
+    }
+    args.d_other = dtrain_op_input_grad(op, 1, &args.accumulate_other);
+    DTRAIN__TRY(op->tape->error);
+    if (!args.d_x && !args.d_other) return DTRAIN_OK;
+    return ops->pointwise_backward(op->device, &args);
+}
+
+DTRAIN__OP(activate, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(multiply, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(swiglu, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(mse_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+DTRAIN__OP(bce_with_logits_loss, pointwise, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE,
+           0, false)
+
+static dtrain_tensor *dtrain__pointwise_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
+                                              dtrain_pointwise kind, dtrain_tensor *x,
+                                              dtrain_tensor *other)
+{
+    dtrain_tensor *const inputs[2] = {x, other};
+    const uint32_t args = kind;
+    return dtrain_tape_apply(tape, desc, inputs, 2, NULL, 0, &args, sizeof args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_activate(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_activation activation)
+{
+    const uint32_t kind = activation;
+    if (x && dtrain__is_float(x) && kind == DTRAIN_ACTIVATION_NONE) return x;
+    return dtrain_tape_apply(tape, &dtrain__activate_op, &x, 1, NULL, 0, &kind, sizeof kind);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_multiply(dtrain_tape *tape, dtrain_tensor *x, dtrain_tensor *y)
+{
+    return dtrain__pointwise_apply(tape, &dtrain__multiply_op, DTRAIN_POINTWISE_MULTIPLY, x, y);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_swiglu(dtrain_tape *tape, dtrain_tensor *gate, dtrain_tensor *up)
+{
+    return dtrain__pointwise_apply(tape, &dtrain__swiglu_op, DTRAIN_POINTWISE_SWIGLU, gate, up);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_mse_loss(dtrain_tape *tape, dtrain_tensor *x,
+                                          dtrain_tensor *target)
+{
+    return dtrain_mean(tape, dtrain__pointwise_apply(tape, &dtrain__mse_loss_op,
+                                                     DTRAIN_POINTWISE_SQUARED_ERROR, x, target));
+}
+
+DTRAIN_API dtrain_tensor *dtrain_bce_with_logits_loss(dtrain_tape *tape, dtrain_tensor *logits,
+                                                      dtrain_tensor *target)
+{
+    return dtrain_mean(tape,
+                       dtrain__pointwise_apply(tape, &dtrain__bce_with_logits_loss_op,
+                                               DTRAIN_POINTWISE_LOGISTIC_LOSS, logits, target));
+}
