@@ -4,7 +4,8 @@
 # checkpoint. SOAK_SECONDS (5) of random ones; DTRAIN_TEST_FULL=1: every system call.
 . tests/support/shell.sh
 full=${DTRAIN_TEST_FULL:-0}
-gpt="$build/train_gpt --data dtrain.h --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --warmup 2 --eval-batches 0 --sample 0 --ranks 2 --threads 1 --timeout 4 --deterministic"
+cp dtrain.h "$tmp/data"
+gpt="$build/train_gpt --data $tmp/data --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --warmup 2 --eval-batches 0 --sample 0 --ranks 2 --threads 1 --timeout 4 --deterministic"
 hash_of() { sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$1" | tail -n 1; }
 # same NAME: the run in $tmp/out came to the parameters $expected
 same() {
