@@ -82,28 +82,42 @@ static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, in
     return x;
 }
 
-/* Return where row i of C begins, in elements. */
-static int64_t dtrain__gemm_row(const dtrain__gemm_pass *pass, int64_t i)
+/* Rows of C that are equally far apart: where the first begins and what is between two, in elements,
+ * and how many there are. */
+typedef struct dtrain__gemm_rows {
+    int64_t at, ld, count;
+} dtrain__gemm_rows;
+
+/* Return those from row i on. Rows of windows are equally far apart up to the end of a line. */
+static dtrain__gemm_rows dtrain__gemm_rows_at(const dtrain__gemm_pass *pass, int64_t i)
 {
-    const dtrain__windows *rows = pass->job->c_rows;
-    if (!rows) return pass->c_at + i * pass->job->args->ldc;
-    const dtrain__corner corner = dtrain__window_corner(rows, i);
-    return dtrain__window_tap(rows, &corner, 0, 0);
+    const dtrain__windows *windows = pass->job->c_rows;
+    const int64_t ldc = pass->job->args->ldc;
+    dtrain__gemm_rows rows = {pass->c_at + i * ldc, ldc, INT64_MAX};
+    if (!windows) return rows;
+    const dtrain__corner corner = dtrain__window_corner(windows, i);
+    rows.at = dtrain__window_tap(windows, &corner, 0, 0);
+    rows.ld = windows->stride[1] * windows->channels;
+    rows.count = windows->columns - corner.column;
+    return rows;
 }
 
-/* Move a tile from or to C, or a row at a time where those of C are not equally far apart. */
-static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t j, int rows,
+/* Move a tile from or to C. */
+static void dtrain__gemm_move(const dtrain__gemm_pass *pass, int64_t i, int64_t j, int count,
                               int cols, float *tile, bool load)
 {
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
-    const int step = job->c_rows ? 1 : rows;
-    for (int r = 0; r < rows; r += step, tile += step * job->isa->nr) {
-        void *at =
-            (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, dtrain__gemm_row(pass, i + r) + j);
-        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, x->ldc, step, cols);
+    while (count > 0) {
+        const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
+        const int now = (int)dtrain__gemm_min(rows.count, count);
+        void *at = (void *)(uintptr_t)dtrain__gemm_at(x->c, x->c_dtype, rows.at + j);
+        const dtrain__rectangle c = dtrain__rectangle_at(at, x->c_dtype, rows.ld, now, cols);
         if (load) job->isa->tile->load(tile, &c);
         else job->isa->tile->store(&c, tile);
+        tile += now * job->isa->nr;
+        count -= now;
+        i += now;
     }
 }
 
@@ -163,16 +177,17 @@ static void dtrain__gemm_tile(const dtrain__gemm_pass *pass, int64_t i, int64_t 
     const dtrain__gemm_job *job = pass->job;
     const dtrain_gemm_args *x = job->args;
     const dtrain__isa *isa = job->isa;
-    if (x->c_dtype != DTRAIN_DTYPE_F32 || job->c_rows || pass->i1 - i < isa->mr ||
+    const dtrain__gemm_rows rows = dtrain__gemm_rows_at(pass, i);
+    if (x->c_dtype != DTRAIN_DTYPE_F32 || rows.count < isa->mr || pass->i1 - i < isa->mr ||
         pass->j1 - j < isa->nr) {
         dtrain__gemm_copied_tile(pass, i, j, a, b, ldb);
         return;
     }
-    int64_t at = dtrain__gemm_row(pass, i) + j;
+    const int64_t at = rows.at + j;
     float *c = (float *)x->c + at;
-    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, x->ldc);
+    isa->kernel(pass->cells, a, b, ldb, x->alpha, pass->first ? x->beta : 1, c, rows.ld);
     if (pass->last && (x->bias || x->aux || x->activation))
-        isa->tile->finish(c, x->ldc, isa->mr, x->bias ? x->bias + j : NULL,
+        isa->tile->finish(c, rows.ld, isa->mr, x->bias ? x->bias + j : NULL,
                           x->aux ? (float *)x->aux + at : NULL, x->activation);
 }
 
