@@ -28267,7 +28267,7 @@ static dtrain__rectangle dtrain__rectangle_at(void *data, dtrain_dtype dtype, in
     return x;
 }
 
-/* Rows of C that are equally far apart: where the first begins and what is between two, in elements,
+/* Rows of C that are equally far apart: where the first begins, what is between two, in elements,
  * and how many there are. */
 typedef struct dtrain__gemm_rows {
     int64_t at, ld, count;
