@@ -26,9 +26,14 @@ static const dtrain_device_ops *device_of(int kind)
     return kind ? dtrain_cpu_device_ops() : naive_device_ops();
 }
 
+static dtrain_tensor *image_on(dtrain_tape *t, const int64_t shape[4], const float *values)
+{
+    return dtrain_tape_input(t, DTRAIN_DTYPE_F32, 4, shape, values, true);
+}
+
 static dtrain_tensor *image(const int64_t shape[4], const float *values)
 {
-    return dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 4, shape, values, true);
+    return image_on(tape, shape, values);
 }
 
 /* ---- PyTorch's values --------------------------------------------------------------------------*/
@@ -173,7 +178,7 @@ static net *net_create(void)
     return n;
 }
 
-static dtrain_tensor *net_loss(net *n)
+static dtrain_tensor *net_loss(dtrain_tape *t, net *n)
 {
     const int64_t shape[4] = {2, 9, 8, 3};
     const dtrain_conv2d_desc same = {{1, 1}, {1, 1}, {0, 0}, 1};
@@ -182,26 +187,26 @@ static dtrain_tensor *net_loss(net *n)
     const dtrain_conv2d_desc grouped = {{1, 1}, {0, 0}, {0, 0}, 2};
     const dtrain_pool2d_desc most = {{2, 2}, {1, 1}, {0, 1}}, mean = {{2, 3}, {0, 2}, {1, 1}};
     dtrain_param *p = n->params;
-    dtrain_tape_unit(tape, 0);
-    dtrain_tensor *x = n->x = image(shape, n->pixels);
-    x = dtrain_add(tape, x, dtrain_conv2d(tape, x, &p[0], NULL, &same));
-    x = dtrain_add(tape, x, dtrain_conv2d(tape, x, &p[0], NULL, &same));
-    dtrain_tape_unit(tape, 1);
-    x = dtrain_conv2d(tape, x, &p[1], &p[2], &strided);
-    x = n->smooth ? dtrain_avg_pool2d(tape, x, &most) : dtrain_max_pool2d(tape, x, &most);
-    x = dtrain_conv2d(tape, x, &p[3], NULL, &depthwise);
-    dtrain_tape_unit(tape, 2);
-    x = dtrain_avg_pool2d(tape, x, &mean);
-    x = dtrain_conv2d(tape, x, &p[4], &p[5], &grouped);
-    x = dtrain_global_avg_pool(tape, x);
-    return dtrain_sum(tape, dtrain_linear(tape, x, &p[6], NULL, DTRAIN_ACTIVATION_GELU));
+    dtrain_tape_unit(t, 0);
+    dtrain_tensor *x = n->x = image_on(t, shape, n->pixels);
+    x = dtrain_add(t, x, dtrain_conv2d(t, x, &p[0], NULL, &same));
+    x = dtrain_add(t, x, dtrain_conv2d(t, x, &p[0], NULL, &same));
+    dtrain_tape_unit(t, 1);
+    x = dtrain_conv2d(t, x, &p[1], &p[2], &strided);
+    x = n->smooth ? dtrain_avg_pool2d(t, x, &most) : dtrain_max_pool2d(t, x, &most);
+    x = dtrain_conv2d(t, x, &p[3], NULL, &depthwise);
+    dtrain_tape_unit(t, 2);
+    x = dtrain_avg_pool2d(t, x, &mean);
+    x = dtrain_conv2d(t, x, &p[4], &p[5], &grouped);
+    x = dtrain_global_avg_pool(t, x);
+    return dtrain_sum(t, dtrain_linear(t, x, &p[6], NULL, DTRAIN_ACTIVATION_GELU));
 }
 
 static double net_value(net *n, uint32_t flags)
 {
     float value = NAN;
     dtrain_tape_begin(tape, flags, 1);
-    CHECK_MSG(dtrain_tensor_read(tape, net_loss(n), &value) == DTRAIN_OK, "%s",
+    CHECK_MSG(dtrain_tensor_read(tape, net_loss(tape, n), &value) == DTRAIN_OK, "%s",
               dtrain_last_error());
     return (double)value;
 }
@@ -211,7 +216,7 @@ static double net_backward(net *n, uint32_t flags)
     float value = NAN;
     for (int i = 0; i < PARAMS; i++) n->params[i].state.grad_written = false;
     dtrain_tape_begin(tape, flags, 1);
-    dtrain_tensor *loss = net_loss(n);
+    dtrain_tensor *loss = net_loss(tape, n);
     CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s", dtrain_last_error());
     CHECK(dtrain_tensor_read(tape, loss, &value) == DTRAIN_OK);
     CHECK(dtrain_tensor_read_grad(tape, n->x, n->d_pixels) == DTRAIN_OK);
@@ -316,7 +321,7 @@ static void test_accumulation(void)
     net_backward(once, 0);
     net_backward(n, 0);
     dtrain_tape_begin(tape, 0, 1);
-    CHECK(dtrain_tape_backward(tape, net_loss(n), 1) == DTRAIN_OK);
+    CHECK(dtrain_tape_backward(tape, net_loss(tape, n), 1) == DTRAIN_OK);
     for (int64_t i = 0; i < n->used; i++) n->grad[i] /= 2;
     CHECK(distance(n->grad, once->grad, n->used) < 1e-6);
     for (int64_t i = 0; i < n->used; i++) n->grad[i] = NAN;
@@ -331,6 +336,88 @@ static void test_accumulation(void)
     free(once), free(n);
 }
 
+/* ---- Strategies --------------------------------------------------------------------------------*/
+
+typedef struct job {
+    uint32_t kind, every, flags;
+    uint64_t hash; /* of the parameters */
+} job;
+
+static dtrain_tensor *job_loss(dtrain_tape *t, void *user) { return net_loss(t, (net *)user); }
+
+static dtrain_result job_batch(void *user)
+{
+    ((net *)user)->pixels[0] += 1; /* another batch each time */
+    return DTRAIN_OK;
+}
+
+static int job_train(dtrain_world *world, void *user)
+{
+    static const uint32_t units[PARAMS] = {0, 1, 1, 1, 2, 2, 2};
+    job *j = (job *)user;
+    net *n = net_create();
+    dtrain_strategy *strategy = NULL;
+    dtrain_optimizer *optimizer = NULL;
+    dtrain_trainer *trainer = NULL;
+    dtrain_strategy_desc kind;
+    dtrain_trainer_desc desc;
+    dtrain_step_record record;
+    uint64_t hash = 0;
+    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    memset(&kind, 0, sizeof kind);
+    memset(&desc, 0, sizeof desc);
+    for (int i = 0; i < PARAMS; i++) {
+        dtrain_param *p = &n->params[i];
+        p->value = p->grad = NULL;
+        p->init = DTRAIN_INIT_NORMAL, p->init_scale = 0.4f, p->unit = units[i];
+    }
+    for (int i = 0; i < PIXELS; i++) n->pixels[i] += (float)dtrain_world_rank(world);
+    kind.kind = j->kind;
+    kind.bucket_bytes = 512;
+    desc.checkpoint_every = j->every;
+    desc.tape_flags = j->flags;
+    desc.schedule.lr = 0.01f;
+    desc.next_batch = job_batch;
+    desc.loss = job_loss;
+    desc.user = n;
+    TRY(dtrain_strategy_create(world, n->params, PARAMS, &kind, &strategy));
+    TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
+    desc.strategy = strategy;
+    desc.optimizer = optimizer;
+    TRY(dtrain_trainer_create(world, &desc, &trainer));
+    for (int step = 0; step < 3; step++) TRY(dtrain_trainer_step(trainer, &record));
+    TRY(dtrain_strategy_verify(strategy, &hash));
+    if (dtrain_world_rank(world) == 0) j->hash = hash;
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    free(n);
+    return 0;
+}
+
+/* Two ranks have the same parameters after three steps of every strategy, with and without checkpointing. */
+static void test_strategies(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO1,
+                                     DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3};
+    dtrain_launch_desc launch;
+    memset(&launch, 0, sizeof launch);
+    launch.rank_count = 2;
+    launch.mode = DTRAIN_LAUNCH_THREADS;
+    launch.threads_per_rank = 1;
+    for (uint32_t bf16 = 0; bf16 < 2; bf16++) {
+        uint64_t first = 0;
+        for (uint32_t i = 0; i < 8; i++) {
+            job j = {kinds[i / 2], i % 2, bf16 ? DTRAIN_TAPE_BF16 : 0, 0};
+            CHECK_MSG(dtrain_launch(&launch, job_train, &j, NULL) == DTRAIN_OK, "%s",
+                      dtrain_last_error());
+            if (i == 0) first = j.hash;
+            CHECK_MSG(j.hash == first && j.hash != 0, "kind %u, checkpointing %u: other parameters",
+                      j.kind, j.every);
+        }
+    }
+}
+
 /* The plan device sees the same memory as the CPU device. */
 static void test_plan(void)
 {
@@ -339,7 +426,7 @@ static void test_plan(void)
         net *n = net_create();
         open_on(kind ? dtrain_plan_device_ops() : dtrain_cpu_device_ops());
         dtrain_tape_begin(tape, 0, 1);
-        CHECK(dtrain_tape_backward(tape, net_loss(n), 1) == DTRAIN_OK);
+        CHECK(dtrain_tape_backward(tape, net_loss(tape, n), 1) == DTRAIN_OK);
         dtrain_tape_query(tape, &info[kind]);
         close_all();
         free(n);
@@ -408,6 +495,7 @@ int main(int argc, char **argv)
     RUN(test_checkpointing);
     RUN(test_autocast);
     RUN(test_accumulation);
+    RUN(test_strategies);
     RUN(test_plan);
     RUN(test_errors);
     return test_summary();
