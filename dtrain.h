@@ -107,7 +107,9 @@
        src/tape/tape_internal.h             The tape's structures
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
-       src/tape/layers.c                    Layers: linear, layer normalisation, embedding, attention
+       src/tape/layers.c                    Layers: linear, normalisation, embedding
+       src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
+       src/tape/shapes.c                    Shapes: products of two tensors, reshaped and permuted tensors
        src/tape/batchnorm.c                 Batch normalisation
        src/tape/convolution.c               Convolution and pooling
        src/tape/pointwise.c                 Activations, products of elements, losses
@@ -168,6 +170,7 @@
        src/device/cpu/kernels/layernorm.h   Layer normalisation, and that by the root mean square, whose mean is 0
        src/device/cpu/kernels/pointwise.h   Functions of single elements: activations, gated products, losses
        src/device/cpu/kernels/tokens.h      What follows a product; embedding, cross-entropy
+       src/device/cpu/kernels/rows.h        Rows of activations: softmax, rotary embedding, permuted axes
        src/device/cpu/kernels/batchnorm.h   Batch normalisation
        src/device/cpu/kernels/sparse.h      Top-k and orthonormal columns
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
@@ -1630,6 +1633,32 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 
+/* Apply attention with fewer heads of keys and values than of queries, which divide them: a row of
+ * qkv holds `heads` heads of q, kv_heads of k and kv_heads of v side by side, and head h of q meets
+ * head h / (heads / kv_heads) of the others (Ainslie et al., "GQA", 2023). The result has the
+ * columns of q. With kv_heads = heads it is dtrain_attention. */
+DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
+                                                   int64_t sequence, int64_t heads,
+                                                   int64_t kv_heads, uint32_t flags);
+/* Turn pairs of elements by angles that grow with the position, 0 to sequence - 1 (Su et al.,
+ * "RoFormer", 2021), in Llama's form: element i of a head of d goes with element i + d/2, and their
+ * angle is position * theta^(-2 i / d). x (batch*sequence, heads*d); of its heads the first
+ * `rotated` are turned, 0 = all: of a row for dtrain_grouped_attention, those of q and k. */
+DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
+                                        int64_t heads, int64_t rotated, float theta);
+/* Apply softmax to the last axis. */
+DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x);
+
+/* Multiply matrices, (..., m, k) (..., k, n) -> (..., m, n), one by one for equal leading axes; b
+ * (k, n) is multiplied with all rows of a. */
+DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b);
+/* Copy x to a tensor of another shape with as many elements, in the same order; one length may be
+ * -1, what is left. */
+DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
+                                         const int64_t *shape);
+/* Copy x with its axes in another order: axis i of the result is axis axes[i] of x. */
+DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes);
+
 /* Axis 0 is the height, axis 1 the width. Zeros are the defaults: stride 1, padding 0, dilation 1,
  * one group. */
 typedef struct dtrain_conv2d_desc {
@@ -2725,9 +2754,14 @@ typedef struct dtrain_embedding_backward_args {
 } dtrain_embedding_backward_args;
 
 /* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
- * Gimelshein 2018; Dao et al., FlashAttention, 2022). qkv (batch*sequence, 3*n) holds q, k, v of
- * all heads side by side; head h owns columns [h*n/heads, (h+1)*n/heads) of each. Scores are
- * scaled by 1/sqrt(n/heads). lse (batch, heads, sequence) keeps log-sum-exp of each row. */
+ * Gimelshein 2018; Dao et al., FlashAttention, 2022). A row of qkv holds q, k, v of all heads side
+ * by side, each head d = n/heads elements:
+ *
+ *     | q: heads * d = n | k: kv_heads * d | v: kv_heads * d |
+ *
+ * With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023) head h takes
+ * those of head h / (heads/kv_heads). Scores are scaled by 1/sqrt(d). lse (batch, heads, sequence)
+ * keeps log-sum-exp of each row. */
 typedef struct dtrain_attention_args {
     int64_t batch, sequence, heads, n;
     bool causal;
@@ -2735,6 +2769,7 @@ typedef struct dtrain_attention_args {
     void *y;            /* (batch*sequence, n) */
     float *lse;         /* (batch, heads, sequence) */
     dtrain_dtype dtype; /* of qkv and y */
+    int64_t kv_heads;   /* divides heads; 0 = heads */
 } dtrain_attention_args;
 
 typedef struct dtrain_attention_backward_args {
@@ -2743,8 +2778,9 @@ typedef struct dtrain_attention_backward_args {
     const void *qkv, *y;
     const float *lse;
     const void *d_y;
-    void *d_qkv;        /* (batch*sequence, 3*n), overwritten */
+    void *d_qkv;        /* as qkv, overwritten */
     dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
+    int64_t kv_heads;   /* as above */
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing
@@ -2780,6 +2816,50 @@ typedef struct dtrain_cross_entropy_backward_args {
     int64_t classes;       /* as above */
     float smoothing;       /* as above */
 } dtrain_cross_entropy_backward_args;
+
+/* Softmax over the last axis. */
+typedef struct dtrain_softmax_args {
+    int64_t rows, n;
+    const void *x;
+    void *y;            /* (rows,n), not x */
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_softmax_args;
+
+/* d_x = y (d_y - sum of d_y y over the row). */
+typedef struct dtrain_softmax_backward_args {
+    int64_t rows, n;
+    bool accumulate;
+    const void *y, *d_y;
+    void *d_x;          /* (rows,n), none of the others */
+    dtrain_dtype dtype; /* of y, d_y, d_x */
+} dtrain_softmax_backward_args;
+
+/* Rotary position embedding (Su et al., "RoFormer", 2021) in the form of Llama: element i of the
+ * first half of a head and element i of its second half are turned as a pair,
+ *
+ *     y1 = x1 cos - x2 sin     y2 = x2 cos + x1 sin     angle = position * theta^(-2 i / d)
+ *
+ * with the position row % sequence and d the size of a head, which is even. Heads from `rotated` on
+ * are copied. inverse turns back, which is the backward pass. */
+typedef struct dtrain_rotary_args {
+    int64_t rows, sequence, heads, rotated, d;
+    float theta;
+    bool inverse, accumulate;
+    const void *x;      /* (rows, heads*d) */
+    void *y;            /* (rows, heads*d), not x */
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_rotary_args;
+
+/* y, contiguous, of elements of x:
+ *     y[i,j,k,l] = x[i step[0] + j step[1] + k step[2] + l step[3]]. */
+typedef struct dtrain_permute_args {
+    int64_t shape[4]; /* of y */
+    int64_t step[4];  /* elements of x between neighbours of y on each axis */
+    bool accumulate;
+    const void *x;
+    void *y;            /* not x */
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_permute_args;
 
 /* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
  * element, used for all; and x NULL is the constant 1. */
@@ -3155,6 +3235,10 @@ struct dtrain_device_ops {
                                             const dtrain_cross_entropy_backward_args *);
     dtrain_result (*pointwise)(dtrain_device *, const dtrain_pointwise_args *);
     dtrain_result (*pointwise_backward)(dtrain_device *, const dtrain_pointwise_backward_args *);
+    dtrain_result (*softmax)(dtrain_device *, const dtrain_softmax_args *);
+    dtrain_result (*softmax_backward)(dtrain_device *, const dtrain_softmax_backward_args *);
+    dtrain_result (*rotary)(dtrain_device *, const dtrain_rotary_args *);
+    dtrain_result (*permute)(dtrain_device *, const dtrain_permute_args *);
     dtrain_result (*add)(dtrain_device *, const dtrain_add_args *);
     dtrain_result (*axpby)(dtrain_device *, const dtrain_axpby_args *);
     dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);
@@ -8228,10 +8312,10 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(gemm) X(activation_backward) X(layernorm) X(layernorm_backward)                        \
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(pointwise) X(pointwise_backward)            \
-    X(add) X(axpby) X(dropout) X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk)             \
-    X(scatter_add) X(orthogonalize) X(batchnorm_moments) X(batchnorm_statistics)             \
-    X(batchnorm) X(batchnorm_sums) X(batchnorm_backward) X(conv2d) X(conv2d_backward)        \
-    X(pool2d) X(pool2d_backward)
+    X(softmax) X(softmax_backward) X(rotary) X(permute) X(add) X(axpby) X(dropout)           \
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)        \
+    X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm) X(batchnorm_sums)              \
+    X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* The entries from stream_create to may_free of a device that has finished its work when a call
@@ -15405,6 +15489,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t co
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
 
+/* tape/layers.c */
+DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
+                                         dtrain_dtype dtype);
+
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 
@@ -16265,7 +16353,7 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
  * src/tape/layers.c
  * ==============================================================================================*/
 
-/* Layers: linear, layer normalisation, embedding, attention
+/* Layers: linear, normalisation, embedding
  *
  * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
  * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
@@ -16275,12 +16363,11 @@ DTRAIN_API float *dtrain_op_param_grad(dtrain_op *op, uint32_t i, bool *accumula
  *
  *     linear          x; with GELU or SiLU the value before it, with ReLU the output
  *     norms           x (or the sum that it normalises), mean and rstd of each row
- *     embedding       tokens
- *     attention       qkv, y, log-sum-exp of each row and head */
+ *     embedding       tokens */
 
 /* Make the output with x's shape and n in the last axis. */
-static void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
-                                dtrain_dtype dtype)
+DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
+                                         dtrain_dtype dtype)
 {
     int64_t shape[4];
     memcpy(shape, x->shape, sizeof shape);
@@ -16655,32 +16742,50 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
                              NULL, sizeof(dtrain_embedding_args));
 }
 
+/* ================================================================================================
+ * src/tape/attention.c
+ * ==============================================================================================*/
+
+/* Attention, and what belongs to it: rotary position embedding, softmax
+ *
+ * What a node keeps alive until its backward:
+ *
+ *     attention       qkv, y, log-sum-exp of each row and head
+ *     rotary          nothing: the backward pass turns the gradient back
+ *     softmax         y */
+
 /* ---- Attention
  *
  * With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
  *
- *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q */
+ *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q
+ *
+ * d_k and d_v of a head that several heads of queries share are sums over those. */
 
 static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 {
     dtrain_attention_args *args = (dtrain_attention_args *)op->args;
     const dtrain_tensor *qkv = op->inputs[0];
-    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width, n = width / 3;
+    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
+    const int64_t heads = args->heads, kv_heads = args->kv_heads, all = heads + 2 * kv_heads;
     char text[DTRAIN__SHAPE_TEXT];
-    if (args->sequence < 1 || rows % args->sequence || args->heads < 1 || width % 3 ||
-        n % args->heads)
+    if (heads < 1 || kv_heads < 1 || heads % kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_attention: qkv %s does not divide into sequences of %lld rows "
-                           "and 3 x %lld heads",
-                           dtrain__shape_text(qkv->shape, text), (long long)args->sequence,
-                           (long long)args->heads);
+                           "%s: %lld heads of queries cannot share %lld of keys equally",
+                           op->desc->name, (long long)heads, (long long)kv_heads);
+    if (args->sequence < 1 || rows % args->sequence || width % all)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: qkv %s does not divide into sequences of %lld rows and %lld + 2 x "
+                           "%lld heads",
+                           op->desc->name, dtrain__shape_text(qkv->shape, text),
+                           (long long)args->sequence, (long long)heads, (long long)kv_heads);
+    args->n = width / all * heads;
     args->dtype = (dtrain_dtype)qkv->dtype;
-    dtrain__output_like(op, qkv, n, args->dtype);
+    dtrain__output_like(op, qkv, args->n, args->dtype);
     args->batch = rows / args->sequence;
-    args->n = n;
     args->qkv = op->input_data[0];
     args->y = op->output_data[0];
-    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows * args->heads);
+    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows * heads);
     return DTRAIN_OK;
 }
 
@@ -16699,6 +16804,7 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     args.batch = forward->batch;
     args.sequence = forward->sequence;
     args.heads = forward->heads;
+    args.kv_heads = forward->kv_heads;
     args.n = forward->n;
     args.causal = forward->causal;
     args.qkv = forward->qkv;
@@ -16713,18 +16819,381 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
            DTRAIN_CHECKPOINT_ATTENTION, 0, false)
 
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags)
+DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
+                                                   int64_t sequence, int64_t heads,
+                                                   int64_t kv_heads, uint32_t flags)
 {
     dtrain_attention_args args;
     memset(&args, 0, sizeof args);
     args.sequence = sequence;
     args.heads = heads;
+    args.kv_heads = kv_heads;
     args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
     if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
         dtrain__tape_stick(
             tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
     return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
+}
+
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
+                                           int64_t heads, uint32_t flags)
+{
+    return dtrain_grouped_attention(tape, qkv, sequence, heads, heads, flags);
+}
+
+/* ---- Rotary position embedding
+ *
+ * A rotation is orthogonal: the gradient is turned back by the same angles. */
+
+static dtrain_result dtrain__rotary_prepare(dtrain_op *op)
+{
+    dtrain_rotary_args *args = (dtrain_rotary_args *)op->args;
+    const dtrain_tensor *x = op->inputs[0];
+    const int64_t width = x->shape[x->ndim - 1];
+    char text[DTRAIN__SHAPE_TEXT];
+    args->rows = x->count / width;
+    if (args->sequence < 1 || args->rows % args->sequence || args->heads < 1 ||
+        width % (2 * args->heads))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_rotary: %s does not divide into sequences of %lld rows and "
+                           "%lld heads of an even size",
+                           dtrain__shape_text(x->shape, text), (long long)args->sequence,
+                           (long long)args->heads);
+    if (args->rotated < 0 || args->rotated > args->heads || !(args->theta > 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_rotary: %lld of %lld heads with theta %g, expected at most all "
+                           "heads and a theta above 0",
+                           (long long)args->rotated, (long long)args->heads, (double)args->theta);
+    if (!args->rotated) args->rotated = args->heads;
+    args->d = width / args->heads;
+    args->dtype = (dtrain_dtype)x->dtype;
+    dtrain_op_output(op, args->dtype, x->ndim, x->shape);
+    args->x = op->input_data[0];
+    args->y = op->output_data[0];
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__rotary_forward(dtrain_op *op)
+{
+    return op->device->ops->rotary(op->device, (const dtrain_rotary_args *)op->args);
+}
+
+static dtrain_result dtrain__rotary_backward(dtrain_op *op)
+{
+    dtrain_rotary_args args = *(const dtrain_rotary_args *)op->args;
+    args.inverse = true;
+    args.x = op->outputs[0]->grad;
+    args.y = dtrain_op_input_grad(op, 0, &args.accumulate);
+    if (!args.y) return op->tape->error;
+    return op->device->ops->rotary(op->device, &args);
+}
+
+DTRAIN__OP(rotary, rotary, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
+                                        int64_t heads, int64_t rotated, float theta)
+{
+    dtrain_rotary_args args;
+    memset(&args, 0, sizeof args);
+    args.sequence = sequence;
+    args.heads = heads;
+    args.rotated = rotated;
+    args.theta = theta;
+    return dtrain_tape_apply(tape, &dtrain__rotary_op, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ---- Softmax ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__softmax_prepare(dtrain_op *op)
+{
+    dtrain_softmax_args *args = (dtrain_softmax_args *)op->args;
+    const dtrain_tensor *x = op->inputs[0];
+    args->n = x->shape[x->ndim - 1];
+    args->rows = x->count / args->n;
+    args->dtype = (dtrain_dtype)x->dtype;
+    dtrain_op_output(op, args->dtype, x->ndim, x->shape);
+    args->x = op->input_data[0];
+    args->y = op->output_data[0];
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__softmax_forward(dtrain_op *op)
+{
+    return op->device->ops->softmax(op->device, (const dtrain_softmax_args *)op->args);
+}
+
+static dtrain_result dtrain__softmax_backward(dtrain_op *op)
+{
+    const dtrain_softmax_args *forward = (const dtrain_softmax_args *)op->args;
+    dtrain_softmax_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate);
+    if (!args.d_x) return op->tape->error;
+    args.rows = forward->rows;
+    args.n = forward->n;
+    args.y = forward->y;
+    args.d_y = op->outputs[0]->grad;
+    args.dtype = forward->dtype;
+    return op->device->ops->softmax_backward(op->device, &args);
+}
+
+DTRAIN__OP(softmax, softmax, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x)
+{
+    return dtrain_tape_apply(tape, &dtrain__softmax_op, &x, 1, NULL, 0, NULL,
+                             sizeof(dtrain_softmax_args));
+}
+
+/* ================================================================================================
+ * src/tape/shapes.c
+ * ==============================================================================================*/
+
+/* Shapes: products of two tensors, reshaped and permuted tensors
+ *
+ * A product keeps both inputs alive until its backward, the others nothing. */
+
+/* ---- Products of matrices
+ *
+ *     y = a b     d_a = d_y b^T     d_b = a^T d_y
+ *
+ * for each matrix of the leading axes; where b has none, the rows of all of a are one matrix. */
+
+typedef struct dtrain__matmul {
+    int64_t batch, m, n, k; /* y (batch,m,n), a (batch,m,k), b (batch,k,n) */
+} dtrain__matmul;
+
+static dtrain_result dtrain__matmul_prepare(dtrain_op *op)
+{
+    dtrain__matmul *product = (dtrain__matmul *)op->args;
+    const dtrain_tensor *a = op->inputs[0], *b = op->inputs[1];
+    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
+    int64_t shape[4];
+    bool match = a->ndim >= 2 && b->ndim >= 2 && a->shape[a->ndim - 1] == b->shape[b->ndim - 2] &&
+                 (b->ndim == 2 || b->ndim == a->ndim);
+    for (uint32_t axis = 0; match && axis + 2 < b->ndim; axis++)
+        match = a->shape[axis] == b->shape[axis];
+    if (!match)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_matmul: %s times %s, expected (..., m, k) times (..., k, n) with "
+            "the same leading axes, or (k, n)",
+            dtrain__shape_text(a->shape, left), dtrain__shape_text(b->shape, right));
+    product->k = b->shape[b->ndim - 2];
+    product->n = b->shape[b->ndim - 1];
+    product->batch = b->count / product->k / product->n;
+    product->m = a->count / product->batch / product->k;
+    memcpy(shape, a->shape, sizeof shape);
+    shape[a->ndim - 1] = product->n;
+    dtrain_op_output(op, op->cast, a->ndim, shape);
+    return DTRAIN_OK;
+}
+
+/* Run the product `args` describes for each matrix of the batch: a of m*k elements, b of k*n. */
+static dtrain_result dtrain__matmul_run(dtrain_op *op, dtrain_gemm_args *args)
+{
+    const size_t a_bytes = (size_t)(args->m * args->k) * dtrain_dtype_bytes(args->a_dtype);
+    const size_t b_bytes = (size_t)(args->k * args->n) * dtrain_dtype_bytes(args->b_dtype);
+    const size_t c_bytes = (size_t)(args->m * args->n) * dtrain_dtype_bytes(args->c_dtype);
+    const int64_t batch = ((const dtrain__matmul *)op->args)->batch;
+    args->alpha = 1;
+    args->ldc = args->n;
+    for (int64_t i = 0; i < batch; i++) {
+        DTRAIN__TRY(op->device->ops->gemm(op->device, args));
+        args->a = (const char *)args->a + a_bytes;
+        args->b = (const char *)args->b + b_bytes;
+        args->c = (char *)args->c + c_bytes;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__matmul_forward(dtrain_op *op)
+{
+    const dtrain__matmul *product = (const dtrain__matmul *)op->args;
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.m = product->m, args.n = args.ldb = product->n, args.k = args.lda = product->k;
+    args.a = op->input_data[0], args.b = op->input_data[1], args.c = op->output_data[0];
+    args.a_dtype = args.b_dtype = args.c_dtype = op->cast;
+    return dtrain__matmul_run(op, &args);
+}
+
+static dtrain_result dtrain__matmul_backward(dtrain_op *op)
+{
+    const dtrain__matmul *product = (const dtrain__matmul *)op->args;
+    for (uint32_t i = 0; i < 2; i++) {
+        dtrain_gemm_args args;
+        bool add;
+        memset(&args, 0, sizeof args);
+        args.c = dtrain_op_input_grad(op, i, &add);
+        DTRAIN__TRY(op->tape->error);
+        if (!args.c) continue;
+        if (i == 0) { /* (m,k) = d_y (m,n) b^T (n,k) */
+            args.flags = DTRAIN_GEMM_TRANS_B;
+            args.m = product->m, args.n = product->k, args.k = args.lda = args.ldb = product->n;
+            args.a = op->outputs[0]->grad, args.b = op->input_data[1];
+        } else { /* (k,n) = a^T (k,m) d_y (m,n) */
+            args.flags = DTRAIN_GEMM_TRANS_A;
+            args.m = args.lda = product->k, args.n = args.ldb = product->n, args.k = product->m;
+            args.a = op->input_data[0], args.b = op->outputs[0]->grad;
+        }
+        args.a_dtype = args.b_dtype = op->cast;
+        args.c_dtype = (dtrain_dtype)op->inputs[i]->dtype;
+        args.beta = add ? 1.0f : 0.0f;
+        DTRAIN__TRY(dtrain__matmul_run(op, &args));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+
+DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b)
+{
+    dtrain_tensor *const inputs[2] = {a, b};
+    return dtrain_tape_apply(tape, &dtrain__matmul_op, inputs, 2, NULL, 0, NULL,
+                             sizeof(dtrain__matmul));
+}
+
+/* ---- Reshape
+ *
+ * A copy forward, because activation checkpointing and in-place gradients know one owner of each
+ * value; backward the gradient is handed on as it is. */
+
+typedef struct dtrain__reshape {
+    uint32_t ndim;
+    int64_t shape[4];
+} dtrain__reshape;
+
+static dtrain_result dtrain__reshape_prepare(dtrain_op *op)
+{
+    dtrain__reshape *to = (dtrain__reshape *)op->args;
+    const dtrain_tensor *x = op->inputs[0];
+    char from_text[DTRAIN__SHAPE_TEXT], to_text[DTRAIN__SHAPE_TEXT];
+    int64_t known = 1, *open = NULL;
+    bool good = to->ndim >= 1;
+    for (uint32_t axis = 0; axis < to->ndim; axis++) {
+        const int64_t length = to->shape[axis];
+        if (length == -1 && !open) open = &to->shape[axis];
+        else if (length < 1 || known > x->count / length) good = false;
+        else known *= length;
+    }
+    if (good && open && x->count % known == 0) *open = x->count / known, known = x->count;
+    if (!good || known != x->count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_reshape: %s cannot become %s",
+                           dtrain__shape_text(x->shape, from_text),
+                           dtrain__shape_text(to->shape, to_text));
+    dtrain_op_output(op, (dtrain_dtype)x->dtype, to->ndim, to->shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__reshape_forward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
+                                op->output_data[0], x->dtype);
+}
+
+static dtrain_result dtrain__reshape_backward(dtrain_op *op)
+{
+    return dtrain__gradient_pass(op, 0, 0);
+}
+
+DTRAIN__OP(reshape, reshape, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
+                                         const int64_t *shape)
+{
+    dtrain__reshape args;
+    memset(&args, 0, sizeof args);
+    if (shape && ndim <= 4) { /* else ndim stays 0, which prepare refuses */
+        args.ndim = ndim;
+        memcpy(args.shape, shape, ndim * sizeof *shape);
+    }
+    return dtrain_tape_apply(tape, &dtrain__reshape_op, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ---- Permuted axes
+ *
+ * Axis i of y is axis axes[i] of x. The kernel makes y of x forward; backward it makes d_x of d_y,
+ * whose axes are permuted the other way. */
+
+typedef struct dtrain__permute {
+    uint32_t ndim, axes[4];
+} dtrain__permute;
+
+/* Describe that axis i of `to`, a contiguous tensor, is axis axes[i] of `from`, which is another;
+ * leading axes of length 1 make them four. */
+static void dtrain__permute_describe(dtrain_permute_args *args, uint32_t ndim,
+                                     const int64_t *from_shape, const uint32_t *axes)
+{
+    int64_t steps[4], step = 1;
+    memset(args, 0, sizeof *args);
+    for (uint32_t axis = ndim; axis-- > 0; step *= from_shape[axis]) steps[axis] = step;
+    for (uint32_t i = 0; i < 4; i++) {
+        const bool extra = i < 4 - ndim;
+        args->shape[i] = extra ? 1 : from_shape[axes[i - (4 - ndim)]];
+        args->step[i] = extra ? 0 : steps[axes[i - (4 - ndim)]];
+    }
+}
+
+static dtrain_result dtrain__permute_prepare(dtrain_op *op)
+{
+    const dtrain__permute *to = (const dtrain__permute *)op->args;
+    const dtrain_tensor *x = op->inputs[0];
+    int64_t shape[4] = {0};
+    uint32_t seen = 0;
+    for (uint32_t i = 0; i < x->ndim && to->ndim; i++) {
+        if (to->axes[i] >= x->ndim) break;
+        seen |= 1u << to->axes[i];
+        shape[i] = x->shape[to->axes[i]];
+    }
+    if (seen != (1u << x->ndim) - 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_permute: axes are not those of a tensor of %u axes, each once",
+                           x->ndim);
+    dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__permute_forward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_permute_args args;
+    dtrain__permute_describe(&args, x->ndim, x->shape, ((const dtrain__permute *)op->args)->axes);
+    args.x = op->input_data[0];
+    args.y = op->output_data[0];
+    args.dtype = (dtrain_dtype)x->dtype;
+    return op->device->ops->permute(op->device, &args);
+}
+
+static dtrain_result dtrain__permute_backward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
+    const uint32_t *axes = ((const dtrain__permute *)op->args)->axes;
+    dtrain_permute_args args;
+    uint32_t inverse[4] = {0};
+    bool accumulate;
+    for (uint32_t i = 0; i < x->ndim; i++) inverse[axes[i]] = i;
+    dtrain__permute_describe(&args, x->ndim, y->shape, inverse);
+    args.y = dtrain_op_input_grad(op, 0, &accumulate);
+    if (!args.y) return op->tape->error;
+    args.accumulate = accumulate;
+    args.x = y->grad;
+    args.dtype = (dtrain_dtype)x->dtype;
+    return op->device->ops->permute(op->device, &args);
+}
+
+DTRAIN__OP(permute, permute, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes)
+{
+    dtrain__permute args;
+    memset(&args, 0, sizeof args);
+    if (x && axes) {
+        args.ndim = x->ndim;
+        memcpy(args.axes, axes, x->ndim * sizeof *axes);
+    }
+    return dtrain_tape_apply(tape, &dtrain__permute_op, &x, 1, NULL, 0, &args, sizeof args);
 }
 
 /* ================================================================================================
@@ -26136,10 +26605,11 @@ typedef struct dtrain__job {
     X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
-    X(pointwise_backward) X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw)      \
-    X(sgd) X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)               \
-    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
-    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(pointwise_backward) X(softmax) X(softmax_backward) X(rotary) X(permute)        \
+    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)             \
+    X(batchnorm_moments) X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)        \
+    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                \
+    X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -26955,22 +27425,29 @@ static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence
     return dtrain__multiple(floats, DTRAIN__LINE);
 }
 
-/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head. Items are
- * of unequal cost; each thread has the buffers of one. */
+/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head of keys
+ * with all the heads of queries that share it. Items are of unequal cost; each thread has the
+ * buffers of one. */
 static dtrain_result dtrain__launch_attention(dtrain_device *device,
                                               const dtrain_attention_args *args,
                                               const dtrain_attention_backward_args *back)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const dtrain__attention_pass pass = {*args, back};
-    const int64_t heads = args->heads, count = args->batch * args->sequence * args->n;
+    const int64_t heads = args->heads, kv_heads = args->kv_heads ? args->kv_heads : heads;
+    const int64_t count = args->batch * args->sequence * args->n;
+    dtrain__attention_pass pass = {*args, back};
     const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
     if (heads <= 0 || args->n <= 0 || args->n % heads != 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "attention: %lld columns cannot be cut into %lld heads",
                            (long long)args->n, (long long)heads);
-    dtrain__job job =
-        dtrain__job_make(&pass, args->batch * heads * (back ? 1 : blocks), 1, args->dtype);
+    if (kv_heads < 1 || heads % kv_heads != 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld heads of queries cannot share %lld of keys equally",
+                           (long long)heads, (long long)kv_heads);
+    pass.forward.kv_heads = kv_heads;
+    const int64_t items = args->batch * (back ? kv_heads : heads * blocks);
+    dtrain__job job = dtrain__job_make(&pass, items, 1, args->dtype);
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, heads, args->sequence, back != NULL);
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
@@ -26996,6 +27473,7 @@ dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_bac
     forward.causal = args->causal;
     forward.qkv = args->qkv;
     forward.dtype = args->dtype;
+    forward.kv_heads = args->kv_heads;
     return dtrain__launch_attention(device, &forward, args);
 }
 
@@ -27041,6 +27519,50 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
     }
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
                               DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax(dtrain_device *device,
+                                                  const dtrain_softmax_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
+    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, cpu->kernels->softmax, args->rows * args->n);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax_backward(dtrain_device *device,
+                                                           const dtrain_softmax_backward_args *args)
+{
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->softmax_backward, args,
+                              args->rows, 1, args->rows * args->n, args->dtype);
+}
+
+/* A thread takes positions, and has cosine and sine of one. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_rotary(dtrain_device *device,
+                                                 const dtrain_rotary_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t positions = args->sequence < args->rows ? args->sequence : args->rows;
+    dtrain__job job = dtrain__job_make(args, positions, 1, args->dtype);
+    if (args->d < 2 || args->d % 2 || args->rotated > args->heads || args->sequence < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "rotary: heads of %lld elements, %lld of %lld turned, sequences of "
+                           "%lld: expected an even size, no more heads than there are, and 1 row "
+                           "or more",
+                           (long long)args->d, (long long)args->rotated, (long long)args->heads,
+                           (long long)args->sequence);
+    job.slot = dtrain__multiple(args->d, DTRAIN__LINE);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, cpu->kernels->rotary, args->rows * args->heads * args->d);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_permute(dtrain_device *device,
+                                                  const dtrain_permute_args *args)
+{
+    const int64_t rows = args->shape[0] * args->shape[1] * args->shape[2];
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->permute, args, rows, 1,
+                              rows * args->shape[3], args->dtype);
 }
 
 /* Check that the kind is known and that `other` is there exactly if the function has it. */
@@ -29865,6 +30387,131 @@ DTRAIN__KERNEL_AS(cross_entropy_backward)
 }
 
 /* ================================================================================================
+ * src/device/cpu/kernels/rows.h
+ * ==============================================================================================*/
+
+/* Rows of activations: softmax, rotary embedding, permuted axes
+ *
+ * Bandwidth is the limit: a row stays in L1 between the passes of a softmax, and sine and cosine of
+ * a position serve all heads of all sequences. */
+
+DTRAIN__KERNEL(softmax)
+{
+    const dtrain_softmax_args *a = (const dtrain_softmax_args *)job->args;
+    float *buffer = job->scratch + index * job->slot;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = DTRAIN__K(widened)(a->x, a->dtype, row * a->n, a->n, buffer);
+        const float top = DTRAIN__K(row_top)(x, a->n, -FLT_MAX);
+        const dtrain__v t = dtrain__vset(top);
+        const dtrain__v inverse = dtrain__vset(1 / DTRAIN__K(row_exp_sum)(x, a->n, top));
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t n = a->n - i;
+            dtrain__vstore_as(a->y, a->dtype, row * a->n + i,
+                              dtrain__vexp(dtrain__vload_n(x + i, n) - t) * inverse, n);
+        }
+    }
+}
+
+DTRAIN__KERNEL(softmax_backward)
+{
+    const dtrain_softmax_backward_args *a = (const dtrain_softmax_backward_args *)job->args;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t first = row * a->n;
+        dtrain__v sum = dtrain__vset(0);
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W)
+            sum = dtrain__vfma(dtrain__vload_as(a->y, a->dtype, first + i, a->n - i),
+                               dtrain__vload_as(a->d_y, a->dtype, first + i, a->n - i), sum);
+        const dtrain__v dot = dtrain__vset(dtrain__vsum(sum));
+        for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
+            const int64_t at = first + i, n = a->n - i;
+            dtrain__v d = dtrain__vload_as(a->y, a->dtype, at, n) *
+                          (dtrain__vload_as(a->d_y, a->dtype, at, n) - dot);
+            if (a->accumulate) d += dtrain__vload_as(a->d_x, a->dtype, at, n);
+            dtrain__vstore_as(a->d_x, a->dtype, at, d, n);
+        }
+    }
+}
+
+/* ---- Rotary embedding -------------------------------------------------------------------------*/
+
+/* The first `half` elements of a head from `at` on, and the others: turned by the angles. */
+DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at, int64_t half,
+                                         const float *cosines, const float *sines)
+{
+    for (int64_t i = 0; i < half; i += DTRAIN__W) {
+        const int64_t low = at + i, high = low + half, n = half - i;
+        const dtrain__v c = dtrain__vload_n(cosines + i, n), s = dtrain__vload_n(sines + i, n);
+        const dtrain__v x1 = dtrain__vload_as(a->x, a->dtype, low, n);
+        const dtrain__v x2 = dtrain__vload_as(a->x, a->dtype, high, n);
+        dtrain__v y1 = x1 * c - x2 * s, y2 = x2 * c + x1 * s;
+        if (a->accumulate) {
+            y1 += dtrain__vload_as(a->y, a->dtype, low, n);
+            y2 += dtrain__vload_as(a->y, a->dtype, high, n);
+        }
+        dtrain__vstore_as(a->y, a->dtype, low, y1, n);
+        dtrain__vstore_as(a->y, a->dtype, high, y2, n);
+    }
+}
+
+/* Range: positions. The angles are taken in double: at position 10000 an angle in fp32 is off by
+ * 1e-3. */
+DTRAIN__KERNEL(rotary)
+{
+    const dtrain_rotary_args *a = (const dtrain_rotary_args *)job->args;
+    const int64_t half = a->d / 2, width = a->heads * a->d, turned = a->rotated * a->d;
+    float *cosines = job->scratch + index * job->slot, *sines = cosines + half;
+    const double ratio = pow((double)a->theta, -2.0 / (double)a->d);
+    for (int64_t position = begin; position < end; position++) {
+        double angle = (double)position;
+        for (int64_t i = 0; i < half; i++, angle *= ratio) {
+            cosines[i] = (float)cos(angle);
+            sines[i] = (float)(a->inverse ? -sin(angle) : sin(angle));
+        }
+        for (int64_t row = position; row < a->rows; row += a->sequence) {
+            const int64_t first = row * width;
+            for (int64_t at = 0; at < turned; at += a->d)
+                DTRAIN__K(turn_head)(a, first + at, half, cosines, sines);
+            for (int64_t at = turned; at < width; at += DTRAIN__W) {
+                const int64_t n = width - at;
+                dtrain__v x = dtrain__vload_as(a->x, a->dtype, first + at, n);
+                if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, first + at, n);
+                dtrain__vstore_as(a->y, a->dtype, first + at, x, n);
+            }
+        }
+    }
+}
+
+/* ---- Permuted axes ----------------------------------------------------------------------------*/
+
+/* The next elements of x, `step` apart. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_t at, int64_t step,
+                                            int64_t n)
+{
+    float lanes[DTRAIN__W] = {0};
+    if (step == 1) return dtrain__vload_as(a->x, a->dtype, at, n);
+    for (int64_t lane = 0; lane < n && lane < DTRAIN__W; lane++)
+        lanes[lane] = dtrain__vload_as(a->x, a->dtype, at + lane * step, 1)[0];
+    return dtrain__vload(lanes);
+}
+
+/* Range: rows of y's last axis. */
+DTRAIN__KERNEL(permute)
+{
+    const dtrain_permute_args *a = (const dtrain_permute_args *)job->args;
+    const int64_t *shape = a->shape, *step = a->step;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t i = row / shape[2] / shape[1], j = row / shape[2] % shape[1];
+        const int64_t from = i * step[0] + j * step[1] + row % shape[2] * step[2];
+        for (int64_t l = 0; l < shape[3]; l += DTRAIN__W) {
+            const int64_t to = row * shape[3] + l, n = shape[3] - l;
+            dtrain__v x = DTRAIN__K(vgather)(a, from + l * step[3], step[3], n);
+            if (a->accumulate) x += dtrain__vload_as(a->y, a->dtype, to, n);
+            dtrain__vstore_as(a->y, a->dtype, to, x, n);
+        }
+    }
+}
+
+/* ================================================================================================
  * src/device/cpu/kernels/batchnorm.h
  * ==============================================================================================*/
 
@@ -31189,20 +31836,20 @@ DTRAIN__ROUTINE void DTRAIN__K(transpose)(float *to, const float *from, int64_t 
 DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attention_args *a,
                                             int64_t item, float *scratch)
 {
-    const int64_t d = a->n / a->heads, batch = item / a->heads, column = item % a->heads * d;
-    const int64_t row = batch * a->sequence;
+    const int64_t d = a->n / a->heads, batch = item / a->heads, head = item % a->heads;
+    const int64_t row = batch * a->sequence, kv_n = a->kv_heads * d;
     h->sequence = a->sequence;
     h->d = d;
     h->width = (d + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
-    h->stride = 3 * a->n;
+    h->stride = a->n + 2 * kv_n;
     h->y_stride = a->n;
     h->causal = a->causal;
     h->scale = 1 / sqrtf((float)d);
     h->qkv = a->qkv;
     h->dtype = a->dtype;
-    h->q = row * h->stride + column;
-    h->k = h->q + a->n;
-    h->v = h->k + a->n;
+    h->q = row * h->stride + head * d;
+    h->k = row * h->stride + a->n + head / (a->heads / a->kv_heads) * d;
+    h->v = h->k + kv_n;
     h->queries = scratch;
     h->queries_t = h->queries + DTRAIN__ATTENTION_BLOCK * h->width;
     h->keys = h->queries_t + DTRAIN__ATTENTION_BLOCK * h->width;
@@ -31417,42 +32064,56 @@ DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t a
             dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
-/* Item: one head of one sequence, so that no two threads write one element. */
+/* One head of queries: its dQ is stored, and its parts of dK and dV are added to those in scratch,
+ * which the first head clears. Every head that shares the keys finds them at the same address. */
+DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__attention_pass *pass,
+                                              int64_t item, float *scratch, bool first)
+{
+    const dtrain_attention_backward_args *a = pass->backward;
+    const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK *
+                            DTRAIN__ATTENTION_BLOCK;
+    scratch = DTRAIN__K(head_open)(h, &pass->forward, item, scratch);
+    h->y = a->y;
+    h->d_y = a->d_y;
+    h->at = item / a->heads * a->sequence * a->n + item % a->heads * h->d;
+    h->d_out = scratch;
+    h->d_out_t = h->d_out + DTRAIN__ATTENTION_BLOCK * h->width;
+    h->slopes = h->d_out_t + DTRAIN__ATTENTION_BLOCK * h->width;
+    h->delta = h->slopes + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
+    h->lse = h->delta + DTRAIN__ATTENTION_BLOCK;
+    h->d_keys = h->lse + DTRAIN__ATTENTION_BLOCK;
+    h->d_values = h->d_keys + rounded * h->width;
+    h->values = h->d_values + rounded * h->width;
+    if (first) memset(h->d_keys, 0, (size_t)(2 * rounded * h->width) * sizeof(float));
+    for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
+        const int64_t left = a->sequence - q0,
+                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
+        const int64_t limit = a->causal ? q0 + m : a->sequence;
+        DTRAIN__K(open_queries)(h, q0, m, a->lse + item * a->sequence);
+        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
+            const int64_t keys =
+                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+            DTRAIN__K(attend_backward)(h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
+        }
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h->q + q0 * h->stride, h->stride, h->out, h->width,
+                            m, h->d, h->scale);
+    }
+}
+
+/* Item: one head of keys of one sequence, so that no two threads write one element; the heads of
+ * queries that share it are taken in order. */
 DTRAIN__KERNEL(attention_backward)
 {
     const dtrain__attention_pass *pass = (const dtrain__attention_pass *)job->args;
     const dtrain_attention_backward_args *a = pass->backward;
+    const int64_t sharing = a->heads / pass->forward.kv_heads;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        float *scratch =
-            DTRAIN__K(head_open)(&h, &pass->forward, item, job->scratch + index * job->slot);
-        const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
-                                DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        h.y = a->y;
-        h.d_y = a->d_y;
-        h.at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
-        h.d_out = scratch;
-        h.d_out_t = h.d_out + DTRAIN__ATTENTION_BLOCK * h.width;
-        h.slopes = h.d_out_t + DTRAIN__ATTENTION_BLOCK * h.width;
-        h.delta = h.slopes + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        h.lse = h.delta + DTRAIN__ATTENTION_BLOCK;
-        h.d_keys = h.lse + DTRAIN__ATTENTION_BLOCK;
-        h.d_values = h.d_keys + rounded * h.width;
-        h.values = h.d_values + rounded * h.width;
-        memset(h.d_keys, 0, (size_t)(2 * rounded * h.width) * sizeof(float));
-        for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t left = a->sequence - q0,
-                          m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
-            const int64_t limit = a->causal ? q0 + m : a->sequence;
-            DTRAIN__K(open_queries)(&h, q0, m, a->lse + item * a->sequence);
-            for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-                const int64_t keys =
-                    limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
-                DTRAIN__K(attend_backward)(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
-            }
-            dtrain__unpack_rows(a->d_qkv, a->dtype, h.q + q0 * h.stride, h.stride, h.out, h.width,
-                                m, h.d, h.scale);
-        }
+        int64_t head = item * sharing;
+        do {
+            const bool first = head == item * sharing;
+            DTRAIN__K(head_backward)(&h, pass, head, job->scratch + index * job->slot, first);
+        } while (++head < (item + 1) * sharing);
         dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
                             1);
         dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,

@@ -19,6 +19,7 @@
        src/device/cuda/gemm.cuh             GEMM 2: epilogues and fallbacks
        src/device/cuda/layernorm.cuh        Layer norm, forward and backward
        src/device/cuda/tokens.cuh           Token ids: embedding and cross-entropy
+       src/device/cuda/rows.cuh             Rows of activations: softmax, rotary embedding, permuted axes
        src/device/cuda/attention_gemm.cuh   Attention by batched GEMM and softmax
        src/device/cuda/flash.cuh            Flash attention on tensor cores
        src/device/cuda/sparse.cuh           Sparse gradients: top-k and scatter-add
@@ -4540,6 +4541,173 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
 }
 
 /* ================================================================================================
+ * src/device/cuda/rows.cuh
+ * ==============================================================================================*/
+
+/* Rows of activations: softmax, rotary embedding, permuted axes
+ *
+ * Each reads its input and writes its output once from memory; what a softmax reads again is in the
+ * caches. Types are known at run time only, see pointwise.cuh. */
+
+#include <math.h>
+
+/* ---- Softmax: x (rows,n) -> y (rows,n); one block a row ---------------------------------------*/
+
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_softmax_kernel(const dtrain_softmax_args args)
+{
+    __shared__ float slots[DTRAIN_CUDA_WARP];
+    for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+        const int64_t begin = row * args.n, end = begin + args.n;
+        float top = -INFINITY, sum = 0;
+        for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
+            top = fmaxf(top, dtrain_cuda_get_any(args.x, args.dtype, i));
+        top = dtrain_cuda_block_max(top, slots);
+        for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
+            sum += expf(dtrain_cuda_get_any(args.x, args.dtype, i) - top);
+        sum = dtrain_cuda_block_sum(sum, slots);
+        for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
+            dtrain_cuda_put_any(args.y, args.dtype, i,
+                                expf(dtrain_cuda_get_any(args.x, args.dtype, i) - top) / sum);
+    }
+}
+
+/* Compute d_x = y (d_y - sum of d_y y). */
+static __global__ void __launch_bounds__(1024)
+    dtrain_cuda_softmax_backward_kernel(const dtrain_softmax_backward_args args)
+{
+    __shared__ float slots[DTRAIN_CUDA_WARP];
+    for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+        const int64_t begin = row * args.n, end = begin + args.n;
+        float dot = 0;
+        for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x)
+            dot += dtrain_cuda_get_any(args.y, args.dtype, i) *
+                   dtrain_cuda_get_any(args.d_y, args.dtype, i);
+        dot = dtrain_cuda_block_sum(dot, slots);
+        for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+            float d = dtrain_cuda_get_any(args.y, args.dtype, i) *
+                      (dtrain_cuda_get_any(args.d_y, args.dtype, i) - dot);
+            if (args.accumulate) d += dtrain_cuda_get_any(args.d_x, args.dtype, i);
+            dtrain_cuda_put_any(args.d_x, args.dtype, i, d);
+        }
+    }
+}
+
+static dtrain_result dtrain_cuda_softmax(dtrain_device *device, const dtrain_softmax_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("softmax", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_RUN(device, "softmax", dtrain_cuda_softmax_kernel,
+                           args->rows < INT32_MAX ? args->rows : INT32_MAX,
+                           dtrain_cuda_row_threads(args->n), 0, *args);
+}
+
+static dtrain_result dtrain_cuda_softmax_backward(dtrain_device *device,
+                                                  const dtrain_softmax_backward_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("softmax_backward", args->dtype));
+    if (args->rows <= 0 || args->n <= 0) return DTRAIN_OK;
+    return DTRAIN_CUDA_RUN(device, "softmax_backward", dtrain_cuda_softmax_backward_kernel,
+                           args->rows < INT32_MAX ? args->rows : INT32_MAX,
+                           dtrain_cuda_row_threads(args->n), 0, *args);
+}
+
+/* ---- Rotary embedding: x (rows, heads*d) -> y -----------------------------------------------
+ *
+ * Item i of a row is pair i of every head, so that sine and cosine are computed once for all of
+ * them, in double: at position 10000 an angle in fp32 is off by 1e-3. */
+
+struct dtrain_cuda_rotary_op {
+    static constexpr int width = 1;
+    dtrain_rotary_args args;
+    double ratio; /* of the angles of neighbouring pairs */
+    dtrain_cuda_operand x, y;
+
+    template <int W> struct group {
+        char none;
+    };
+    template <int W> __device__ void load(int64_t, group<W> &) const {}
+
+    /* Store y = value, or add it. */
+    __device__ __forceinline__ void put(int64_t at, float value) const
+    {
+        float old[1] = {0};
+        if (args.accumulate) y.load(at, old);
+        old[0] += value;
+        y.store(at, old);
+    }
+    template <int W> __device__ void store(int64_t item, const group<W> &) const
+    {
+        const int64_t half = args.d / 2, row = item / half, i = item % half;
+        const double angle = (double)(row % args.sequence) * pow(ratio, (double)i);
+        const float c = (float)cos(angle), s = (float)(args.inverse ? -sin(angle) : sin(angle));
+        for (int64_t head = 0; head < args.heads; head++) {
+            const int64_t low = (row * args.heads + head) * args.d + i, high = low + half;
+            const bool turned = head < args.rotated;
+            float x1[1], x2[1];
+            x.load(low, x1);
+            x.load(high, x2);
+            put(low, turned ? x1[0] * c - x2[0] * s : x1[0]);
+            put(high, turned ? x2[0] * c + x1[0] * s : x2[0]);
+        }
+    }
+};
+
+static dtrain_result dtrain_cuda_rotary(dtrain_device *device, const dtrain_rotary_args *args)
+{
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("rotary", args->dtype));
+    if (args->d < 2 || args->d % 2 || args->rotated > args->heads || args->sequence < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "rotary: heads of %lld elements, %lld of %lld turned, sequences of "
+                           "%lld: expected an even size, no more heads than there are, and 1 row "
+                           "or more",
+                           (long long)args->d, (long long)args->rotated, (long long)args->heads,
+                           (long long)args->sequence);
+    const dtrain_cuda_rotary_op op = {*args, pow((double)args->theta, -2.0 / (double)args->d),
+                                      dtrain_cuda_operand_of(args->x, args->dtype),
+                                      dtrain_cuda_operand_of(args->y, args->dtype)};
+    return dtrain_cuda_each(device, "rotary", op, args->rows * (args->d / 2), false);
+}
+
+/* ---- Permuted axes ----------------------------------------------------------------------------*/
+
+struct dtrain_cuda_permute_op {
+    static constexpr int width = 1;
+    dtrain_permute_args args;
+    dtrain_cuda_operand x, y;
+
+    template <int W> struct group {
+        float x[W], y[W];
+    };
+    template <int W> __device__ void load(int64_t at, group<W> &g) const
+    {
+        int64_t from = 0, rest = at;
+        for (int axis = 3; axis >= 0; axis--) {
+            from += rest % args.shape[axis] * args.step[axis];
+            rest /= args.shape[axis];
+        }
+        x.load(from, g.x);
+        if (args.accumulate) y.load(at, g.y);
+    }
+    template <int W> __device__ void store(int64_t at, const group<W> &g) const
+    {
+        float sum[W];
+        for (int j = 0; j < W; j++) sum[j] = args.accumulate ? g.y[j] + g.x[j] : g.x[j];
+        y.store(at, sum);
+    }
+};
+
+static dtrain_result dtrain_cuda_permute(dtrain_device *device, const dtrain_permute_args *args)
+{
+    const int64_t *shape = args->shape;
+    const dtrain_cuda_permute_op op = {*args, dtrain_cuda_operand_of(args->x, args->dtype),
+                                       dtrain_cuda_operand_of(args->y, args->dtype)};
+    DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("permute", args->dtype));
+    return dtrain_cuda_each(device, "permute", op, shape[0] * shape[1] * shape[2] * shape[3],
+                            false);
+}
+
+/* ================================================================================================
  * src/device/cuda/attention_gemm.cuh
  * ==============================================================================================*/
 
@@ -4554,8 +4722,10 @@ dtrain_cuda_cross_entropy_backward(dtrain_device *device,
  *                D = rows of dY . Y                          dS = P (G - D)
  *                dV = P' dY        dQ = scale dS K           dK = scale dS' Q
  *
- * The products read q, k, v of a head where they lie in qkv (T,3n) and write dq, dk, dv in the same
- * layout: rows 3n apart, heads d apart. Nothing is permuted.
+ * The products read q, k, v of a head where they lie in qkv and write dq, dk, dv in the same
+ * layout: rows a row of qkv apart, heads d apart. Nothing is permuted. Heads of queries that share
+ * a head of keys are one pass: the products read the same K and V for each of them, and their parts
+ * of dK and dV, fp32 in scratch, are added up in order.
  *
  * Scratch holds S, and G in backward: (together,T,ld) fp32, with ld = T rounded up to 8, within 32
  * MiB unless a single head needs more; the L2 cache of a large GPU holds 32 MiB too. Scores are
@@ -4580,6 +4750,8 @@ enum {
 /* The heads [first, first + count) of batch element `batch`. */
 struct dtrain_cuda_heads {
     int64_t sequence, n, size, batch, first, count;
+    int64_t width, kv_n; /* columns of qkv, and of its k and v */
+    int64_t sharing;     /* heads of queries that share a head of keys */
     dtrain_dtype dtype;
     float scale;
 };
@@ -4598,6 +4770,19 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_cuda_heads 
     const int64_t offset = x->batch * x->sequence * width + column + x->first * x->size;
     char *const at = (char *)(uintptr_t)data + offset * (int64_t)dtrain_dtype_bytes(x->dtype);
     const dtrain_cuda_head_matrix matrix = {at, width, x->size};
+    return matrix;
+}
+
+/* Describe the part of k (part 1) or v (2) that the heads read: a matrix for each head or, where
+ * heads share it, one for all of this pass. */
+static dtrain_cuda_head_matrix dtrain_cuda_head_keys(const dtrain_cuda_heads *x, const void *data,
+                                                     int64_t part)
+{
+    dtrain_cuda_heads shared = *x;
+    shared.first = x->first / x->sharing;
+    dtrain_cuda_head_matrix matrix =
+        dtrain_cuda_head_columns(&shared, data, x->width, x->n + (part - 1) * x->kv_n);
+    if (x->sharing > 1) matrix.step = 0;
     return matrix;
 }
 
@@ -4758,6 +4943,41 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     }
 }
 
+/* ---- Sums over heads: parts (heads,T,d), fp32 -> dK or dV of the head that they share ---------*/
+
+struct dtrain_cuda_head_sum_op {
+    static constexpr int width = 1;
+    int64_t heads, step, columns, ld;
+    const float *parts;
+    dtrain_cuda_operand out;
+
+    template <int W> struct group {
+        float sum[W];
+    };
+    template <int W> __device__ void load(int64_t i, group<W> &g) const
+    {
+        for (int64_t head = 0; head < heads; head++) g.sum[0] += parts[head * step + i];
+    }
+    template <int W> __device__ void store(int64_t i, const group<W> &g) const
+    {
+        out.store(i / columns * ld + i % columns, g.sum);
+    }
+};
+
+static dtrain_result dtrain_cuda_head_add_up(dtrain_device *device, const dtrain_cuda_heads *x,
+                                             dtrain_cuda_head_matrix parts,
+                                             dtrain_cuda_head_matrix out)
+{
+    const dtrain_cuda_head_sum_op op = {x->count,
+                                        parts.step,
+                                        x->size,
+                                        out.ld,
+                                        (const float *)parts.data,
+                                        dtrain_cuda_operand_of(out.data, x->dtype)};
+    return dtrain_cuda_each(device, "attention_backward (shared heads)", op, x->sequence * x->size,
+                            false);
+}
+
 /* ---- Passes -----------------------------------------------------------------------------------*/
 
 template <typename T>
@@ -4785,9 +5005,9 @@ static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
                                                 int64_t ld)
 {
     const int64_t T = x->sequence, n = x->n, d = x->size;
-    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 0);
-    const dtrain_cuda_head_matrix k = dtrain_cuda_head_columns(x, args->qkv, 3 * n, n);
-    const dtrain_cuda_head_matrix v = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 2 * n);
+    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, x->width, 0);
+    const dtrain_cuda_head_matrix k = dtrain_cuda_head_keys(x, args->qkv, 1);
+    const dtrain_cuda_head_matrix v = dtrain_cuda_head_keys(x, args->qkv, 2);
     const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
     const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
     const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
@@ -4805,12 +5025,12 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
                                                          float *grads, int64_t ld)
 {
     const int64_t T = x->sequence, n = x->n, d = x->size;
-    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 0);
-    const dtrain_cuda_head_matrix k = dtrain_cuda_head_columns(x, args->qkv, 3 * n, n);
-    const dtrain_cuda_head_matrix v = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 2 * n);
-    const dtrain_cuda_head_matrix d_q = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, 0);
-    const dtrain_cuda_head_matrix d_k = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, n);
-    const dtrain_cuda_head_matrix d_v = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, 2 * n);
+    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, x->width, 0);
+    const dtrain_cuda_head_matrix k = dtrain_cuda_head_keys(x, args->qkv, 1);
+    const dtrain_cuda_head_matrix v = dtrain_cuda_head_keys(x, args->qkv, 2);
+    const dtrain_cuda_head_matrix d_q = dtrain_cuda_head_columns(x, args->d_qkv, x->width, 0);
+    const dtrain_cuda_head_matrix d_k = dtrain_cuda_head_keys(x, args->d_qkv, 1);
+    const dtrain_cuda_head_matrix d_v = dtrain_cuda_head_keys(x, args->d_qkv, 2);
     const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
     const dtrain_cuda_head_matrix d_y = dtrain_cuda_head_columns(x, args->d_y, n, 0);
     const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
@@ -4827,9 +5047,19 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
         dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, d, DTRAIN_DTYPE_F32));
     DTRAIN_CUDA_TRY(
         DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_backward_as)(device, &softmax));
-    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, d_v, d, T, x->dtype));
     DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, 0, x->scale, d_s, k, d_q, d, T, x->dtype));
-    return dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, d_k, d, T, x->dtype);
+    if (x->sharing == 1) {
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, d_v, d, T, x->dtype));
+        return dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, d_k, d, T, x->dtype);
+    }
+    const dtrain_cuda_head_matrix parts = {grads + x->count * T * ld, d, T * d};
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, parts, d, T, DTRAIN_DTYPE_F32));
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_add_up(device, x, parts, d_v));
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, parts, d, T,
+                                              DTRAIN_DTYPE_F32));
+    return dtrain_cuda_head_add_up(device, x, parts, d_k);
 }
 
 /* Fill in what all passes share; Args is the argument struct of forward or backward. */
@@ -4841,20 +5071,30 @@ static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "attention: n is %lld, which %lld heads cannot share equally",
                            (long long)args->n, (long long)args->heads);
+    const int64_t kv_heads = args->kv_heads ? args->kv_heads : args->heads;
+    if (kv_heads < 1 || args->heads % kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld heads of queries cannot share %lld of keys equally",
+                           (long long)args->heads, (long long)kv_heads);
     memset(x, 0, sizeof *x);
     x->sequence = args->sequence;
     x->n = args->n;
     x->size = args->n / args->heads;
+    x->sharing = args->heads / kv_heads;
+    x->kv_n = kv_heads * x->size;
+    x->width = args->n + 2 * x->kv_n;
     x->dtype = args->dtype;
     x->scale = 1 / sqrtf((float)x->size);
     return DTRAIN_OK;
 }
 
-/* Choose how many heads a pass takes: as many as the scratch holds with `matrices` (T,ld) each,
- * evened out over the passes. */
-static int64_t dtrain_cuda_heads_together(int64_t heads, int64_t sequence, int64_t ld,
+/* Choose how many heads a pass takes: those that share keys or, where none do, as many as the
+ * scratch holds with `matrices` (T,ld) each, evened out over the passes. */
+static int64_t dtrain_cuda_heads_together(const dtrain_cuda_heads *x, int64_t heads, int64_t ld,
                                           int64_t matrices)
 {
+    const int64_t sequence = x->sequence;
+    if (x->sharing > 1) return x->sharing;
     const int64_t fit = DTRAIN_CUDA_SCORE_BYTES / (int64_t)sizeof(float) / matrices / ld / sequence;
     const int64_t passes = fit < 1 ? heads : (heads + fit - 1) / fit;
     return (heads + passes - 1) / passes;
@@ -4870,7 +5110,7 @@ static dtrain_result dtrain_cuda_attention_gemm(dtrain_device *device,
     void *scores = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_heads_of(args, &x));
     if (args->batch <= 0 || T <= 0) return DTRAIN_OK;
-    const int64_t together = dtrain_cuda_heads_together(args->heads, T, ld, 1);
+    const int64_t together = dtrain_cuda_heads_together(&x, args->heads, ld, 1);
     DTRAIN_CUDA_TRY(
         dtrain_cuda_scratch(device, (size_t)(together * T * ld) * sizeof(float), &scores));
     for (x.batch = 0; x.batch < args->batch; x.batch++)
@@ -4889,9 +5129,10 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
     void *scores = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_heads_of(args, &x));
     if (args->batch <= 0 || T <= 0) return DTRAIN_OK;
-    const int64_t together = dtrain_cuda_heads_together(args->heads, T, ld, 2);
-    DTRAIN_CUDA_TRY(
-        dtrain_cuda_scratch(device, (size_t)(2 * together * T * ld) * sizeof(float), &scores));
+    const int64_t together = dtrain_cuda_heads_together(&x, args->heads, ld, 2);
+    const int64_t parts = x.sharing > 1 ? together * T * x.size : 0; /* of dK, and of dV */
+    DTRAIN_CUDA_TRY(dtrain_cuda_scratch(
+        device, (size_t)(2 * together * T * ld + parts) * sizeof(float), &scores));
     float *const grads = (float *)scores + together * T * ld;
     for (x.batch = 0; x.batch < args->batch; x.batch++)
         for (x.first = 0; x.first < args->heads; x.first += together) {
@@ -4927,6 +5168,9 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
  * kernel would need 5. But a single kernel has to add up dQ across blocks, either by floating-point
  * atomics, whose order changes from run to run, or through T / 64 partial sums of dQ in memory.
  * Determinism costs at most 7/5 of the backward arithmetic.
+ *
+ * Where several heads of queries share a head of keys and values, the first backward kernel, whose
+ * blocks own keys, streams the queries of all heads that share them, one head after the other.
  *
  * Why 32 rows for each warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds
  * two mma for each 16 rows, which take 3.2 cycles of the four tensor cores of a Hopper SM. With 16
@@ -5285,37 +5529,47 @@ static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4
 
 struct dtrain_cuda_flash_order {
     unsigned pairs, tiles, group; /* group: pairs that run together */
+    unsigned heads, sharing;      /* of a batch element; heads of queries that share one of keys */
 };
 
 struct dtrain_cuda_flash_work {
-    unsigned pair, tile;
-    unsigned column; /* of the head, in (tokens,n) */
-    int64_t token;   /* the first of the batch element */
+    unsigned pair, tile; /* pair: of (batch, head of queries), the first that shares the keys */
+    unsigned column;     /* of the head of queries, in (tokens,n) */
+    unsigned kv_column;  /* of its head of keys, in (tokens, columns of keys) */
+    int64_t token;       /* the first of the batch element */
 };
 
-static dtrain_cuda_flash_order dtrain_cuda_flash_order_of(int64_t pairs, int64_t sequence,
-                                                          int64_t head, int64_t tile)
+/* With `by_keys` a pair is a batch element and a head of keys, else a head of queries. */
+template <typename Args>
+static dtrain_cuda_flash_order dtrain_cuda_flash_order_of(const Args &args, int64_t head,
+                                                          int64_t tile, bool by_keys)
 {
     dtrain_cuda_flash_order order;
+    const int64_t sequence = args.sequence, kv_heads = args.kv_heads ? args.kv_heads : args.heads;
+    const int64_t pairs = args.batch * (by_keys ? kv_heads : args.heads);
     const int64_t fitting = DTRAIN_CUDA_FLASH_CACHE_BYTES / (sequence * head * 4);
     order.pairs = (unsigned)pairs;
     order.tiles = (unsigned)((sequence + tile - 1) / tile);
     order.group = (unsigned)(fitting < 1 ? 1 : fitting < pairs ? fitting : pairs);
+    order.heads = (unsigned)(by_keys ? kv_heads : args.heads);
+    order.sharing = (unsigned)(args.heads / kv_heads);
     return order;
 }
 
-template <int HEAD, typename Args>
+template <int HEAD, bool BY_KEYS, typename Args>
 static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_of(
     const dtrain_cuda_flash_order &order, const Args &args, bool last_is_heaviest)
 {
     const unsigned first = blockIdx.x / (order.group * order.tiles) * order.group;
-    const unsigned inside = blockIdx.x % (order.group * order.tiles), heads = (unsigned)args.heads;
-    const unsigned width = min(order.group, order.pairs - first);
+    const unsigned inside = blockIdx.x % (order.group * order.tiles);
+    const unsigned width = min(order.group, order.pairs - first), pair = first + inside % width;
+    const unsigned head = pair % order.heads; /* of keys or of queries */
     dtrain_cuda_flash_work work;
-    work.pair = first + inside % width;
+    work.pair = BY_KEYS ? pair * order.sharing : pair;
     work.tile = last_is_heaviest ? order.tiles - 1 - inside / width : inside / width;
-    work.column = work.pair % heads * HEAD;
-    work.token = work.pair / heads * args.sequence;
+    work.column = (BY_KEYS ? head * order.sharing : head) * HEAD;
+    work.kv_column = (BY_KEYS ? head : head / order.sharing) * HEAD;
+    work.token = pair / order.heads * args.sequence;
     return work;
 }
 
@@ -5402,10 +5656,13 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     dtrain_cuda_pack<Half> *k_tile = q_tile + shape::rows * HEAD / 8,
                            *v_tile = k_tile + keys * HEAD / 8;
 
-    const dtrain_cuda_flash_work work = dtrain_cuda_flash_work_of<HEAD>(order, args, args.causal);
-    const int sequence = (int)args.sequence, n = (int)args.n, stride = 3 * n;
+    const dtrain_cuda_flash_work work =
+        dtrain_cuda_flash_work_of<HEAD, false>(order, args, args.causal);
+    const int sequence = (int)args.sequence, n = (int)args.n, kv_n = n / (int)order.sharing;
+    const int stride = n + 2 * kv_n;
     const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
-    const Storage *k = q + n, *v = k + n;
+    const Storage *k = (const Storage *)args.qkv + work.token * stride + n + work.kv_column;
+    const Storage *v = k + kv_n;
     const int first = (int)work.tile * shape::rows,
               warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M;
     const int row = first + warp_row,
@@ -5552,10 +5809,12 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     float *shared_statistics = reinterpret_cast<float *>(streamed + 4 * tile);
 
     const dtrain_cuda_flash_work work =
-        dtrain_cuda_flash_work_of<HEAD>(order, args, args.causal && !KEYS);
-    const int sequence = (int)args.sequence, n = (int)args.n, stride = 3 * n;
+        dtrain_cuda_flash_work_of<HEAD, KEYS>(order, args, args.causal && !KEYS);
+    const int sequence = (int)args.sequence, n = (int)args.n, kv_n = n / (int)order.sharing;
+    const int stride = n + 2 * kv_n;
     const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
-    const Storage *k = q + n, *v = k + n;
+    const Storage *k = (const Storage *)args.qkv + work.token * stride + n + work.kv_column;
+    const Storage *v = k + kv_n;
     const Storage *d_y = (const Storage *)args.d_y + work.token * n + work.column;
     const int first = (int)work.tile * shape::rows;
     const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
@@ -5585,18 +5844,22 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         shared_statistics[i] =
             dtrain_cuda_flash_statistic(statistics, sequence, i, shape::rows, first);
 
-    int buffer = 0;
-    for (int at = begin; at < end; at += width, buffer ^= 1) {
+    int buffer = 0, left = KEYS ? (int)order.sharing - 1 : 0, next; /* left: heads of queries */
+    for (int at = begin; at < end; at = next, buffer ^= 1) {
+        next = at + width;
+        if (KEYS && next >= end && left > 0) {
+            left--, next = begin; /* the next head that shares the keys, in the same sums */
+            q += HEAD, d_y += HEAD, statistics += 2 * sequence;
+        }
         const dtrain_cuda_pack<Half> *tiles = streamed + buffer * 2 * tile;
         float *lse2 = shared_statistics + (KEYS ? buffer * 2 * width : warp_row);
         if (KEYS) lse2[number] = ahead;
         dtrain_cuda_copy_wait();
         __syncthreads();
-        if (at + width < end) {
-            load_streamed(at + width, streamed + (buffer ^ 1) * 2 * tile);
+        if (next < end) {
+            load_streamed(next, streamed + (buffer ^ 1) * 2 * tile);
             if (KEYS)
-                ahead =
-                    dtrain_cuda_flash_statistic(statistics, sequence, number, width, at + width);
+                ahead = dtrain_cuda_flash_statistic(statistics, sequence, number, width, next);
         }
         if (KEYS ? at < seen : at >= seen) continue;
 
@@ -5612,10 +5875,11 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         if (KEYS) dtrain_cuda_flash_accumulate<HEAD>(sums[KEYS ? 1 : 0], p, tiles + tile);
         dtrain_cuda_flash_accumulate<HEAD>(sums[0], ds, tiles);
     }
-    Storage *d_q = (Storage *)args.d_qkv + (q - (const Storage *)args.qkv);
-    dtrain_cuda_flash_store<HEAD>(d_q + (KEYS ? n : 0), stride, row, sequence, sums[0], scale);
+    Storage *d_own = (Storage *)args.d_qkv + ((KEYS ? k : q) - (const Storage *)args.qkv);
+    dtrain_cuda_flash_store<HEAD>(d_own, stride, row, sequence, sums[0], scale);
     if (KEYS)
-        dtrain_cuda_flash_store<HEAD>(d_q + 2 * n, stride, row, sequence, sums[KEYS ? 1 : 0], 1.0f);
+        dtrain_cuda_flash_store<HEAD>(d_own + kv_n, stride, row, sequence, sums[KEYS ? 1 : 0],
+                                      1.0f);
 }
 
 /* ---- Launchers --------------------------------------------------------------------------------*/
@@ -5635,7 +5899,7 @@ static dtrain_result dtrain_cuda_flash_run(dtrain_device *device, const dtrain_a
 {
     typedef dtrain_cuda_flash_forward_shape<HEAD> shape;
     const dtrain_cuda_flash_order order =
-        dtrain_cuda_flash_order_of(args->batch * args->heads, args->sequence, HEAD, shape::rows);
+        dtrain_cuda_flash_order_of(*args, HEAD, shape::rows, false);
     const auto kernel = dtrain_cuda_flash_forward<Half, Storage, HEAD>;
     DTRAIN_CUDA_TRY(dtrain_cuda_flash_allow(kernel, shape::shared_bytes));
     return DTRAIN_CUDA_RUN(device, "attention", kernel, (int64_t)order.pairs * order.tiles,
@@ -5650,7 +5914,7 @@ static dtrain_result dtrain_cuda_flash_run_side(dtrain_device *device,
 {
     typedef dtrain_cuda_flash_backward_shape<HEAD, KEYS> shape;
     const dtrain_cuda_flash_order order =
-        dtrain_cuda_flash_order_of(args->batch * args->heads, args->sequence, HEAD, shape::rows);
+        dtrain_cuda_flash_order_of(*args, HEAD, shape::rows, KEYS);
     const auto kernel = dtrain_cuda_flash_backward<Half, Storage, HEAD, KEYS>;
     DTRAIN_CUDA_TRY(dtrain_cuda_flash_allow(kernel, shape::shared_bytes));
     return DTRAIN_CUDA_RUN(
@@ -5699,14 +5963,15 @@ static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
 
 /* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: other head
  * sizes, fp32 arithmetic, pointers that are not 16-byte aligned, GPUs before Ampere or code for
- * them, little shared memory, and numbers of rows or columns whose products inside a tile may not
- * fit 32 bits. */
+ * them, little shared memory, numbers of rows or columns whose products inside a tile may not fit
+ * 32 bits, and heads of queries that cannot share those of keys equally: an error there. */
 template <typename Args>
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
 {
     const int64_t head = args->heads > 0 && args->n % args->heads == 0 ? args->n / args->heads : 0;
     const bool halves = args->dtype == DTRAIN_DTYPE_BF16 || args->dtype == DTRAIN_DTYPE_F16;
     const bool narrowed = args->dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_BF16;
+    if (args->kv_heads && (args->kv_heads < 0 || args->heads % args->kv_heads)) return false;
     return (head == 32 || head == 64 || head == 80 || head == 96 || head == 128) &&
            (halves || narrowed) && state->code_version >= 80 &&
            state->shared_limit >= dtrain_cuda_flash_backward_shape<128, true>::shared_bytes &&
@@ -7353,6 +7618,10 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_cross_entropy_backward,
                                           dtrain_cuda_pointwise,
                                           dtrain_cuda_pointwise_backward,
+                                          dtrain_cuda_softmax,
+                                          dtrain_cuda_softmax_backward,
+                                          dtrain_cuda_rotary,
+                                          dtrain_cuda_permute,
                                           dtrain_cuda_add,
                                           dtrain_cuda_axpby,
                                           dtrain_cuda_dropout,

@@ -521,8 +521,8 @@ static void describe_attention(kernel *k)
 }
 static dtrain_result call_attention(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_attention_args a = {k->batch, k->sequence, k->heads, k->n,    k->causal,
-                               m[0],     m[1],        m[2],     k->dtype};
+    dtrain_attention_args a = {k->batch, k->sequence, k->heads, k->n,     k->causal,
+                               m[0],     m[1],        m[2],     k->dtype, 0};
     return device->ops->attention(device, &a);
 }
 
@@ -540,7 +540,7 @@ static void describe_attention_backward(kernel *k)
 static dtrain_result call_attention_backward(dtrain_device *device, const kernel *k, void *const *m)
 {
     dtrain_attention_backward_args a = {k->batch, k->sequence, k->heads, k->n, k->causal, m[0],
-                                        m[1],     m[2],        m[3],     m[4], k->dtype};
+                                        m[1],     m[2],        m[3],     m[4], k->dtype,  0};
     return device->ops->attention_backward(device, &a);
 }
 

@@ -100,6 +100,8 @@ extern "C" {
 #include "tape/op.c"
 #include "tape/backward.c"
 #include "tape/layers.c"
+#include "tape/attention.c"
+#include "tape/shapes.c"
 #include "tape/batchnorm.c"
 #include "tape/convolution.c"
 #include "tape/pointwise.c"

@@ -12,6 +12,7 @@
 #include "device/cuda/gemm.cuh"
 #include "device/cuda/layernorm.cuh"
 #include "device/cuda/tokens.cuh"
+#include "device/cuda/rows.cuh"
 #include "device/cuda/attention_gemm.cuh"
 #include "device/cuda/flash.cuh"
 #include "device/cuda/sparse.cuh"

@@ -112,9 +112,14 @@ typedef struct dtrain_embedding_backward_args {
 } dtrain_embedding_backward_args;
 
 /* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
- * Gimelshein 2018; Dao et al., FlashAttention, 2022). qkv (batch*sequence, 3*n) holds q, k, v of
- * all heads side by side; head h owns columns [h*n/heads, (h+1)*n/heads) of each. Scores are
- * scaled by 1/sqrt(n/heads). lse (batch, heads, sequence) keeps log-sum-exp of each row. */
+ * Gimelshein 2018; Dao et al., FlashAttention, 2022). A row of qkv holds q, k, v of all heads side
+ * by side, each head d = n/heads elements:
+ *
+ *     | q: heads * d = n | k: kv_heads * d | v: kv_heads * d |
+ *
+ * With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023) head h takes
+ * those of head h / (heads/kv_heads). Scores are scaled by 1/sqrt(d). lse (batch, heads, sequence)
+ * keeps log-sum-exp of each row. */
 typedef struct dtrain_attention_args {
     int64_t batch, sequence, heads, n;
     bool causal;
@@ -122,6 +127,7 @@ typedef struct dtrain_attention_args {
     void *y;            /* (batch*sequence, n) */
     float *lse;         /* (batch, heads, sequence) */
     dtrain_dtype dtype; /* of qkv and y */
+    int64_t kv_heads;   /* divides heads; 0 = heads */
 } dtrain_attention_args;
 
 typedef struct dtrain_attention_backward_args {
@@ -130,8 +136,9 @@ typedef struct dtrain_attention_backward_args {
     const void *qkv, *y;
     const float *lse;
     const void *d_y;
-    void *d_qkv;        /* (batch*sequence, 3*n), overwritten */
+    void *d_qkv;        /* as qkv, overwritten */
     dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
+    int64_t kv_heads;   /* as above */
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing
@@ -167,6 +174,50 @@ typedef struct dtrain_cross_entropy_backward_args {
     int64_t classes;       /* as above */
     float smoothing;       /* as above */
 } dtrain_cross_entropy_backward_args;
+
+/* Softmax over the last axis. */
+typedef struct dtrain_softmax_args {
+    int64_t rows, n;
+    const void *x;
+    void *y;            /* (rows,n), not x */
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_softmax_args;
+
+/* d_x = y (d_y - sum of d_y y over the row). */
+typedef struct dtrain_softmax_backward_args {
+    int64_t rows, n;
+    bool accumulate;
+    const void *y, *d_y;
+    void *d_x;          /* (rows,n), none of the others */
+    dtrain_dtype dtype; /* of y, d_y, d_x */
+} dtrain_softmax_backward_args;
+
+/* Rotary position embedding (Su et al., "RoFormer", 2021) in the form of Llama: element i of the
+ * first half of a head and element i of its second half are turned as a pair,
+ *
+ *     y1 = x1 cos - x2 sin     y2 = x2 cos + x1 sin     angle = position * theta^(-2 i / d)
+ *
+ * with the position row % sequence and d the size of a head, which is even. Heads from `rotated` on
+ * are copied. inverse turns back, which is the backward pass. */
+typedef struct dtrain_rotary_args {
+    int64_t rows, sequence, heads, rotated, d;
+    float theta;
+    bool inverse, accumulate;
+    const void *x;      /* (rows, heads*d) */
+    void *y;            /* (rows, heads*d), not x */
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_rotary_args;
+
+/* y, contiguous, of elements of x:
+ *     y[i,j,k,l] = x[i step[0] + j step[1] + k step[2] + l step[3]]. */
+typedef struct dtrain_permute_args {
+    int64_t shape[4]; /* of y */
+    int64_t step[4];  /* elements of x between neighbours of y on each axis */
+    bool accumulate;
+    const void *x;
+    void *y;            /* not x */
+    dtrain_dtype dtype; /* of x and y */
+} dtrain_permute_args;
 
 /* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
  * element, used for all; and x NULL is the constant 1. */
@@ -542,6 +593,10 @@ struct dtrain_device_ops {
                                             const dtrain_cross_entropy_backward_args *);
     dtrain_result (*pointwise)(dtrain_device *, const dtrain_pointwise_args *);
     dtrain_result (*pointwise_backward)(dtrain_device *, const dtrain_pointwise_backward_args *);
+    dtrain_result (*softmax)(dtrain_device *, const dtrain_softmax_args *);
+    dtrain_result (*softmax_backward)(dtrain_device *, const dtrain_softmax_backward_args *);
+    dtrain_result (*rotary)(dtrain_device *, const dtrain_rotary_args *);
+    dtrain_result (*permute)(dtrain_device *, const dtrain_permute_args *);
     dtrain_result (*add)(dtrain_device *, const dtrain_add_args *);
     dtrain_result (*axpby)(dtrain_device *, const dtrain_axpby_args *);
     dtrain_result (*dropout)(dtrain_device *, const dtrain_dropout_args *);

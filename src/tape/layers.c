@@ -1,4 +1,4 @@
-/* Layers: linear, layer normalisation, embedding, attention
+/* Layers: linear, normalisation, embedding
  *
  * Each is the three functions of a dtrain_op_desc, its DTRAIN__OP line and the public call. The
  * arguments of the forward kernel are filled by prepare and kept with the node: forward passes them
@@ -8,16 +8,15 @@
  *
  *     linear          x; with GELU or SiLU the value before it, with ReLU the output
  *     norms           x (or the sum that it normalises), mean and rstd of each row
- *     embedding       tokens
- *     attention       qkv, y, log-sum-exp of each row and head */
+ *     embedding       tokens */
 
 #include "core/platform_internal.h"
 #include "tape/ops.h"
 #include "tape/tape_internal.h"
 
 /* Make the output with x's shape and n in the last axis. */
-static void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
-                                dtrain_dtype dtype)
+DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
+                                         dtrain_dtype dtype)
 {
     int64_t shape[4];
     memcpy(shape, x->shape, sizeof shape);
@@ -390,76 +389,4 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
     dtrain_param *const params[2] = {token, position};
     return dtrain_tape_apply(tape, &dtrain__embedding_op, &tokens, 1, params, position ? 2 : 1,
                              NULL, sizeof(dtrain_embedding_args));
-}
-
-/* ---- Attention
- *
- * With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
- *
- *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q */
-
-static dtrain_result dtrain__attention_prepare(dtrain_op *op)
-{
-    dtrain_attention_args *args = (dtrain_attention_args *)op->args;
-    const dtrain_tensor *qkv = op->inputs[0];
-    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width, n = width / 3;
-    char text[DTRAIN__SHAPE_TEXT];
-    if (args->sequence < 1 || rows % args->sequence || args->heads < 1 || width % 3 ||
-        n % args->heads)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_attention: qkv %s does not divide into sequences of %lld rows "
-                           "and 3 x %lld heads",
-                           dtrain__shape_text(qkv->shape, text), (long long)args->sequence,
-                           (long long)args->heads);
-    args->dtype = (dtrain_dtype)qkv->dtype;
-    dtrain__output_like(op, qkv, n, args->dtype);
-    args->batch = rows / args->sequence;
-    args->n = n;
-    args->qkv = op->input_data[0];
-    args->y = op->output_data[0];
-    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows * args->heads);
-    return DTRAIN_OK;
-}
-
-static dtrain_result dtrain__attention_forward(dtrain_op *op)
-{
-    return op->device->ops->attention(op->device, (const dtrain_attention_args *)op->args);
-}
-
-static dtrain_result dtrain__attention_backward(dtrain_op *op)
-{
-    const dtrain_attention_args *forward = (const dtrain_attention_args *)op->args;
-    dtrain_attention_backward_args args;
-    void *d_qkv = dtrain_op_input_grad(op, 0, NULL); /* the kernel can only overwrite */
-    if (!d_qkv) return op->tape->error;
-    memset(&args, 0, sizeof args);
-    args.batch = forward->batch;
-    args.sequence = forward->sequence;
-    args.heads = forward->heads;
-    args.n = forward->n;
-    args.causal = forward->causal;
-    args.qkv = forward->qkv;
-    args.y = forward->y;
-    args.lse = forward->lse;
-    args.d_y = op->outputs[0]->grad;
-    args.d_qkv = d_qkv;
-    args.dtype = forward->dtype;
-    return op->device->ops->attention_backward(op->device, &args);
-}
-
-DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
-           DTRAIN_CHECKPOINT_ATTENTION, 0, false)
-
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags)
-{
-    dtrain_attention_args args;
-    memset(&args, 0, sizeof args);
-    args.sequence = sequence;
-    args.heads = heads;
-    args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
-    if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
-    return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
 }

@@ -66,6 +66,32 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
 DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
                                            int64_t heads, uint32_t flags);
 
+/* Apply attention with fewer heads of keys and values than of queries, which divide them: a row of
+ * qkv holds `heads` heads of q, kv_heads of k and kv_heads of v side by side, and head h of q meets
+ * head h / (heads / kv_heads) of the others (Ainslie et al., "GQA", 2023). The result has the
+ * columns of q. With kv_heads = heads it is dtrain_attention. */
+DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
+                                                   int64_t sequence, int64_t heads,
+                                                   int64_t kv_heads, uint32_t flags);
+/* Turn pairs of elements by angles that grow with the position, 0 to sequence - 1 (Su et al.,
+ * "RoFormer", 2021), in Llama's form: element i of a head of d goes with element i + d/2, and their
+ * angle is position * theta^(-2 i / d). x (batch*sequence, heads*d); of its heads the first
+ * `rotated` are turned, 0 = all: of a row for dtrain_grouped_attention, those of q and k. */
+DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
+                                        int64_t heads, int64_t rotated, float theta);
+/* Apply softmax to the last axis. */
+DTRAIN_API dtrain_tensor *dtrain_softmax(dtrain_tape *tape, dtrain_tensor *x);
+
+/* Multiply matrices, (..., m, k) (..., k, n) -> (..., m, n), one by one for equal leading axes; b
+ * (k, n) is multiplied with all rows of a. */
+DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b);
+/* Copy x to a tensor of another shape with as many elements, in the same order; one length may be
+ * -1, what is left. */
+DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
+                                         const int64_t *shape);
+/* Copy x with its axes in another order: axis i of the result is axis axes[i] of x. */
+DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes);
+
 /* Axis 0 is the height, axis 1 the width. Zeros are the defaults: stride 1, padding 0, dilation 1,
  * one group. */
 typedef struct dtrain_conv2d_desc {

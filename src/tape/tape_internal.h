@@ -184,6 +184,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t co
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
 
+/* tape/layers.c */
+DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
+                                         dtrain_dtype dtype);
+
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
 

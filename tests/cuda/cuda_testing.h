@@ -42,19 +42,19 @@ static void *gpu_take(size_t bytes, size_t shift)
     return (char *)memory + shift;
 }
 
-static void gpu_write(void *device, const void *host, size_t bytes)
+static inline void gpu_write(void *device, const void *host, size_t bytes)
 {
     CHECK(gpu->ops->copy(gpu, device, host, bytes, DTRAIN_COPY_HOST_TO_DEVICE) == DTRAIN_OK);
 }
 
-static void *gpu_give(const void *host, size_t bytes, size_t shift)
+static inline void *gpu_give(const void *host, size_t bytes, size_t shift)
 {
     void *device = gpu_take(bytes, shift);
     gpu_write(device, host, bytes);
     return device;
 }
 
-static void gpu_read(void *host, const void *device, size_t bytes)
+static inline void gpu_read(void *host, const void *device, size_t bytes)
 {
     CHECK_MSG(gpu->ops->copy(gpu, host, device, bytes, DTRAIN_COPY_DEVICE_TO_HOST) == DTRAIN_OK,
               "%s", dtrain_last_error());

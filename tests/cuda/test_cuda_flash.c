@@ -232,8 +232,8 @@ static dtrain_result run_forward(const attention_case *it, results *out)
     const size_t element = dtrain_dtype_bytes(is->dtype);
     const size_t y_bytes = ((size_t)(it->tokens * it->n) + GUARD) * element,
                  lse_bytes = ((size_t)it->rows + GUARD) * 4;
-    dtrain_attention_args args = {is->batch, is->sequence, is->heads, it->n,    is->causal,
-                                  NULL,      NULL,         NULL,      is->dtype};
+    dtrain_attention_args args = {is->batch, is->sequence, is->heads, it->n,     is->causal,
+                                  NULL,      NULL,         NULL,      is->dtype, 0};
     dtrain_result result;
     out->y = (char *)with_guard(it->tokens * it->n, element);
     out->lse = (float *)with_guard(it->rows, sizeof(float));
@@ -258,7 +258,7 @@ static dtrain_result run_backward(const attention_case *it, results *out)
     const size_t d_bytes = 3 * bytes + GUARD * element;
     dtrain_attention_backward_args args = {is->batch,  is->sequence, is->heads, it->n,
                                            is->causal, NULL,         NULL,      NULL,
-                                           NULL,       NULL,         is->dtype};
+                                           NULL,       NULL,         is->dtype, 0};
     char *y = (char *)malloc(bytes + 1);
     float *lse = (float *)malloc((size_t)it->rows * sizeof(float) + 1);
     dtrain_result result;
@@ -531,8 +531,8 @@ static void test_paths(void)
         it = make_case(is, 1, 1, false);
         const size_t bytes = (size_t)(it.tokens * it.n) * element;
         char *y = (char *)malloc(bytes);
-        dtrain_attention_args args = {is.batch, is.sequence, is.heads, it.n,    true,
-                                      NULL,     NULL,        NULL,     is.dtype};
+        dtrain_attention_args args = {is.batch, is.sequence, is.heads, it.n,     true,
+                                      NULL,     NULL,        NULL,     is.dtype, 0};
         args.qkv = gpu_give(it.qkv, 3 * bytes, shift);
         args.y = gpu_take(bytes, shift);
         args.lse = (float *)gpu_take((size_t)it.rows * sizeof(float), 0);
@@ -580,10 +580,10 @@ static void test_empty(void)
 {
     gpu_open();
     for (int batch = 0; batch < 2; batch++) {
-        dtrain_attention_args args = {batch, batch ? 0 : 8,    2, 128, true, NULL, NULL,
-                                      NULL,  DTRAIN_DTYPE_BF16};
+        dtrain_attention_args args = {batch, batch ? 0 : 8,     2, 128, true, NULL, NULL,
+                                      NULL,  DTRAIN_DTYPE_BF16, 0};
         dtrain_attention_backward_args back = {
-            batch, batch ? 0 : 8, 2, 128, true, NULL, NULL, NULL, NULL, NULL, DTRAIN_DTYPE_BF16};
+            batch, batch ? 0 : 8, 2, 128, true, NULL, NULL, NULL, NULL, NULL, DTRAIN_DTYPE_BF16, 0};
         CHECK_MSG(gpu->ops->attention(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
         CHECK_MSG(gpu->ops->attention_backward(gpu, &back) == DTRAIN_OK, "%s", dtrain_last_error());
     }

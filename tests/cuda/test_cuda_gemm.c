@@ -1082,7 +1082,8 @@ static void test_batches_refused(void)
                                       gpu_give(qkv, BATCH * T * 3 * N * 4, 0),
                                       gpu_take(sizeof y[0], 0),
                                       (float *)gpu_take(BATCH * HEADS * T * 4, 0),
-                                      DTRAIN_DTYPE_F32};
+                                      DTRAIN_DTYPE_F32,
+                                      0};
         dtrain_emulation_inject(DTRAIN_EMULATION_REFUSE_MATMUL, refused ? 2 : 0);
         CHECK_MSG(gpu->ops->attention(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
         gpu_read(y[refused], args.y, sizeof y[0]);

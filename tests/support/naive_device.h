@@ -291,21 +291,30 @@ static dtrain_result naive_embedding_backward(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-/* q . k of head h, positions t and u of sequence b */
-static double naive_score(const void *qkv, dtrain_dtype dtype, int64_t n, int64_t heads,
-                          int64_t row_t, int64_t row_u, int64_t h)
+/* Where element j of head h begins in a row of q (part 0), k (1) or v (2). */
+static int64_t naive_part(int64_t row, int64_t n, int64_t heads, int64_t kv_heads, int64_t h,
+                          int part)
 {
-    int64_t d = n / heads;
+    const int64_t d = n / heads, kv = kv_heads ? kv_heads : heads, width = n + 2 * kv * d;
+    if (part == 0) return row * width + h * d;
+    return row * width + n + (part - 1) * kv * d + h * kv / heads * d;
+}
+
+/* q . k of two rows */
+static double naive_score(const dtrain_attention_args *a, int64_t row_t, int64_t row_u, int64_t h)
+{
+    const int64_t d = a->n / a->heads, q = naive_part(row_t, a->n, a->heads, a->kv_heads, h, 0),
+                  k = naive_part(row_u, a->n, a->heads, a->kv_heads, h, 1);
     double sum = 0;
     for (int64_t j = 0; j < d; j++)
-        sum += naive_get(qkv, dtype, row_t * 3 * n + h * d + j) *
-               naive_get(qkv, dtype, row_u * 3 * n + n + h * d + j);
+        sum += naive_get(a->qkv, a->dtype, q + j) * naive_get(a->qkv, a->dtype, k + j);
     return sum / sqrt((double)d);
 }
 
 static dtrain_result naive_attention(dtrain_device *device, const dtrain_attention_args *a)
 {
     const int64_t T = a->sequence, n = a->n, d = n / a->heads;
+    double *p = (double *)malloc((size_t)(T + 1) * sizeof *p);
     (void)device;
     for (int64_t b = 0; b < a->batch; b++)
         for (int64_t h = 0; h < a->heads; h++)
@@ -313,52 +322,54 @@ static dtrain_result naive_attention(dtrain_device *device, const dtrain_attenti
                 const int64_t end = a->causal ? t + 1 : T, row = b * T + t;
                 double sum = 0;
                 for (int64_t u = 0; u < end; u++)
-                    sum += exp(naive_score(a->qkv, a->dtype, n, a->heads, row, b * T + u, h));
+                    sum += p[u] = exp(naive_score(a, row, b * T + u, h));
                 a->lse[(b * a->heads + h) * T + t] = (float)log(sum);
                 for (int64_t j = 0; j < d; j++) {
                     double y = 0;
                     for (int64_t u = 0; u < end; u++)
-                        y += exp(naive_score(a->qkv, a->dtype, n, a->heads, row, b * T + u, h)) /
-                             sum *
-                             naive_get(a->qkv, a->dtype, (b * T + u) * 3 * n + 2 * n + h * d + j);
+                        y += p[u] / sum *
+                             naive_get(a->qkv, a->dtype,
+                                       naive_part(b * T + u, n, a->heads, a->kv_heads, h, 2) + j);
                     naive_put(a->y, a->dtype, row * n + h * d + j, y);
                 }
             }
+    free(p);
     return DTRAIN_OK;
 }
 
 static dtrain_result naive_attention_backward(dtrain_device *device,
                                               const dtrain_attention_backward_args *a)
 {
-    const int64_t T = a->sequence, n = a->n, d = n / a->heads;
-    (void)device;
-    const int64_t count = a->batch * T * 3 * n;
+    const int64_t T = a->sequence, n = a->n, d = n / a->heads, kv = a->kv_heads;
+    const int64_t count = a->batch * T * (n + 2 * (kv ? kv : a->heads) * d);
+    const dtrain_attention_args forward = {a->batch, T,    a->heads, n,        a->causal,
+                                           a->qkv,   NULL, NULL,     a->dtype, kv};
     double *d_qkv = (double *)calloc((size_t)count + 1, sizeof *d_qkv);
+    (void)device;
     for (int64_t b = 0; b < a->batch; b++)
         for (int64_t h = 0; h < a->heads; h++)
             for (int64_t t = 0; t < T; t++) {
                 const int64_t row = b * T + t, end = a->causal ? t + 1 : T;
+                const int64_t q = naive_part(row, n, a->heads, kv, h, 0);
                 double dot = 0; /* d_y . y = sum over u of p d_p */
                 for (int64_t j = h * d; j < (h + 1) * d; j++)
                     dot += naive_get(a->d_y, a->dtype, row * n + j) *
                            naive_get(a->y, a->dtype, row * n + j);
                 for (int64_t u = 0; u < end; u++) {
-                    const int64_t other = b * T + u;
-                    double d_p = 0,
-                           p = exp(naive_score(a->qkv, a->dtype, n, a->heads, row, other, h) -
-                                   (double)a->lse[(b * a->heads + h) * T + t]);
-                    for (int64_t j = h * d; j < (h + 1) * d; j++) {
-                        d_p += naive_get(a->d_y, a->dtype, row * n + j) *
-                               naive_get(a->qkv, a->dtype, other * 3 * n + 2 * n + j);
-                        d_qkv[other * 3 * n + 2 * n + j] +=
-                            (p * naive_get(a->d_y, a->dtype, row * n + j));
+                    const int64_t k = naive_part(b * T + u, n, a->heads, kv, h, 1);
+                    const int64_t v = naive_part(b * T + u, n, a->heads, kv, h, 2);
+                    const double p = exp(naive_score(&forward, row, b * T + u, h) -
+                                         (double)a->lse[(b * a->heads + h) * T + t]);
+                    double d_p = 0;
+                    for (int64_t j = 0; j < d; j++) {
+                        const double d_y = naive_get(a->d_y, a->dtype, row * n + h * d + j);
+                        d_p += d_y * naive_get(a->qkv, a->dtype, v + j);
+                        d_qkv[v + j] += p * d_y;
                     }
-                    double d_score = p * (d_p - dot) / sqrt((double)d);
-                    for (int64_t j = h * d; j < (h + 1) * d; j++) {
-                        d_qkv[row * 3 * n + j] +=
-                            (d_score * naive_get(a->qkv, a->dtype, other * 3 * n + n + j));
-                        d_qkv[other * 3 * n + n + j] +=
-                            (d_score * naive_get(a->qkv, a->dtype, row * 3 * n + j));
+                    const double d_score = p * (d_p - dot) / sqrt((double)d);
+                    for (int64_t j = 0; j < d; j++) {
+                        d_qkv[q + j] += d_score * naive_get(a->qkv, a->dtype, k + j);
+                        d_qkv[k + j] += d_score * naive_get(a->qkv, a->dtype, q + j);
                     }
                 }
             }
@@ -409,6 +420,72 @@ static dtrain_result naive_cross_entropy(dtrain_device *device, const dtrain_cro
         a->rows,     a->n, a->scale, a->logits,  a->targets,  a->lse,
         a->d_logits, NULL, a->dtype, a->classes, a->smoothing};
     return naive_cross_entropy_backward(device, &backward);
+}
+
+static dtrain_result naive_softmax(dtrain_device *device, const dtrain_softmax_args *a)
+{
+    (void)device;
+    for (int64_t i = 0; i < a->rows; i++) {
+        double sum = 0, top = -INFINITY;
+        for (int64_t j = 0; j < a->n; j++) top = fmax(top, naive_get(a->x, a->dtype, i * a->n + j));
+        for (int64_t j = 0; j < a->n; j++)
+            sum += exp(naive_get(a->x, a->dtype, i * a->n + j) - top);
+        for (int64_t j = 0; j < a->n; j++)
+            naive_put(a->y, a->dtype, i * a->n + j,
+                      exp(naive_get(a->x, a->dtype, i * a->n + j) - top) / sum);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result naive_softmax_backward(dtrain_device *device,
+                                            const dtrain_softmax_backward_args *a)
+{
+    (void)device;
+    for (int64_t i = 0; i < a->rows; i++)
+        for (int64_t j = 0; j < a->n; j++) {
+            const double y = naive_get(a->y, a->dtype, i * a->n + j);
+            double d_x = a->accumulate ? naive_get(a->d_x, a->dtype, i * a->n + j) : 0;
+            for (int64_t k = 0; k < a->n; k++) /* d y[k] / d x[j] */
+                d_x += naive_get(a->d_y, a->dtype, i * a->n + k) * y *
+                       ((k == j) - naive_get(a->y, a->dtype, i * a->n + k));
+            naive_put(a->d_x, a->dtype, i * a->n + j, d_x);
+        }
+    return DTRAIN_OK;
+}
+
+static dtrain_result naive_rotary(dtrain_device *device, const dtrain_rotary_args *a)
+{
+    const int64_t half = a->d / 2;
+    (void)device;
+    for (int64_t i = 0; i < a->rows * a->heads * a->d; i++) {
+        const int64_t column = i % a->d, head = i / a->d % a->heads, row = i / a->d / a->heads;
+        const bool low = column < half;
+        const double x = naive_get(a->x, a->dtype, i);
+        const double other = naive_get(a->x, a->dtype, low ? i + half : i - half);
+        double angle = (double)(row % a->sequence) /
+                       pow((double)a->theta, 2 * (double)(column % half) / (double)a->d);
+        if (a->inverse) angle = -angle;
+        double y = a->accumulate ? naive_get(a->y, a->dtype, i) : 0;
+        y += head >= a->rotated ? x : x * cos(angle) + (low ? -other : other) * sin(angle);
+        naive_put(a->y, a->dtype, i, y);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result naive_permute(dtrain_device *device, const dtrain_permute_args *a)
+{
+    int64_t at = 0;
+    (void)device;
+    for (int64_t i = 0; i < a->shape[0]; i++)
+        for (int64_t j = 0; j < a->shape[1]; j++)
+            for (int64_t k = 0; k < a->shape[2]; k++)
+                for (int64_t l = 0; l < a->shape[3]; l++, at++)
+                    naive_put(a->y, a->dtype, at,
+                              (a->accumulate ? naive_get(a->y, a->dtype, at) : 0) +
+                                  naive_get(a->x, a->dtype,
+                                            i * a->step[0] + j * a->step[1] + k * a->step[2] +
+                                                l * a->step[3]));
+    return DTRAIN_OK;
 }
 
 static dtrain_result naive_add(dtrain_device *device, const dtrain_add_args *a)
@@ -718,6 +795,10 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.cross_entropy_backward = naive_cross_entropy_backward;
     ops.pointwise = naive_pointwise;
     ops.pointwise_backward = naive_pointwise_backward;
+    ops.softmax = naive_softmax;
+    ops.softmax_backward = naive_softmax_backward;
+    ops.rotary = naive_rotary;
+    ops.permute = naive_permute;
     ops.add = naive_add;
     ops.axpby = naive_axpby;
     ops.dropout = naive_dropout;

@@ -937,14 +937,14 @@ static void attention_case(shape s, float scale, bool differences)
     for (int t = 1; t <= THREADS; t++) {
         dtrain_device *dev = devices[t];
         float *fy = floats(rows * n), *fl = floats(lses), *g = floats(count);
-        const dtrain_attention_args a = {s.batch, s.sequence, s.heads,         n, s.causal, qkv,
-                                         fy,      fl,         DTRAIN_DTYPE_F32};
+        const dtrain_attention_args a = {s.batch, s.sequence, s.heads,          n, s.causal, qkv,
+                                         fy,      fl,         DTRAIN_DTYPE_F32, 0};
         CHECK(!dev->ops->attention(dev, &a));
         /* scores grow with scale^2 and their rounding with them, before the exponential */
         CHECK(close_to(fy, y, rows * n, 1e-5 * (double)(1 + scale * scale)));
         CHECK(close_to(fl, lse, lses, 2e-6));
         const dtrain_attention_backward_args b = {
-            s.batch, s.sequence, s.heads, n, s.causal, qkv, fy, fl, d_y, g, DTRAIN_DTYPE_F32};
+            s.batch, s.sequence, s.heads, n, s.causal, qkv, fy, fl, d_y, g, DTRAIN_DTYPE_F32, 0};
         CHECK(!dev->ops->attention_backward(dev, &b));
         if (scale < 10) CHECK(close_to(g, d, count, 1e-5 * (double)(1 + scale * scale)));
         else
@@ -976,7 +976,7 @@ static void test_attention(void)
     const shape s = {1, 100, 2, 16, true};
     attention_case(s, 50, false); /* scores near 1e4 */
     float x;
-    const dtrain_attention_args bad = {1, 1, 3, 4, true, &x, &x, &x, DTRAIN_DTYPE_F32};
+    const dtrain_attention_args bad = {1, 1, 3, 4, true, &x, &x, &x, DTRAIN_DTYPE_F32, 0};
     CHECK(devices[1]->ops->attention(devices[1], &bad) == DTRAIN_ERROR_ARGUMENT);
 }
 

@@ -391,29 +391,74 @@ static void test_embedding(void)
         }
 }
 
+/* As many heads of keys as of queries, half as many, one. */
 static void test_attention(void)
 {
-    enum { BATCH = 2, T = 13, HEADS = 3, N = 24 };
+    enum { BATCH = 2, T = 13, HEADS = 4, SIZE = 6, N = HEADS * SIZE };
     for (int t = 0; t < TYPES; t++)
-        for (int causal = 0; causal < 2; causal++) {
-            pair *qkv = noise(BATCH * T * 3 * N, types[t], 1),
+        for (int options = 0; options < 6; options++) {
+            const bool causal = options & 1;
+            const int64_t kv_heads = options / 2 ? options / 2 : HEADS;
+            const int64_t width = N + 2 * kv_heads * SIZE, given = options / 2; /* 0: all */
+            pair *qkv = noise(BATCH * T * width, types[t], 1),
                  *y = noise(BATCH * T * N, types[t], 1);
             pair *lse = noise(BATCH * HEADS * T, DTRAIN_DTYPE_F32, 1),
                  *d_y = noise(BATCH * T * N, types[t], 1);
-            pair *d_qkv = noise(BATCH * T * 3 * N, types[t], 1);
+            pair *d_qkv = noise(BATCH * T * width, types[t], 1);
             ON_BOTH(attention, args,
-                    {BATCH, T, HEADS, N, causal != 0, any(qkv, side), any(y, side), f32(lse, side),
-                     types[t]})
+                    {BATCH, T, HEADS, N, causal, any(qkv, side), any(y, side), f32(lse, side),
+                     types[t], given})
             same(y, 2e-5, "attention");
             same(lse, 2e-5, "log-sum-exp");
             memcpy(any(y, 0), any(y, 1),
                    (size_t)(y->count * (types[t] > DTRAIN_DTYPE_F32 ? 2 : 4)));
             ON_BOTH(attention_backward, back,
-                    {BATCH, T, HEADS, N, causal != 0, any(qkv, side), any(y, side), f32(lse, side),
-                     any(d_y, side), any(d_qkv, side), types[t]})
+                    {BATCH, T, HEADS, N, causal, any(qkv, side), any(y, side), f32(lse, side),
+                     any(d_y, side), any(d_qkv, side), types[t], given})
             same(d_qkv, 1e-4, "d_qkv");
             release();
         }
+}
+
+/* Softmax, rotary embedding, permuted axes: every type, gradients overwritten and added to. */
+static void test_rows(void)
+{
+    enum { ROWS = 12, HEADS = 5, SIZE = 22, N = HEADS * SIZE };
+    for (int t = 0; t < TYPES; t++)
+        for (int options = 0; options < 8; options++) {
+            const bool add = options & 1, inverse = options & 2;
+            pair *x = noise(ROWS * N, types[t], 2), *y = noise(ROWS * N, types[t], 1);
+            pair *d = noise(ROWS * N, types[t], 1);
+            ON_BOTH(softmax, args, {ROWS, N, any(x, side), any(y, side), types[t]})
+            same(y, 1e-6, "softmax");
+            memcpy(any(y, 0), any(y, 1),
+                   (size_t)(ROWS * N * (types[t] > DTRAIN_DTYPE_F32 ? 2 : 4)));
+            ON_BOTH(softmax_backward, back,
+                    {ROWS, N, add, any(y, side), any(x, side), any(d, side), types[t]})
+            same(d, 2e-6, "softmax backward");
+            ON_BOTH(rotary, turn,
+                    {ROWS, options & 4 ? 3 : 30, HEADS, options & 4 ? 4 : HEADS, SIZE, 500, inverse,
+                     add, any(x, side), any(y, side), types[t]})
+            same(y, 2e-6, "rotary");
+            ON_BOTH(permute, order,
+                    {{HEADS, 3, 4, SIZE},
+                     {SIZE, 4 * N, N, 1},
+                     add,
+                     any(x, side),
+                     any(d, side),
+                     types[t]})
+            same(d, 1e-6, "rows permuted");
+            ON_BOTH(permute, odd,
+                    {{1, N, 3, 4}, {0, 1, N, 3 * N}, add, any(x, side), any(y, side), types[t]})
+            same(y, 1e-6, "columns permuted");
+            release();
+        }
+    float x[8] = {0}, y[8];
+    dtrain_rotary_args bad = {1, 1, 2, 3, 4, 100, false, false, x, y, DTRAIN_DTYPE_F32};
+    CHECK(cpu->ops->rotary(cpu, &bad) == DTRAIN_ERROR_ARGUMENT);
+    bad.rotated = 2, bad.d = 3;
+    CHECK(cpu->ops->rotary(cpu, &bad) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "rotary: heads of 3 elements") != NULL);
 }
 
 static void test_cross_entropy(void)
@@ -682,6 +727,7 @@ int main(int argc, char **argv)
     RUN(test_pointwise);
     RUN(test_embedding);
     RUN(test_attention);
+    RUN(test_rows);
     RUN(test_cross_entropy);
     RUN(test_elementwise);
     RUN(test_sums);

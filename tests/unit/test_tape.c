@@ -986,7 +986,7 @@ static void test_errors(void)
     CHECK(!dtrain_embedding(tape, IDS, ok, &short_position));
     expect_error(tape, argument, "dtrain_embedding", "has 2 positions, the tokens 3");
     CHECK(!dtrain_attention(tape, X, 3, 2, 0));
-    expect_error(tape, argument, "dtrain_attention: qkv (6, 16)", "3 x 2 heads");
+    expect_error(tape, argument, "dtrain_attention: qkv (6, 16)", "2 + 2 x 2 heads");
     CHECK(!dtrain_attention(tape, X, 3, 2, 8));
     expect_error(tape, argument, "dtrain_attention", "flags 0x8");
     CHECK(!dtrain_add(tape, X, dtrain_linear(tape, X, ok, NULL, DTRAIN_ACTIVATION_NONE)));

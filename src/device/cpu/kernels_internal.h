@@ -32,10 +32,11 @@ typedef struct dtrain__job {
     X(activate) X(activation_backward) X(layernorm) X(layernorm_backward)            \
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
-    X(pointwise_backward) X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw)      \
-    X(sgd) X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)               \
-    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
-    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(pointwise_backward) X(softmax) X(softmax_backward) X(rotary) X(permute)        \
+    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)             \
+    X(batchnorm_moments) X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)        \
+    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                \
+    X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows

@@ -113,22 +113,29 @@ static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence
     return dtrain__multiple(floats, DTRAIN__LINE);
 }
 
-/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head. Items are
- * of unequal cost; each thread has the buffers of one. */
+/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head of keys
+ * with all the heads of queries that share it. Items are of unequal cost; each thread has the
+ * buffers of one. */
 static dtrain_result dtrain__launch_attention(dtrain_device *device,
                                               const dtrain_attention_args *args,
                                               const dtrain_attention_backward_args *back)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const dtrain__attention_pass pass = {*args, back};
-    const int64_t heads = args->heads, count = args->batch * args->sequence * args->n;
+    const int64_t heads = args->heads, kv_heads = args->kv_heads ? args->kv_heads : heads;
+    const int64_t count = args->batch * args->sequence * args->n;
+    dtrain__attention_pass pass = {*args, back};
     const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
     if (heads <= 0 || args->n <= 0 || args->n % heads != 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "attention: %lld columns cannot be cut into %lld heads",
                            (long long)args->n, (long long)heads);
-    dtrain__job job =
-        dtrain__job_make(&pass, args->batch * heads * (back ? 1 : blocks), 1, args->dtype);
+    if (kv_heads < 1 || heads % kv_heads != 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld heads of queries cannot share %lld of keys equally",
+                           (long long)heads, (long long)kv_heads);
+    pass.forward.kv_heads = kv_heads;
+    const int64_t items = args->batch * (back ? kv_heads : heads * blocks);
+    dtrain__job job = dtrain__job_make(&pass, items, 1, args->dtype);
     job.dynamic = true;
     job.slot = dtrain__attention_slot(args->n, heads, args->sequence, back != NULL);
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
@@ -154,6 +161,7 @@ dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_bac
     forward.causal = args->causal;
     forward.qkv = args->qkv;
     forward.dtype = args->dtype;
+    forward.kv_heads = args->kv_heads;
     return dtrain__launch_attention(device, &forward, args);
 }
 
@@ -199,6 +207,50 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
     }
     return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->activation_backward, &all, all.n,
                               DTRAIN__LINE, args->rows * args->n, args->dtype);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax(dtrain_device *device,
+                                                  const dtrain_softmax_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    dtrain__job job = dtrain__job_make(args, args->rows, 1, args->dtype);
+    job.slot = dtrain__multiple(args->n, DTRAIN__LINE); /* a row */
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, cpu->kernels->softmax, args->rows * args->n);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax_backward(dtrain_device *device,
+                                                           const dtrain_softmax_backward_args *args)
+{
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->softmax_backward, args,
+                              args->rows, 1, args->rows * args->n, args->dtype);
+}
+
+/* A thread takes positions, and has cosine and sine of one. */
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_rotary(dtrain_device *device,
+                                                 const dtrain_rotary_args *args)
+{
+    dtrain__cpu *cpu = (dtrain__cpu *)device->state;
+    const int64_t positions = args->sequence < args->rows ? args->sequence : args->rows;
+    dtrain__job job = dtrain__job_make(args, positions, 1, args->dtype);
+    if (args->d < 2 || args->d % 2 || args->rotated > args->heads || args->sequence < 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "rotary: heads of %lld elements, %lld of %lld turned, sequences of "
+                           "%lld: expected an even size, no more heads than there are, and 1 row "
+                           "or more",
+                           (long long)args->d, (long long)args->rotated, (long long)args->heads,
+                           (long long)args->sequence);
+    job.slot = dtrain__multiple(args->d, DTRAIN__LINE);
+    DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
+    return dtrain__job_run(cpu, &job, cpu->kernels->rotary, args->rows * args->heads * args->d);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_permute(dtrain_device *device,
+                                                  const dtrain_permute_args *args)
+{
+    const int64_t rows = args->shape[0] * args->shape[1] * args->shape[2];
+    return dtrain__run_kernel(device, dtrain__cpu_kernels(device)->permute, args, rows, 1,
+                              rows * args->shape[3], args->dtype);
 }
 
 /* Check that the kind is known and that `other` is there exactly if the function has it. */

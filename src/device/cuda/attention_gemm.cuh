@@ -9,8 +9,10 @@
  *                D = rows of dY . Y                          dS = P (G - D)
  *                dV = P' dY        dQ = scale dS K           dK = scale dS' Q
  *
- * The products read q, k, v of a head where they lie in qkv (T,3n) and write dq, dk, dv in the same
- * layout: rows 3n apart, heads d apart. Nothing is permuted.
+ * The products read q, k, v of a head where they lie in qkv and write dq, dk, dv in the same
+ * layout: rows a row of qkv apart, heads d apart. Nothing is permuted. Heads of queries that share
+ * a head of keys are one pass: the products read the same K and V for each of them, and their parts
+ * of dK and dV, fp32 in scratch, are added up in order.
  *
  * Scratch holds S, and G in backward: (together,T,ld) fp32, with ld = T rounded up to 8, within 32
  * MiB unless a single head needs more; the L2 cache of a large GPU holds 32 MiB too. Scores are
@@ -27,6 +29,7 @@
 #include "device/cuda/device.cuh"
 #include "device/cuda/memory.cuh"
 #include "device/cuda/gemm_plan.cuh"
+#include "device/cuda/pointwise.cuh"
 
 #include <cublasLt.h>
 
@@ -42,6 +45,8 @@ enum {
 /* The heads [first, first + count) of batch element `batch`. */
 struct dtrain_cuda_heads {
     int64_t sequence, n, size, batch, first, count;
+    int64_t width, kv_n; /* columns of qkv, and of its k and v */
+    int64_t sharing;     /* heads of queries that share a head of keys */
     dtrain_dtype dtype;
     float scale;
 };
@@ -60,6 +65,19 @@ static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_cuda_heads 
     const int64_t offset = x->batch * x->sequence * width + column + x->first * x->size;
     char *const at = (char *)(uintptr_t)data + offset * (int64_t)dtrain_dtype_bytes(x->dtype);
     const dtrain_cuda_head_matrix matrix = {at, width, x->size};
+    return matrix;
+}
+
+/* Describe the part of k (part 1) or v (2) that the heads read: a matrix for each head or, where
+ * heads share it, one for all of this pass. */
+static dtrain_cuda_head_matrix dtrain_cuda_head_keys(const dtrain_cuda_heads *x, const void *data,
+                                                     int64_t part)
+{
+    dtrain_cuda_heads shared = *x;
+    shared.first = x->first / x->sharing;
+    dtrain_cuda_head_matrix matrix =
+        dtrain_cuda_head_columns(&shared, data, x->width, x->n + (part - 1) * x->kv_n);
+    if (x->sharing > 1) matrix.step = 0;
     return matrix;
 }
 
@@ -220,6 +238,41 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_
     }
 }
 
+/* ---- Sums over heads: parts (heads,T,d), fp32 -> dK or dV of the head that they share ---------*/
+
+struct dtrain_cuda_head_sum_op {
+    static constexpr int width = 1;
+    int64_t heads, step, columns, ld;
+    const float *parts;
+    dtrain_cuda_operand out;
+
+    template <int W> struct group {
+        float sum[W];
+    };
+    template <int W> __device__ void load(int64_t i, group<W> &g) const
+    {
+        for (int64_t head = 0; head < heads; head++) g.sum[0] += parts[head * step + i];
+    }
+    template <int W> __device__ void store(int64_t i, const group<W> &g) const
+    {
+        out.store(i / columns * ld + i % columns, g.sum);
+    }
+};
+
+static dtrain_result dtrain_cuda_head_add_up(dtrain_device *device, const dtrain_cuda_heads *x,
+                                             dtrain_cuda_head_matrix parts,
+                                             dtrain_cuda_head_matrix out)
+{
+    const dtrain_cuda_head_sum_op op = {x->count,
+                                        parts.step,
+                                        x->size,
+                                        out.ld,
+                                        (const float *)parts.data,
+                                        dtrain_cuda_operand_of(out.data, x->dtype)};
+    return dtrain_cuda_each(device, "attention_backward (shared heads)", op, x->sequence * x->size,
+                            false);
+}
+
 /* ---- Passes -----------------------------------------------------------------------------------*/
 
 template <typename T>
@@ -247,9 +300,9 @@ static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
                                                 int64_t ld)
 {
     const int64_t T = x->sequence, n = x->n, d = x->size;
-    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 0);
-    const dtrain_cuda_head_matrix k = dtrain_cuda_head_columns(x, args->qkv, 3 * n, n);
-    const dtrain_cuda_head_matrix v = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 2 * n);
+    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, x->width, 0);
+    const dtrain_cuda_head_matrix k = dtrain_cuda_head_keys(x, args->qkv, 1);
+    const dtrain_cuda_head_matrix v = dtrain_cuda_head_keys(x, args->qkv, 2);
     const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
     const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
     const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
@@ -267,12 +320,12 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
                                                          float *grads, int64_t ld)
 {
     const int64_t T = x->sequence, n = x->n, d = x->size;
-    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 0);
-    const dtrain_cuda_head_matrix k = dtrain_cuda_head_columns(x, args->qkv, 3 * n, n);
-    const dtrain_cuda_head_matrix v = dtrain_cuda_head_columns(x, args->qkv, 3 * n, 2 * n);
-    const dtrain_cuda_head_matrix d_q = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, 0);
-    const dtrain_cuda_head_matrix d_k = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, n);
-    const dtrain_cuda_head_matrix d_v = dtrain_cuda_head_columns(x, args->d_qkv, 3 * n, 2 * n);
+    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, x->width, 0);
+    const dtrain_cuda_head_matrix k = dtrain_cuda_head_keys(x, args->qkv, 1);
+    const dtrain_cuda_head_matrix v = dtrain_cuda_head_keys(x, args->qkv, 2);
+    const dtrain_cuda_head_matrix d_q = dtrain_cuda_head_columns(x, args->d_qkv, x->width, 0);
+    const dtrain_cuda_head_matrix d_k = dtrain_cuda_head_keys(x, args->d_qkv, 1);
+    const dtrain_cuda_head_matrix d_v = dtrain_cuda_head_keys(x, args->d_qkv, 2);
     const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
     const dtrain_cuda_head_matrix d_y = dtrain_cuda_head_columns(x, args->d_y, n, 0);
     const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
@@ -289,9 +342,19 @@ static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
         dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, d, DTRAIN_DTYPE_F32));
     DTRAIN_CUDA_TRY(
         DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_backward_as)(device, &softmax));
-    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, d_v, d, T, x->dtype));
     DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, 0, x->scale, d_s, k, d_q, d, T, x->dtype));
-    return dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, d_k, d, T, x->dtype);
+    if (x->sharing == 1) {
+        DTRAIN_CUDA_TRY(
+            dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, d_v, d, T, x->dtype));
+        return dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, d_k, d, T, x->dtype);
+    }
+    const dtrain_cuda_head_matrix parts = {grads + x->count * T * ld, d, T * d};
+    DTRAIN_CUDA_TRY(
+        dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, parts, d, T, DTRAIN_DTYPE_F32));
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_add_up(device, x, parts, d_v));
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, parts, d, T,
+                                              DTRAIN_DTYPE_F32));
+    return dtrain_cuda_head_add_up(device, x, parts, d_k);
 }
 
 /* Fill in what all passes share; Args is the argument struct of forward or backward. */
@@ -303,20 +366,30 @@ static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "attention: n is %lld, which %lld heads cannot share equally",
                            (long long)args->n, (long long)args->heads);
+    const int64_t kv_heads = args->kv_heads ? args->kv_heads : args->heads;
+    if (kv_heads < 1 || args->heads % kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld heads of queries cannot share %lld of keys equally",
+                           (long long)args->heads, (long long)kv_heads);
     memset(x, 0, sizeof *x);
     x->sequence = args->sequence;
     x->n = args->n;
     x->size = args->n / args->heads;
+    x->sharing = args->heads / kv_heads;
+    x->kv_n = kv_heads * x->size;
+    x->width = args->n + 2 * x->kv_n;
     x->dtype = args->dtype;
     x->scale = 1 / sqrtf((float)x->size);
     return DTRAIN_OK;
 }
 
-/* Choose how many heads a pass takes: as many as the scratch holds with `matrices` (T,ld) each,
- * evened out over the passes. */
-static int64_t dtrain_cuda_heads_together(int64_t heads, int64_t sequence, int64_t ld,
+/* Choose how many heads a pass takes: those that share keys or, where none do, as many as the
+ * scratch holds with `matrices` (T,ld) each, evened out over the passes. */
+static int64_t dtrain_cuda_heads_together(const dtrain_cuda_heads *x, int64_t heads, int64_t ld,
                                           int64_t matrices)
 {
+    const int64_t sequence = x->sequence;
+    if (x->sharing > 1) return x->sharing;
     const int64_t fit = DTRAIN_CUDA_SCORE_BYTES / (int64_t)sizeof(float) / matrices / ld / sequence;
     const int64_t passes = fit < 1 ? heads : (heads + fit - 1) / fit;
     return (heads + passes - 1) / passes;
@@ -332,7 +405,7 @@ static dtrain_result dtrain_cuda_attention_gemm(dtrain_device *device,
     void *scores = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_heads_of(args, &x));
     if (args->batch <= 0 || T <= 0) return DTRAIN_OK;
-    const int64_t together = dtrain_cuda_heads_together(args->heads, T, ld, 1);
+    const int64_t together = dtrain_cuda_heads_together(&x, args->heads, ld, 1);
     DTRAIN_CUDA_TRY(
         dtrain_cuda_scratch(device, (size_t)(together * T * ld) * sizeof(float), &scores));
     for (x.batch = 0; x.batch < args->batch; x.batch++)
@@ -351,9 +424,10 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
     void *scores = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_heads_of(args, &x));
     if (args->batch <= 0 || T <= 0) return DTRAIN_OK;
-    const int64_t together = dtrain_cuda_heads_together(args->heads, T, ld, 2);
-    DTRAIN_CUDA_TRY(
-        dtrain_cuda_scratch(device, (size_t)(2 * together * T * ld) * sizeof(float), &scores));
+    const int64_t together = dtrain_cuda_heads_together(&x, args->heads, ld, 2);
+    const int64_t parts = x.sharing > 1 ? together * T * x.size : 0; /* of dK, and of dV */
+    DTRAIN_CUDA_TRY(dtrain_cuda_scratch(
+        device, (size_t)(2 * together * T * ld + parts) * sizeof(float), &scores));
     float *const grads = (float *)scores + together * T * ld;
     for (x.batch = 0; x.batch < args->batch; x.batch++)
         for (x.first = 0; x.first < args->heads; x.first += together) {

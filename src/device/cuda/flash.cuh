@@ -20,6 +20,9 @@
  * atomics, whose order changes from run to run, or through T / 64 partial sums of dQ in memory.
  * Determinism costs at most 7/5 of the backward arithmetic.
  *
+ * Where several heads of queries share a head of keys and values, the first backward kernel, whose
+ * blocks own keys, streams the queries of all heads that share them, one head after the other.
+ *
  * Why 32 rows for each warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds
  * two mma for each 16 rows, which take 3.2 cycles of the four tensor cores of a Hopper SM. With 16
  * rows the loads are the limit; with 32 they are half of it. Registers of a thread (limit 255, two
@@ -384,37 +387,47 @@ static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4
 
 struct dtrain_cuda_flash_order {
     unsigned pairs, tiles, group; /* group: pairs that run together */
+    unsigned heads, sharing;      /* of a batch element; heads of queries that share one of keys */
 };
 
 struct dtrain_cuda_flash_work {
-    unsigned pair, tile;
-    unsigned column; /* of the head, in (tokens,n) */
-    int64_t token;   /* the first of the batch element */
+    unsigned pair, tile; /* pair: of (batch, head of queries), the first that shares the keys */
+    unsigned column;     /* of the head of queries, in (tokens,n) */
+    unsigned kv_column;  /* of its head of keys, in (tokens, columns of keys) */
+    int64_t token;       /* the first of the batch element */
 };
 
-static dtrain_cuda_flash_order dtrain_cuda_flash_order_of(int64_t pairs, int64_t sequence,
-                                                          int64_t head, int64_t tile)
+/* With `by_keys` a pair is a batch element and a head of keys, else a head of queries. */
+template <typename Args>
+static dtrain_cuda_flash_order dtrain_cuda_flash_order_of(const Args &args, int64_t head,
+                                                          int64_t tile, bool by_keys)
 {
     dtrain_cuda_flash_order order;
+    const int64_t sequence = args.sequence, kv_heads = args.kv_heads ? args.kv_heads : args.heads;
+    const int64_t pairs = args.batch * (by_keys ? kv_heads : args.heads);
     const int64_t fitting = DTRAIN_CUDA_FLASH_CACHE_BYTES / (sequence * head * 4);
     order.pairs = (unsigned)pairs;
     order.tiles = (unsigned)((sequence + tile - 1) / tile);
     order.group = (unsigned)(fitting < 1 ? 1 : fitting < pairs ? fitting : pairs);
+    order.heads = (unsigned)(by_keys ? kv_heads : args.heads);
+    order.sharing = (unsigned)(args.heads / kv_heads);
     return order;
 }
 
-template <int HEAD, typename Args>
+template <int HEAD, bool BY_KEYS, typename Args>
 static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_of(
     const dtrain_cuda_flash_order &order, const Args &args, bool last_is_heaviest)
 {
     const unsigned first = blockIdx.x / (order.group * order.tiles) * order.group;
-    const unsigned inside = blockIdx.x % (order.group * order.tiles), heads = (unsigned)args.heads;
-    const unsigned width = min(order.group, order.pairs - first);
+    const unsigned inside = blockIdx.x % (order.group * order.tiles);
+    const unsigned width = min(order.group, order.pairs - first), pair = first + inside % width;
+    const unsigned head = pair % order.heads; /* of keys or of queries */
     dtrain_cuda_flash_work work;
-    work.pair = first + inside % width;
+    work.pair = BY_KEYS ? pair * order.sharing : pair;
     work.tile = last_is_heaviest ? order.tiles - 1 - inside / width : inside / width;
-    work.column = work.pair % heads * HEAD;
-    work.token = work.pair / heads * args.sequence;
+    work.column = (BY_KEYS ? head * order.sharing : head) * HEAD;
+    work.kv_column = (BY_KEYS ? head : head / order.sharing) * HEAD;
+    work.token = pair / order.heads * args.sequence;
     return work;
 }
 
@@ -501,10 +514,13 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     dtrain_cuda_pack<Half> *k_tile = q_tile + shape::rows * HEAD / 8,
                            *v_tile = k_tile + keys * HEAD / 8;
 
-    const dtrain_cuda_flash_work work = dtrain_cuda_flash_work_of<HEAD>(order, args, args.causal);
-    const int sequence = (int)args.sequence, n = (int)args.n, stride = 3 * n;
+    const dtrain_cuda_flash_work work =
+        dtrain_cuda_flash_work_of<HEAD, false>(order, args, args.causal);
+    const int sequence = (int)args.sequence, n = (int)args.n, kv_n = n / (int)order.sharing;
+    const int stride = n + 2 * kv_n;
     const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
-    const Storage *k = q + n, *v = k + n;
+    const Storage *k = (const Storage *)args.qkv + work.token * stride + n + work.kv_column;
+    const Storage *v = k + kv_n;
     const int first = (int)work.tile * shape::rows,
               warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M;
     const int row = first + warp_row,
@@ -651,10 +667,12 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     float *shared_statistics = reinterpret_cast<float *>(streamed + 4 * tile);
 
     const dtrain_cuda_flash_work work =
-        dtrain_cuda_flash_work_of<HEAD>(order, args, args.causal && !KEYS);
-    const int sequence = (int)args.sequence, n = (int)args.n, stride = 3 * n;
+        dtrain_cuda_flash_work_of<HEAD, KEYS>(order, args, args.causal && !KEYS);
+    const int sequence = (int)args.sequence, n = (int)args.n, kv_n = n / (int)order.sharing;
+    const int stride = n + 2 * kv_n;
     const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
-    const Storage *k = q + n, *v = k + n;
+    const Storage *k = (const Storage *)args.qkv + work.token * stride + n + work.kv_column;
+    const Storage *v = k + kv_n;
     const Storage *d_y = (const Storage *)args.d_y + work.token * n + work.column;
     const int first = (int)work.tile * shape::rows;
     const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
@@ -684,18 +702,22 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         shared_statistics[i] =
             dtrain_cuda_flash_statistic(statistics, sequence, i, shape::rows, first);
 
-    int buffer = 0;
-    for (int at = begin; at < end; at += width, buffer ^= 1) {
+    int buffer = 0, left = KEYS ? (int)order.sharing - 1 : 0, next; /* left: heads of queries */
+    for (int at = begin; at < end; at = next, buffer ^= 1) {
+        next = at + width;
+        if (KEYS && next >= end && left > 0) {
+            left--, next = begin; /* the next head that shares the keys, in the same sums */
+            q += HEAD, d_y += HEAD, statistics += 2 * sequence;
+        }
         const dtrain_cuda_pack<Half> *tiles = streamed + buffer * 2 * tile;
         float *lse2 = shared_statistics + (KEYS ? buffer * 2 * width : warp_row);
         if (KEYS) lse2[number] = ahead;
         dtrain_cuda_copy_wait();
         __syncthreads();
-        if (at + width < end) {
-            load_streamed(at + width, streamed + (buffer ^ 1) * 2 * tile);
+        if (next < end) {
+            load_streamed(next, streamed + (buffer ^ 1) * 2 * tile);
             if (KEYS)
-                ahead =
-                    dtrain_cuda_flash_statistic(statistics, sequence, number, width, at + width);
+                ahead = dtrain_cuda_flash_statistic(statistics, sequence, number, width, next);
         }
         if (KEYS ? at < seen : at >= seen) continue;
 
@@ -711,10 +733,11 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         if (KEYS) dtrain_cuda_flash_accumulate<HEAD>(sums[KEYS ? 1 : 0], p, tiles + tile);
         dtrain_cuda_flash_accumulate<HEAD>(sums[0], ds, tiles);
     }
-    Storage *d_q = (Storage *)args.d_qkv + (q - (const Storage *)args.qkv);
-    dtrain_cuda_flash_store<HEAD>(d_q + (KEYS ? n : 0), stride, row, sequence, sums[0], scale);
+    Storage *d_own = (Storage *)args.d_qkv + ((KEYS ? k : q) - (const Storage *)args.qkv);
+    dtrain_cuda_flash_store<HEAD>(d_own, stride, row, sequence, sums[0], scale);
     if (KEYS)
-        dtrain_cuda_flash_store<HEAD>(d_q + 2 * n, stride, row, sequence, sums[KEYS ? 1 : 0], 1.0f);
+        dtrain_cuda_flash_store<HEAD>(d_own + kv_n, stride, row, sequence, sums[KEYS ? 1 : 0],
+                                      1.0f);
 }
 
 /* ---- Launchers --------------------------------------------------------------------------------*/
@@ -734,7 +757,7 @@ static dtrain_result dtrain_cuda_flash_run(dtrain_device *device, const dtrain_a
 {
     typedef dtrain_cuda_flash_forward_shape<HEAD> shape;
     const dtrain_cuda_flash_order order =
-        dtrain_cuda_flash_order_of(args->batch * args->heads, args->sequence, HEAD, shape::rows);
+        dtrain_cuda_flash_order_of(*args, HEAD, shape::rows, false);
     const auto kernel = dtrain_cuda_flash_forward<Half, Storage, HEAD>;
     DTRAIN_CUDA_TRY(dtrain_cuda_flash_allow(kernel, shape::shared_bytes));
     return DTRAIN_CUDA_RUN(device, "attention", kernel, (int64_t)order.pairs * order.tiles,
@@ -749,7 +772,7 @@ static dtrain_result dtrain_cuda_flash_run_side(dtrain_device *device,
 {
     typedef dtrain_cuda_flash_backward_shape<HEAD, KEYS> shape;
     const dtrain_cuda_flash_order order =
-        dtrain_cuda_flash_order_of(args->batch * args->heads, args->sequence, HEAD, shape::rows);
+        dtrain_cuda_flash_order_of(*args, HEAD, shape::rows, KEYS);
     const auto kernel = dtrain_cuda_flash_backward<Half, Storage, HEAD, KEYS>;
     DTRAIN_CUDA_TRY(dtrain_cuda_flash_allow(kernel, shape::shared_bytes));
     return DTRAIN_CUDA_RUN(
@@ -798,14 +821,15 @@ static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
 
 /* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: other head
  * sizes, fp32 arithmetic, pointers that are not 16-byte aligned, GPUs before Ampere or code for
- * them, little shared memory, and numbers of rows or columns whose products inside a tile may not
- * fit 32 bits. */
+ * them, little shared memory, numbers of rows or columns whose products inside a tile may not fit
+ * 32 bits, and heads of queries that cannot share those of keys equally: an error there. */
 template <typename Args>
 static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
 {
     const int64_t head = args->heads > 0 && args->n % args->heads == 0 ? args->n / args->heads : 0;
     const bool halves = args->dtype == DTRAIN_DTYPE_BF16 || args->dtype == DTRAIN_DTYPE_F16;
     const bool narrowed = args->dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_BF16;
+    if (args->kv_heads && (args->kv_heads < 0 || args->heads % args->kv_heads)) return false;
     return (head == 32 || head == 64 || head == 80 || head == 96 || head == 128) &&
            (halves || narrowed) && state->code_version >= 80 &&
            state->shared_limit >= dtrain_cuda_flash_backward_shape<128, true>::shared_bytes &&

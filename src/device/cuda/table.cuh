@@ -11,6 +11,7 @@
 #include "device/cuda/gemm.cuh"
 #include "device/cuda/layernorm.cuh"
 #include "device/cuda/tokens.cuh"
+#include "device/cuda/rows.cuh"
 #include "device/cuda/flash.cuh"
 #include "device/cuda/sparse.cuh"
 #include "device/cuda/columns.cuh"
@@ -66,6 +67,10 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_cross_entropy_backward,
                                           dtrain_cuda_pointwise,
                                           dtrain_cuda_pointwise_backward,
+                                          dtrain_cuda_softmax,
+                                          dtrain_cuda_softmax_backward,
+                                          dtrain_cuda_rotary,
+                                          dtrain_cuda_permute,
                                           dtrain_cuda_add,
                                           dtrain_cuda_axpby,
                                           dtrain_cuda_dropout,

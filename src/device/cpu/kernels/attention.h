@@ -79,20 +79,20 @@ DTRAIN__ROUTINE void DTRAIN__K(transpose)(float *to, const float *from, int64_t 
 DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attention_args *a,
                                             int64_t item, float *scratch)
 {
-    const int64_t d = a->n / a->heads, batch = item / a->heads, column = item % a->heads * d;
-    const int64_t row = batch * a->sequence;
+    const int64_t d = a->n / a->heads, batch = item / a->heads, head = item % a->heads;
+    const int64_t row = batch * a->sequence, kv_n = a->kv_heads * d;
     h->sequence = a->sequence;
     h->d = d;
     h->width = (d + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
-    h->stride = 3 * a->n;
+    h->stride = a->n + 2 * kv_n;
     h->y_stride = a->n;
     h->causal = a->causal;
     h->scale = 1 / sqrtf((float)d);
     h->qkv = a->qkv;
     h->dtype = a->dtype;
-    h->q = row * h->stride + column;
-    h->k = h->q + a->n;
-    h->v = h->k + a->n;
+    h->q = row * h->stride + head * d;
+    h->k = row * h->stride + a->n + head / (a->heads / a->kv_heads) * d;
+    h->v = h->k + kv_n;
     h->queries = scratch;
     h->queries_t = h->queries + DTRAIN__ATTENTION_BLOCK * h->width;
     h->keys = h->queries_t + DTRAIN__ATTENTION_BLOCK * h->width;
@@ -307,42 +307,56 @@ DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t a
             dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
-/* Item: one head of one sequence, so that no two threads write one element. */
+/* One head of queries: its dQ is stored, and its parts of dK and dV are added to those in scratch,
+ * which the first head clears. Every head that shares the keys finds them at the same address. */
+DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__attention_pass *pass,
+                                              int64_t item, float *scratch, bool first)
+{
+    const dtrain_attention_backward_args *a = pass->backward;
+    const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK *
+                            DTRAIN__ATTENTION_BLOCK;
+    scratch = DTRAIN__K(head_open)(h, &pass->forward, item, scratch);
+    h->y = a->y;
+    h->d_y = a->d_y;
+    h->at = item / a->heads * a->sequence * a->n + item % a->heads * h->d;
+    h->d_out = scratch;
+    h->d_out_t = h->d_out + DTRAIN__ATTENTION_BLOCK * h->width;
+    h->slopes = h->d_out_t + DTRAIN__ATTENTION_BLOCK * h->width;
+    h->delta = h->slopes + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
+    h->lse = h->delta + DTRAIN__ATTENTION_BLOCK;
+    h->d_keys = h->lse + DTRAIN__ATTENTION_BLOCK;
+    h->d_values = h->d_keys + rounded * h->width;
+    h->values = h->d_values + rounded * h->width;
+    if (first) memset(h->d_keys, 0, (size_t)(2 * rounded * h->width) * sizeof(float));
+    for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
+        const int64_t left = a->sequence - q0,
+                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
+        const int64_t limit = a->causal ? q0 + m : a->sequence;
+        DTRAIN__K(open_queries)(h, q0, m, a->lse + item * a->sequence);
+        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
+            const int64_t keys =
+                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+            DTRAIN__K(attend_backward)(h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
+        }
+        dtrain__unpack_rows(a->d_qkv, a->dtype, h->q + q0 * h->stride, h->stride, h->out, h->width,
+                            m, h->d, h->scale);
+    }
+}
+
+/* Item: one head of keys of one sequence, so that no two threads write one element; the heads of
+ * queries that share it are taken in order. */
 DTRAIN__KERNEL(attention_backward)
 {
     const dtrain__attention_pass *pass = (const dtrain__attention_pass *)job->args;
     const dtrain_attention_backward_args *a = pass->backward;
+    const int64_t sharing = a->heads / pass->forward.kv_heads;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        float *scratch =
-            DTRAIN__K(head_open)(&h, &pass->forward, item, job->scratch + index * job->slot);
-        const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) /
-                                DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        h.y = a->y;
-        h.d_y = a->d_y;
-        h.at = item / a->heads * a->sequence * a->n + item % a->heads * h.d;
-        h.d_out = scratch;
-        h.d_out_t = h.d_out + DTRAIN__ATTENTION_BLOCK * h.width;
-        h.slopes = h.d_out_t + DTRAIN__ATTENTION_BLOCK * h.width;
-        h.delta = h.slopes + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-        h.lse = h.delta + DTRAIN__ATTENTION_BLOCK;
-        h.d_keys = h.lse + DTRAIN__ATTENTION_BLOCK;
-        h.d_values = h.d_keys + rounded * h.width;
-        h.values = h.d_values + rounded * h.width;
-        memset(h.d_keys, 0, (size_t)(2 * rounded * h.width) * sizeof(float));
-        for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t left = a->sequence - q0,
-                          m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
-            const int64_t limit = a->causal ? q0 + m : a->sequence;
-            DTRAIN__K(open_queries)(&h, q0, m, a->lse + item * a->sequence);
-            for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-                const int64_t keys =
-                    limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
-                DTRAIN__K(attend_backward)(&h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
-            }
-            dtrain__unpack_rows(a->d_qkv, a->dtype, h.q + q0 * h.stride, h.stride, h.out, h.width,
-                                m, h.d, h.scale);
-        }
+        int64_t head = item * sharing;
+        do {
+            const bool first = head == item * sharing;
+            DTRAIN__K(head_backward)(&h, pass, head, job->scratch + index * job->slot, first);
+        } while (++head < (item + 1) * sharing);
         dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
                             1);
         dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,

@@ -5,6 +5,7 @@
 #include "device/cpu/kernels/layernorm.h"
 #include "device/cpu/kernels/pointwise.h"
 #include "device/cpu/kernels/tokens.h"
+#include "device/cpu/kernels/rows.h"
 #include "device/cpu/kernels/batchnorm.h"
 #include "device/cpu/kernels/sparse.h"
 #include "device/cpu/kernels/gemm.h"

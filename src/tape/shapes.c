@@ -1,0 +1,250 @@
+/* Shapes: products of two tensors, reshaped and permuted tensors
+ *
+ * A product keeps both inputs alive until its backward, the others nothing. */
+
+#include "core/platform_internal.h"
+#include "tape/ops.h"
+#include "tape/tape_internal.h"
+
+/* ---- Products of matrices
+ *
+ *     y = a b     d_a = d_y b^T     d_b = a^T d_y
+ *
+ * for each matrix of the leading axes; where b has none, the rows of all of a are one matrix. */
+
+typedef struct dtrain__matmul {
+    int64_t batch, m, n, k; /* y (batch,m,n), a (batch,m,k), b (batch,k,n) */
+} dtrain__matmul;
+
+static dtrain_result dtrain__matmul_prepare(dtrain_op *op)
+{
+    dtrain__matmul *product = (dtrain__matmul *)op->args;
+    const dtrain_tensor *a = op->inputs[0], *b = op->inputs[1];
+    char left[DTRAIN__SHAPE_TEXT], right[DTRAIN__SHAPE_TEXT];
+    int64_t shape[4];
+    bool match = a->ndim >= 2 && b->ndim >= 2 && a->shape[a->ndim - 1] == b->shape[b->ndim - 2] &&
+                 (b->ndim == 2 || b->ndim == a->ndim);
+    for (uint32_t axis = 0; match && axis + 2 < b->ndim; axis++)
+        match = a->shape[axis] == b->shape[axis];
+    if (!match)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_matmul: %s times %s, expected (..., m, k) times (..., k, n) with "
+            "the same leading axes, or (k, n)",
+            dtrain__shape_text(a->shape, left), dtrain__shape_text(b->shape, right));
+    product->k = b->shape[b->ndim - 2];
+    product->n = b->shape[b->ndim - 1];
+    product->batch = b->count / product->k / product->n;
+    product->m = a->count / product->batch / product->k;
+    memcpy(shape, a->shape, sizeof shape);
+    shape[a->ndim - 1] = product->n;
+    dtrain_op_output(op, op->cast, a->ndim, shape);
+    return DTRAIN_OK;
+}
+
+/* Run the product `args` describes for each matrix of the batch: a of m*k elements, b of k*n. */
+static dtrain_result dtrain__matmul_run(dtrain_op *op, dtrain_gemm_args *args)
+{
+    const size_t a_bytes = (size_t)(args->m * args->k) * dtrain_dtype_bytes(args->a_dtype);
+    const size_t b_bytes = (size_t)(args->k * args->n) * dtrain_dtype_bytes(args->b_dtype);
+    const size_t c_bytes = (size_t)(args->m * args->n) * dtrain_dtype_bytes(args->c_dtype);
+    const int64_t batch = ((const dtrain__matmul *)op->args)->batch;
+    args->alpha = 1;
+    args->ldc = args->n;
+    for (int64_t i = 0; i < batch; i++) {
+        DTRAIN__TRY(op->device->ops->gemm(op->device, args));
+        args->a = (const char *)args->a + a_bytes;
+        args->b = (const char *)args->b + b_bytes;
+        args->c = (char *)args->c + c_bytes;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__matmul_forward(dtrain_op *op)
+{
+    const dtrain__matmul *product = (const dtrain__matmul *)op->args;
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.m = product->m, args.n = args.ldb = product->n, args.k = args.lda = product->k;
+    args.a = op->input_data[0], args.b = op->input_data[1], args.c = op->output_data[0];
+    args.a_dtype = args.b_dtype = args.c_dtype = op->cast;
+    return dtrain__matmul_run(op, &args);
+}
+
+static dtrain_result dtrain__matmul_backward(dtrain_op *op)
+{
+    const dtrain__matmul *product = (const dtrain__matmul *)op->args;
+    for (uint32_t i = 0; i < 2; i++) {
+        dtrain_gemm_args args;
+        bool add;
+        memset(&args, 0, sizeof args);
+        args.c = dtrain_op_input_grad(op, i, &add);
+        DTRAIN__TRY(op->tape->error);
+        if (!args.c) continue;
+        if (i == 0) { /* (m,k) = d_y (m,n) b^T (n,k) */
+            args.flags = DTRAIN_GEMM_TRANS_B;
+            args.m = product->m, args.n = product->k, args.k = args.lda = args.ldb = product->n;
+            args.a = op->outputs[0]->grad, args.b = op->input_data[1];
+        } else { /* (k,n) = a^T (k,m) d_y (m,n) */
+            args.flags = DTRAIN_GEMM_TRANS_A;
+            args.m = args.lda = product->k, args.n = args.ldb = product->n, args.k = product->m;
+            args.a = op->input_data[0], args.b = op->outputs[0]->grad;
+        }
+        args.a_dtype = args.b_dtype = op->cast;
+        args.c_dtype = (dtrain_dtype)op->inputs[i]->dtype;
+        args.beta = add ? 1.0f : 0.0f;
+        DTRAIN__TRY(dtrain__matmul_run(op, &args));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__OP(matmul, matmul, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
+
+DTRAIN_API dtrain_tensor *dtrain_matmul(dtrain_tape *tape, dtrain_tensor *a, dtrain_tensor *b)
+{
+    dtrain_tensor *const inputs[2] = {a, b};
+    return dtrain_tape_apply(tape, &dtrain__matmul_op, inputs, 2, NULL, 0, NULL,
+                             sizeof(dtrain__matmul));
+}
+
+/* ---- Reshape
+ *
+ * A copy forward, because activation checkpointing and in-place gradients know one owner of each
+ * value; backward the gradient is handed on as it is. */
+
+typedef struct dtrain__reshape {
+    uint32_t ndim;
+    int64_t shape[4];
+} dtrain__reshape;
+
+static dtrain_result dtrain__reshape_prepare(dtrain_op *op)
+{
+    dtrain__reshape *to = (dtrain__reshape *)op->args;
+    const dtrain_tensor *x = op->inputs[0];
+    char from_text[DTRAIN__SHAPE_TEXT], to_text[DTRAIN__SHAPE_TEXT];
+    int64_t known = 1, *open = NULL;
+    bool good = to->ndim >= 1;
+    for (uint32_t axis = 0; axis < to->ndim; axis++) {
+        const int64_t length = to->shape[axis];
+        if (length == -1 && !open) open = &to->shape[axis];
+        else if (length < 1 || known > x->count / length) good = false;
+        else known *= length;
+    }
+    if (good && open && x->count % known == 0) *open = x->count / known, known = x->count;
+    if (!good || known != x->count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_reshape: %s cannot become %s",
+                           dtrain__shape_text(x->shape, from_text),
+                           dtrain__shape_text(to->shape, to_text));
+    dtrain_op_output(op, (dtrain_dtype)x->dtype, to->ndim, to->shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__reshape_forward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    return dtrain__tape_convert(op->device, x->count, op->input_data[0], x->dtype,
+                                op->output_data[0], x->dtype);
+}
+
+static dtrain_result dtrain__reshape_backward(dtrain_op *op)
+{
+    return dtrain__gradient_pass(op, 0, 0);
+}
+
+DTRAIN__OP(reshape, reshape, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_reshape(dtrain_tape *tape, dtrain_tensor *x, uint32_t ndim,
+                                         const int64_t *shape)
+{
+    dtrain__reshape args;
+    memset(&args, 0, sizeof args);
+    if (shape && ndim <= 4) { /* else ndim stays 0, which prepare refuses */
+        args.ndim = ndim;
+        memcpy(args.shape, shape, ndim * sizeof *shape);
+    }
+    return dtrain_tape_apply(tape, &dtrain__reshape_op, &x, 1, NULL, 0, &args, sizeof args);
+}
+
+/* ---- Permuted axes
+ *
+ * Axis i of y is axis axes[i] of x. The kernel makes y of x forward; backward it makes d_x of d_y,
+ * whose axes are permuted the other way. */
+
+typedef struct dtrain__permute {
+    uint32_t ndim, axes[4];
+} dtrain__permute;
+
+/* Describe that axis i of `to`, a contiguous tensor, is axis axes[i] of `from`, which is another;
+ * leading axes of length 1 make them four. */
+static void dtrain__permute_describe(dtrain_permute_args *args, uint32_t ndim,
+                                     const int64_t *from_shape, const uint32_t *axes)
+{
+    int64_t steps[4], step = 1;
+    memset(args, 0, sizeof *args);
+    for (uint32_t axis = ndim; axis-- > 0; step *= from_shape[axis]) steps[axis] = step;
+    for (uint32_t i = 0; i < 4; i++) {
+        const bool extra = i < 4 - ndim;
+        args->shape[i] = extra ? 1 : from_shape[axes[i - (4 - ndim)]];
+        args->step[i] = extra ? 0 : steps[axes[i - (4 - ndim)]];
+    }
+}
+
+static dtrain_result dtrain__permute_prepare(dtrain_op *op)
+{
+    const dtrain__permute *to = (const dtrain__permute *)op->args;
+    const dtrain_tensor *x = op->inputs[0];
+    int64_t shape[4] = {0};
+    uint32_t seen = 0;
+    for (uint32_t i = 0; i < x->ndim && to->ndim; i++) {
+        if (to->axes[i] >= x->ndim) break;
+        seen |= 1u << to->axes[i];
+        shape[i] = x->shape[to->axes[i]];
+    }
+    if (seen != (1u << x->ndim) - 1)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_permute: axes are not those of a tensor of %u axes, each once",
+                           x->ndim);
+    dtrain_op_output(op, (dtrain_dtype)x->dtype, x->ndim, shape);
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__permute_forward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0];
+    dtrain_permute_args args;
+    dtrain__permute_describe(&args, x->ndim, x->shape, ((const dtrain__permute *)op->args)->axes);
+    args.x = op->input_data[0];
+    args.y = op->output_data[0];
+    args.dtype = (dtrain_dtype)x->dtype;
+    return op->device->ops->permute(op->device, &args);
+}
+
+static dtrain_result dtrain__permute_backward(dtrain_op *op)
+{
+    const dtrain_tensor *x = op->inputs[0], *y = op->outputs[0];
+    const uint32_t *axes = ((const dtrain__permute *)op->args)->axes;
+    dtrain_permute_args args;
+    uint32_t inverse[4] = {0};
+    bool accumulate;
+    for (uint32_t i = 0; i < x->ndim; i++) inverse[axes[i]] = i;
+    dtrain__permute_describe(&args, x->ndim, y->shape, inverse);
+    args.y = dtrain_op_input_grad(op, 0, &accumulate);
+    if (!args.y) return op->tape->error;
+    args.accumulate = accumulate;
+    args.x = y->grad;
+    args.dtype = (dtrain_dtype)x->dtype;
+    return op->device->ops->permute(op->device, &args);
+}
+
+DTRAIN__OP(permute, permute, 0, DTRAIN_CHECKPOINT_ELEMENTWISE, 0, false)
+
+DTRAIN_API dtrain_tensor *dtrain_permute(dtrain_tape *tape, dtrain_tensor *x, const uint32_t *axes)
+{
+    dtrain__permute args;
+    memset(&args, 0, sizeof args);
+    if (x && axes) {
+        args.ndim = x->ndim;
+        memcpy(args.axes, axes, x->ndim * sizeof *axes);
+    }
+    return dtrain_tape_apply(tape, &dtrain__permute_op, &x, 1, NULL, 0, &args, sizeof args);
+}

@@ -1,0 +1,307 @@
+/* random_kernels.h: random arguments for the kernels of operations, on a device and on the naive one.
+ *
+ * A case follows from its seed: which kernels, sizes, types, flags, and where in memory. kernel_case runs it, compares
+ * every number with the naive device's, and returns a hash of the bits: whatever may not change them (threads, the
+ * order of a GPU's threads) is tried by running the seed again. */
+#ifndef RANDOM_KERNELS_H
+#define RANDOM_KERNELS_H
+
+#include "dtrain.h"
+#include "naive_device.h"
+#include "test.h"
+
+/* The same values in the device's memory and the naive one's. */
+typedef struct kernel_data {
+    void *of[2]; /* on the device, on the host */
+    void *block; /* of[0] begins in it, at an element that is aligned or not */
+    size_t block_bytes;
+    int64_t count;
+    dtrain_dtype dtype;
+} kernel_data;
+
+static struct {
+    dtrain_device *device, *naive;
+    kernel_data data[16];
+    int count;
+    uint64_t seed, drawn, hash;
+    const char *what;
+    bool good;
+} kernels;
+
+static uint64_t kernel_draw(uint64_t below)
+{
+    const float u = dtrain_random_uniform(kernels.seed, 1, kernels.drawn++);
+    const uint64_t number = (uint64_t)((double)u * (double)below);
+    return number < below ? number : below - 1;
+}
+
+static dtrain_dtype kernel_type(void)
+{
+    const dtrain_dtype types[3] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
+    return types[kernel_draw(3)];
+}
+
+static size_t kernel_bytes(const kernel_data *x)
+{
+    return (size_t)x->count * dtrain_dtype_bytes(x->dtype);
+}
+
+static void kernel_copy(kernel_data *x, dtrain_copy_kind kind)
+{
+    const bool down = kind == DTRAIN_COPY_DEVICE_TO_HOST;
+    void *to = x->of[down ? 1 : 0], *from = x->of[down ? 0 : 1];
+    CHECK(kernels.device->ops->copy(kernels.device, to, from, kernel_bytes(x), kind) == DTRAIN_OK);
+}
+
+/* Normal numbers times scale. */
+static kernel_data *kernel_make(int64_t count, dtrain_dtype dtype, float scale)
+{
+    kernel_data *x = &kernels.data[kernels.count++];
+    const size_t shift = kernel_draw(3) ? 0 : dtrain_dtype_bytes(dtype);
+    x->count = count;
+    x->dtype = dtype;
+    x->block_bytes = kernel_bytes(x) + shift;
+    x->of[1] = malloc(kernel_bytes(x) + 1);
+    for (int64_t i = 0; i < count; i++)
+        naive_put(x->of[1], dtype, i,
+                  (double)(scale * dtrain_random_normal(kernels.seed, 2 + (uint64_t)kernels.count,
+                                                        (uint64_t)i)));
+    CHECK(kernels.device->ops->alloc(kernels.device, x->block_bytes, &x->block) == DTRAIN_OK);
+    x->of[0] = (char *)x->block + shift;
+    kernel_copy(x, DTRAIN_COPY_HOST_TO_DEVICE);
+    return x;
+}
+
+static kernel_data *kernel_maybe(bool there, int64_t count, dtrain_dtype dtype)
+{
+    return there ? kernel_make(count, dtype, 1) : NULL;
+}
+
+static void *kernel_at(const kernel_data *x, int side) { return x ? x->of[side] : NULL; }
+static float *kernel_f32(const kernel_data *x, int side) { return (float *)kernel_at(x, side); }
+
+/* Compare what the device has left with what the naive one has, up to one rounding to the type and `tolerance`
+ * before it; then give the device the naive numbers. */
+static void kernel_same(kernel_data *x, double tolerance, const char *name)
+{
+    if (!x) return;
+    const double step = x->dtype == DTRAIN_DTYPE_BF16  ? 1.0 / 128
+                        : x->dtype == DTRAIN_DTYPE_F16 ? 1.0 / 1024
+                                                       : 0;
+    kernel_data got = *x;
+    got.of[1] = malloc(kernel_bytes(x) + 1);
+    kernel_copy(&got, DTRAIN_COPY_DEVICE_TO_HOST);
+    for (size_t i = 0; i < kernel_bytes(x); i++)
+        kernels.hash = (kernels.hash ^ ((const unsigned char *)got.of[1])[i]) * 0x100000001b3u;
+    for (int64_t i = 0; i < x->count && kernels.good && kernels.naive; i++) {
+        const double a = naive_get(got.of[1], x->dtype, i), b = naive_get(x->of[1], x->dtype, i);
+        if (fabs(a - b) <= (step + tolerance) * fabs(b) + tolerance) continue;
+        kernels.good = false;
+        CHECK_MSG(0, "seed %llu, %s: %s (%s) [%lld] is %.9g, expected %.9g",
+                  (unsigned long long)kernels.seed, kernels.what, name, dtrain_dtype_name(x->dtype),
+                  (long long)i, a, b);
+    }
+    free(got.of[1]);
+    if (kernels.naive) kernel_copy(x, DTRAIN_COPY_HOST_TO_DEVICE);
+}
+
+/* Run one kernel on both devices; `side` says whose memory its arguments name. */
+#define ON_EACH(op, ...)                                                                      \
+    for (int side = 0; side < (kernels.naive ? 2 : 1); side++) {                              \
+        dtrain_device *const on = side ? kernels.naive : kernels.device;                      \
+        const dtrain_##op##_args args = __VA_ARGS__;                                          \
+        const dtrain_result result = on->ops->op(on, &args);                                  \
+        kernels.good = kernels.good && result == DTRAIN_OK;                                   \
+        CHECK_MSG(result == DTRAIN_OK, "seed %llu, %s: %s", (unsigned long long)kernels.seed, \
+                  kernels.what, dtrain_last_error());                                         \
+    }
+#define AT(x) kernel_at(x, side)
+#define F32(x) kernel_f32(x, side)
+
+static int64_t kernel_size(int64_t most) { return 1 + (int64_t)kernel_draw((uint64_t)most); }
+static bool kernel_flag(void) { return kernel_draw(2) != 0; }
+
+static void case_pointwise(void)
+{
+    const uint32_t kind = 1 + (uint32_t)kernel_draw(DTRAIN_POINTWISE_LOGISTIC_LOSS);
+    const int64_t n = kernel_size(300);
+    const bool two = kind >= DTRAIN_POINTWISE_MULTIPLY, add_x = kernel_flag(), add = kernel_flag();
+    const bool same_type = kernel_flag();
+    const dtrain_dtype xt = kernel_type(), ot = same_type ? xt : kernel_type();
+    const dtrain_dtype yt = same_type ? xt : kernel_type();
+    kernels.what = "pointwise";
+    kernel_data *x = kernel_make(n, xt, 3), *other = kernel_maybe(two, n, ot);
+    kernel_data *y = kernel_make(n, yt, 1), *d_y = kernel_make(n, yt, 1);
+    kernel_data *d_x = kernel_maybe(kernel_draw(4) > 0, n, xt);
+    kernel_data *d_other = kernel_maybe(two && kernel_draw(4) > 0, n, ot);
+    ON_EACH(pointwise, {kind, n, AT(x), AT(other), AT(y), xt, ot, yt})
+    kernel_same(y, 1e-5, "y");
+    ON_EACH(pointwise_backward,
+            {kind, add_x, add, n, AT(x), AT(other), AT(d_y), AT(d_x), AT(d_other), xt, ot, yt})
+    kernel_same(d_x, 1e-5, "d_x");
+    kernel_same(d_other, 1e-5, "d_other");
+}
+
+static void case_norm(void)
+{
+    const int64_t rows = kernel_size(40), n = kernel_size(kernel_draw(6) ? 100 : 2500);
+    const bool rms = kernel_draw(4) > 0, fused = kernel_flag(), add = kernel_flag();
+    const bool add_x = kernel_flag();
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, xt = kernel_type(), yt = kernel_type();
+    kernels.what = rms ? "root mean square norm" : "layer norm";
+    kernel_data *x = kernel_make(rows * n, xt, 2), *weight = kernel_make(n, f32, 1);
+    kernel_data *bias = kernel_maybe(kernel_flag(), n, f32), *y = kernel_make(rows * n, yt, 1);
+    kernel_data *mean = kernel_maybe(!rms, rows, f32), *rstd = kernel_make(rows, f32, 1);
+    kernel_data *residual = kernel_maybe(fused, rows * n, yt);
+    kernel_data *sum = kernel_maybe(fused, rows * n, xt);
+    /* a mean or a variance of a sum that is rounded to the type before, on a GPU, or after */
+    const double loose = fused && xt != f32 ? (xt == DTRAIN_DTYPE_BF16 ? 3e-2 : 4e-3) : 3e-5;
+    ON_EACH(layernorm, {rows, n, n == 1 ? 1.0f : 1e-2f, AT(x), F32(weight), F32(bias), AT(y),
+                        F32(mean), F32(rstd), AT(residual), AT(sum), xt, yt})
+    kernel_same(y, loose, "y");
+    kernel_same(mean, loose, "mean");
+    kernel_same(rstd, loose, "rstd");
+    kernel_same(sum, 0, "sum");
+    kernel_data *d_y = kernel_make(rows * n, yt, 1), *d_x = kernel_make(rows * n, xt, 1);
+    kernel_data *d_weight = kernel_maybe(kernel_draw(4) > 0, n, f32);
+    kernel_data *d_bias = kernel_maybe(bias && kernel_flag(), n, f32);
+    ON_EACH(layernorm_backward,
+            {rows, n, add, add_x, AT(fused ? sum : x), F32(weight), F32(mean), F32(rstd), AT(d_y),
+             AT(d_x), F32(d_weight), F32(d_bias), NULL, xt, yt})
+    kernel_same(d_x, 1e-4, "d_x");
+    kernel_same(d_weight, 3e-4, "d_weight");
+    kernel_same(d_bias, 3e-4, "d_bias");
+}
+
+static void case_cross_entropy(void)
+{
+    const int64_t rows = kernel_size(8), n = kernel_size(kernel_draw(6) ? 100 : 5000);
+    const int64_t classes = kernel_flag() ? kernel_size(n) : 0;
+    const float smoothing = kernel_flag() ? (float)kernel_draw(5) / 4 : 0;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, type = kernel_type();
+    kernels.what = "cross-entropy";
+    kernel_data *logits = kernel_make(rows * n, type, 3), *loss = kernel_make(rows, f32, 1);
+    kernel_data *lse = kernel_make(rows, f32, 1), *d = kernel_make(rows * n, type, 1);
+    kernel_data *targets = kernel_make(rows, DTRAIN_DTYPE_I32, 1), *up = kernel_make(1, f32, 1);
+    const bool fused = kernel_flag();
+    for (int64_t i = 0; i < rows; i++) {
+        const uint64_t below = (uint64_t)(classes ? classes : n);
+        ((int32_t *)targets->of[1])[i] = kernel_draw(5) ? (int32_t)kernel_draw(below) : -1;
+    }
+    kernel_copy(targets, DTRAIN_COPY_HOST_TO_DEVICE);
+    ON_EACH(cross_entropy, {rows, n, AT(logits), (const int32_t *)AT(targets), F32(loss), F32(lse),
+                            fused ? AT(d) : NULL, 0.7f, type, classes, smoothing})
+    kernel_same(loss, 1e-4, "loss");
+    kernel_same(lse, 3e-5, "lse");
+    if (!fused)
+        ON_EACH(cross_entropy_backward, {rows, n, 0.7f, AT(logits), (const int32_t *)AT(targets),
+                                         F32(lse), AT(d), F32(up), type, classes, smoothing})
+    kernel_same(d, 3e-5, "d_logits");
+}
+
+static void case_softmax(void)
+{
+    const int64_t rows = kernel_size(8), n = kernel_size(kernel_draw(6) ? 100 : 3000);
+    const dtrain_dtype type = kernel_type();
+    const bool add = kernel_flag();
+    kernels.what = "softmax";
+    kernel_data *x = kernel_make(rows * n, type, 4), *y = kernel_make(rows * n, type, 1);
+    kernel_data *d_y = kernel_make(rows * n, type, 1), *d_x = kernel_make(rows * n, type, 1);
+    ON_EACH(softmax, {rows, n, AT(x), AT(y), type})
+    kernel_same(y, 2e-6, "y");
+    ON_EACH(softmax_backward, {rows, n, add, AT(y), AT(d_y), AT(d_x), type})
+    kernel_same(d_x, 1e-5, "d_x");
+}
+
+static void case_rotary(void)
+{
+    const int64_t heads = kernel_size(6), d = 2 * kernel_size(20), sequence = kernel_size(12);
+    const int64_t rows = kernel_size(30), turned = (int64_t)kernel_draw((uint64_t)heads + 1);
+    const dtrain_dtype type = kernel_type();
+    const bool inverse = kernel_flag(), add = kernel_flag();
+    const float theta = kernel_flag() ? 10000 : 3;
+    kernels.what = "rotary";
+    kernel_data *x = kernel_make(rows * heads * d, type, 1);
+    kernel_data *y = kernel_make(rows * heads * d, type, 1);
+    ON_EACH(rotary, {rows, sequence, heads, turned, d, theta, inverse, add, AT(x), AT(y), type})
+    kernel_same(y, 1e-6, "y");
+}
+
+static void case_permute(void)
+{
+    int64_t shape[4], length[4], steps[4], step = 1;
+    uint32_t order[4] = {0, 1, 2, 3};
+    const dtrain_dtype type = kernel_type();
+    const bool add = kernel_flag();
+    kernels.what = "permute";
+    for (int axis = 3; axis > 0; axis--) {
+        const uint64_t with = kernel_draw((uint64_t)axis + 1);
+        const uint32_t kept = order[axis];
+        order[axis] = order[with], order[with] = kept;
+    }
+    for (int axis = 3; axis >= 0; axis--) {
+        length[axis] = kernel_size(9), steps[axis] = step;
+        step *= length[axis];
+    }
+    int64_t to[4];
+    for (int axis = 0; axis < 4; axis++)
+        shape[axis] = length[order[axis]], to[axis] = steps[order[axis]];
+    kernel_data *x = kernel_make(step, type, 1), *y = kernel_make(step, type, 1);
+    ON_EACH(permute, {{shape[0], shape[1], shape[2], shape[3]},
+                      {to[0], to[1], to[2], to[3]},
+                      add,
+                      AT(x),
+                      AT(y),
+                      type})
+    kernel_same(y, 1e-6, "y");
+}
+
+/* `loose`: how much a probability may be off that is rounded to a half before its product. */
+static void case_attention(void)
+{
+    static const int64_t sizes[6] = {4, 6, 7, 32, 64, 80};
+    const int64_t d = sizes[kernel_draw(kernel_draw(3) ? 4 : 6)], kv_heads = kernel_size(3);
+    const int64_t heads = kv_heads * kernel_size(3), n = heads * d;
+    const int64_t T = kernel_size(kernel_draw(4) ? 40 : 150), batch = kernel_size(2);
+    const int64_t width = n + 2 * kv_heads * d, given = kv_heads == heads ? 0 : kv_heads;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, type = kernel_type();
+    const bool causal = kernel_flag(), cpu = strcmp(kernels.device->ops->name, "cpu") == 0;
+    const double loose = cpu || type == f32 ? 1e-4 : type == DTRAIN_DTYPE_BF16 ? 3e-2 : 4e-3;
+    kernels.what = "attention";
+    kernel_data *qkv = kernel_make(batch * T * width, type, 1);
+    kernel_data *y = kernel_make(batch * T * n, type, 1);
+    kernel_data *lse = kernel_make(batch * heads * T, f32, 1);
+    kernel_data *d_y = kernel_make(batch * T * n, type, 1);
+    kernel_data *d_qkv = kernel_make(batch * T * width, type, 1);
+    ON_EACH(attention, {batch, T, heads, n, causal, AT(qkv), AT(y), F32(lse), type, given})
+    kernel_same(y, loose, "y");
+    kernel_same(lse, 1e-4, "lse");
+    ON_EACH(attention_backward,
+            {batch, T, heads, n, causal, AT(qkv), AT(y), F32(lse), AT(d_y), AT(d_qkv), type, given})
+    kernel_same(d_qkv, 3 * loose, "d_qkv");
+}
+
+/* Run the case of a seed on `device`; return the hash of its bits. *good: nothing was wrong. With naive NULL nothing is
+ * compared, and a backward pass reads what the device has left before. */
+static uint64_t kernel_case(dtrain_device *device, dtrain_device *naive, uint64_t seed, bool *good)
+{
+    static void (*const cases[])(void) = {case_pointwise, case_norm,   case_cross_entropy,
+                                          case_softmax,   case_rotary, case_permute,
+                                          case_attention};
+    memset(&kernels, 0, sizeof kernels);
+    kernels.device = device;
+    kernels.naive = naive;
+    kernels.seed = seed;
+    kernels.hash = 0xcbf29ce484222325u;
+    kernels.good = true;
+    cases[seed % (sizeof cases / sizeof cases[0])]();
+    for (int i = 0; i < kernels.count; i++) {
+        kernel_data *x = &kernels.data[i];
+        free(x->of[1]);
+        device->ops->free(device, x->block, x->block_bytes);
+    }
+    *good = kernels.good;
+    return kernels.hash;
+}
+
+#endif
