@@ -5,6 +5,7 @@
 #include "dtrain.h"
 #include "differences.h"
 #include "naive_device.h"
+#include "ranks.h"
 #include "reference/llama_golden.h"
 
 /* ---- What is built -----------------------------------------------------------------------------*/
@@ -156,7 +157,7 @@ static void test_golden(void)
 /* ---- A small Llama -----------------------------------------------------------------------------*/
 
 enum { BATCH = 2, TIME = 9, WIDTH = 24, HEADS = 4, KV = 2, SIZE = 6, INNER = 40, VOCAB = 37 };
-enum { LAYERS = 3, OF_LAYER = 7, PARAMS = LAYERS * OF_LAYER + 2 };
+enum { LAYERS = 3, OF_LAYER = 7, PARAMS = LAYERS * OF_LAYER + 3 };
 enum { ROW = (HEADS + 2 * KV) * SIZE };
 
 typedef struct llama {
@@ -165,31 +166,43 @@ typedef struct llama {
     int64_t count;
 } llama;
 
+/* Declare the parameters: the embedding, those of the layers, a norm and the head. */
+static void llama_declare(dtrain_param *params)
+{
+    static const char *const names[PARAMS] = {"a", "b", "c", "d", "e", "f", "g", "h",
+                                              "i", "j", "k", "l", "m", "n", "o", "p",
+                                              "q", "r", "s", "t", "u", "v", "w", "x"};
+    static const int64_t shapes[OF_LAYER + 3][2] = {
+        {WIDTH, 0},     {ROW, WIDTH}, {WIDTH, WIDTH}, {WIDTH, 0},    {INNER, WIDTH}, {INNER, WIDTH},
+        {WIDTH, INNER}, {WIDTH, 0},   {VOCAB, WIDTH}, {VOCAB, WIDTH}}; /* the embedding last */
+    for (int i = 0; i < PARAMS; i++) {
+        dtrain_param *p = &params[i];
+        const int at = i - 1, layer = at / OF_LAYER;
+        const int of_end = i == 0 ? OF_LAYER + 2 : OF_LAYER + at - LAYERS * OF_LAYER;
+        const int64_t *shape = shapes[i && layer < LAYERS ? at % OF_LAYER : of_end];
+        memset(p, 0, sizeof *p);
+        p->name = names[i];
+        p->shape[0] = shape[0], p->shape[1] = shape[1];
+        p->unit = i == 0 ? 0 : (uint32_t)layer + 1;
+        p->init = DTRAIN_INIT_NORMAL;
+        p->init_scale = 0.2f;
+    }
+}
+
 static void llama_make(llama *m)
 {
-    static const int64_t shapes[OF_LAYER][2] = {{WIDTH, 0},    {ROW, WIDTH},   {WIDTH, WIDTH},
-                                                {WIDTH, 0},    {INNER, WIDTH}, {INNER, WIDTH},
-                                                {WIDTH, INNER}};
     int64_t at = 0;
     memset(m, 0, sizeof *m);
-    for (int turn = 0; turn < 2; turn++) {
-        if (turn) {
-            m->count = at, at = 0;
-            m->values = (float *)malloc((size_t)m->count * sizeof(float));
-            m->grads = (float *)malloc((size_t)m->count * sizeof(float));
-            for (int64_t i = 0; i < m->count; i++)
-                m->values[i] = 0.2f * dtrain_random_normal(9, 1, (uint64_t)i);
-        }
-        for (int i = 0; i < PARAMS; i++) {
-            dtrain_param *p = &m->params[i];
-            const bool of_layer = i < LAYERS * OF_LAYER;
-            p->shape[0] = of_layer ? shapes[i % OF_LAYER][0] : i == PARAMS - 1 ? VOCAB : WIDTH;
-            p->shape[1] = of_layer ? shapes[i % OF_LAYER][1] : i == PARAMS - 1 ? WIDTH : 0;
-            p->value = turn ? m->values + at : NULL;
-            p->grad = turn ? m->grads + at : NULL;
-            p->name = "of the llama";
-            at += p->shape[0] * (p->shape[1] ? p->shape[1] : 1);
-        }
+    llama_declare(m->params);
+    for (int i = 0; i < PARAMS; i++) m->count += case_count(m->params[i].shape);
+    m->values = (float *)malloc((size_t)m->count * sizeof(float));
+    m->grads = (float *)malloc((size_t)m->count * sizeof(float));
+    for (int64_t i = 0; i < m->count; i++)
+        m->values[i] = 0.2f * dtrain_random_normal(9, 1, (uint64_t)i);
+    for (int i = 0; i < PARAMS; i++) {
+        m->params[i].value = m->values + at;
+        m->params[i].grad = m->grads + at;
+        at += case_count(m->params[i].shape);
     }
 }
 
@@ -217,23 +230,24 @@ static dtrain_tensor *llama_layer(dtrain_tape *t, dtrain_param *p, dtrain_tensor
     return dtrain_linear(t, h, &p[6], NULL, none);
 }
 
-static dtrain_tensor *llama_loss(dtrain_tape *t, llama *m)
+static dtrain_tensor *llama_loss(dtrain_tape *t, dtrain_param *p, int rank)
 {
     const int64_t ids[2] = {BATCH, TIME}, count[1] = {BATCH * TIME};
     int32_t tokens[BATCH * TIME], targets[BATCH * TIME];
-    for (int i = 0; i < BATCH * TIME; i++) tokens[i] = i * 5 % VOCAB, targets[i] = i * 7 % 30;
+    for (int i = 0; i < BATCH * TIME; i++)
+        tokens[i] = (i * 5 + rank) % VOCAB, targets[i] = (i * 7 + rank) % 30;
     targets[3] = -1;
     dtrain_tape_unit(t, 0);
     dtrain_tensor *in = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, ids, tokens, false);
-    dtrain_tensor *sum = dtrain_embedding(t, in, &m->params[PARAMS - 1], NULL), *x = sum;
+    dtrain_tensor *sum = dtrain_embedding(t, in, &p[0], NULL), *x = sum;
     for (int layer = 0; layer < LAYERS; layer++) {
         dtrain_tape_unit(t, (uint32_t)layer + 1);
         if (layer == 0) x = dtrain_scale(t, x, 0.5f);
-        x = llama_layer(t, &m->params[layer * OF_LAYER], x, &sum);
+        x = llama_layer(t, &p[1 + layer * OF_LAYER], x, &sum);
     }
     dtrain_tape_unit(t, LAYERS + 1);
-    x = dtrain_add_rms_norm(t, sum, x, &m->params[PARAMS - 2], 1e-5f, &sum);
-    x = dtrain_linear(t, x, &m->params[PARAMS - 1], NULL, DTRAIN_ACTIVATION_NONE);
+    x = dtrain_add_rms_norm(t, sum, x, &p[PARAMS - 2], 1e-5f, &sum);
+    x = dtrain_linear(t, x, &p[PARAMS - 1], NULL, DTRAIN_ACTIVATION_NONE);
     in = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, count, targets, false);
     dtrain_tensor *half = dtrain_scale(t, sum, 0.5f);
     dtrain_tensor *loss = dtrain_cross_entropy(t, x, in, 30, 0.2f);
@@ -260,7 +274,7 @@ static float llama_run(llama *m, const dtrain_device_ops *ops, uint32_t threads,
     memset(m->grads, 0xff, (size_t)m->count * sizeof(float)); /* NaN: must be overwritten */
     CHECK(dtrain_tape_checkpoint(tape, every, dropped) == DTRAIN_OK);
     dtrain_tape_begin(tape, flags, 5);
-    dtrain_tensor *loss = llama_loss(tape, m);
+    dtrain_tensor *loss = llama_loss(tape, m->params, 0);
     CHECK_MSG(dtrain_tensor_read(tape, loss, &value) == DTRAIN_OK, "%s", dtrain_last_error());
     CHECK_MSG(dtrain_tape_backward(tape, loss, 1) == DTRAIN_OK, "%s", dtrain_last_error());
     dtrain_tape_query(tape, &info);
@@ -299,6 +313,63 @@ static void test_llama_bits(void)
     free(first), free(other), free(m.values), free(m.grads);
 }
 
+/* ---- Under every strategy ----------------------------------------------------------------------*/
+
+typedef struct llama_ranks {
+    dtrain_strategy_desc strategy;
+    uint32_t flags, every;
+    float loss[2][3]; /* of each rank and step */
+} llama_ranks;
+
+static int llama_rank(dtrain_world *world, void *user)
+{
+    llama_ranks *run = (llama_ranks *)user;
+    const int rank = dtrain_world_rank(world);
+    const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    const dtrain_strategy_desc desc = run->strategy;
+    dtrain_param params[PARAMS];
+    dtrain_strategy *strategy = NULL;
+    dtrain_optimizer *optimizer = NULL;
+    dtrain_tape *tape = NULL;
+    llama_declare(params);
+    RANKS_TRY(dtrain_strategy_create(world, params, PARAMS, &desc, &strategy));
+    RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
+    RANKS_TRY(dtrain_tape_create(world, strategy, NULL, &tape));
+    RANKS_TRY(dtrain_tape_checkpoint(tape, run->every, 0));
+    for (int step = 0; step < 3; step++) {
+        RANKS_TRY(dtrain_tape_begin(tape, run->flags, 1));
+        dtrain_tensor *loss = llama_loss(tape, params, rank);
+        RANKS_TRY(dtrain_tensor_read(tape, loss, &run->loss[rank][step]));
+        RANKS_TRY(dtrain_tape_backward(tape, loss, 1));
+        RANKS_TRY(dtrain_strategy_finish(strategy));
+        RANKS_TRY(dtrain_optimizer_step(optimizer, 0.01f, 1));
+    }
+    dtrain_tape_destroy(tape);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+/* Two ranks train: the losses of DDP, to the bit, with and without dropped activations. */
+static void test_llama_strategies(void)
+{
+    static const uint32_t casts[3] = {0, DTRAIN_TAPE_BF16, DTRAIN_TAPE_F16};
+    float ddp[2][3];
+    for (int cast = 0; cast < 3; cast++)
+        for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_HYBRID_SHARD; kind++) {
+            llama_ranks *run = (llama_ranks *)ranks_shared(sizeof *run);
+            run->strategy.kind = kind;
+            run->strategy.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
+            run->flags = casts[cast];
+            run->every = kind % 2;
+            ranks_run(2, DTRAIN_LAUNCH_THREADS, llama_rank, run);
+            if (kind == DTRAIN_STRATEGY_DDP) memcpy(ddp, run->loss, sizeof ddp);
+            CHECK_MSG(memcmp(ddp, run->loss, sizeof ddp) == 0, "cast %d, strategy %u: other losses",
+                      cast, kind);
+            CHECK(run->loss[0][2] < run->loss[0][0]);
+        }
+}
+
 /* The plan device runs the same calls, and predicts the memory of the CPU's pass. */
 static void test_llama_plan(void)
 {
@@ -314,7 +385,7 @@ static void test_llama_plan(void)
         CHECK(dtrain_tape_create(NULL, NULL, device, &tape) == DTRAIN_OK);
         for (int i = 0; i < PARAMS; i++) m.params[i].state.grad_written = false;
         dtrain_tape_begin(tape, DTRAIN_TAPE_BF16, 5);
-        CHECK_MSG(dtrain_tape_backward(tape, llama_loss(tape, &m), 1) == DTRAIN_OK, "%s",
+        CHECK_MSG(dtrain_tape_backward(tape, llama_loss(tape, m.params, 0), 1) == DTRAIN_OK, "%s",
                   dtrain_last_error());
         dtrain_tape_query(tape, &info);
         bytes[kind] = info.activation_bytes + info.gradient_bytes;
@@ -383,6 +454,7 @@ int main(int argc, char **argv)
     RUN(test_permute);
     RUN(test_golden);
     RUN(test_llama_bits);
+    RUN(test_llama_strategies);
     RUN(test_llama_plan);
     RUN(test_errors);
     return test_summary();
