@@ -103,7 +103,7 @@ DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain
 
 /* Classes of operations whose results can be dropped. sum, mean and cross_entropy make a few
  * numbers, which are always kept. */
-#define DTRAIN_CHECKPOINT_LINEAR 1u /* and matmul */
+#define DTRAIN_CHECKPOINT_LINEAR 1u /* matmul and convolutions as well */
 #define DTRAIN_CHECKPOINT_ATTENTION 2u
 #define DTRAIN_CHECKPOINT_LAYERNORM 4u   /* and the root mean square norm */
 #define DTRAIN_CHECKPOINT_ELEMENTWISE 8u /* all others: add, dropout, embedding, rotary, ... */
