@@ -31367,20 +31367,26 @@ DTRAIN__HELPER int DTRAIN__K(shares_of)(DTRAIN__K(share) * shares, const dtrain_
     return found;
 }
 
-/* Return how many windows from `corner` on, in its row, have all their taps inside. */
+/* Return how many windows from `corner` on, in its row, have all taps from share `first` to share
+ * `last` inside. */
 DTRAIN__HELPER int64_t DTRAIN__K(windows_inside)(const dtrain__windows *w,
-                                                 const dtrain__corner *corner)
+                                                 const dtrain__corner *corner,
+                                                 const DTRAIN__K(share) * first,
+                                                 const DTRAIN__K(share) * last)
 {
+    const bool line = first->a == last->a;
+    const int64_t left = w->x[line ? first->b : 0],
+                  right = w->x[line ? last->b : w->tap_columns - 1];
     const int64_t row = corner->row * w->stride[0], column = corner->column * w->stride[1];
-    const int64_t room = w->width - column - w->x[w->tap_columns - 1];
-    if (row + w->y[0] < 0 || row + w->y[w->tap_rows - 1] >= w->height) return 0;
-    if (column + w->x[0] < 0 || room < 1) return 0;
+    const int64_t room = w->width - column - right;
+    if (row + w->y[first->a] < 0 || row + w->y[last->a] >= w->height) return 0;
+    if (column + left < 0 || room < 1) return 0;
     const int64_t count = (room - 1) / w->stride[1] + 1, rest = w->columns - corner->column;
     return count < rest ? count : rest;
 }
 
 /* Pack `count` columns of windows, k windows from p on, side by side. Windows whose taps are all
- * inside, as most are, need no look at each. */
+ * inside, as most are, need no look at each: of all taps those that the panel has. */
 DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dtrain__operand *x,
                                                dtrain_dtype dtype, int64_t index, int count,
                                                int64_t p, int k)
@@ -31393,7 +31399,7 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_as)(float *panel, int width, const dt
     for (int64_t i = 0; i < k; dtrain__window_next(w, &corner)) {
         const int64_t row = corner.row * w->stride[0], column = corner.column * w->stride[1];
         int64_t at = corner.image + (row * w->width + column) * w->channels;
-        int64_t inside = DTRAIN__K(windows_inside)(w, &corner);
+        int64_t inside = DTRAIN__K(windows_inside)(w, &corner, shares, shares + single - 1);
         if (inside > k - i) inside = k - i;
         i += inside ? inside : 1;
         corner.column += inside ? inside - 1 : 0;
