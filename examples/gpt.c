@@ -214,16 +214,19 @@ static int train(dtrain_world *world, void *user)
     declare_model(&m);
     CHECK(dtrain_strategy_create(world, m.params, PARAMS, &where, &strategy));
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
-    const dtrain_trainer_desc how = {
-        .tokens = (uint32_t)tokens,
-        .clip = 1,
-        .tape_flags = s->tape_flags,
-        .schedule = {DTRAIN_SCHEDULE_COSINE, s->lr, s->lr / 10, s->steps / 15, s->steps},
-        .strategy = strategy,
-        .optimizer = optimizer,
-        .next_batch = next_batch,
-        .loss = loss,
-        .user = &learn};
+    const dtrain_trainer_desc how = {.tokens = (uint32_t)tokens,
+                                     .clip = 1,
+                                     .tape_flags = s->tape_flags,
+                                     .schedule = {.kind = DTRAIN_SCHEDULE_COSINE,
+                                                  .lr = s->lr,
+                                                  .min_lr = s->lr / 10,
+                                                  .warmup_steps = s->steps / 15,
+                                                  .total_steps = s->steps},
+                                     .strategy = strategy,
+                                     .optimizer = optimizer,
+                                     .next_batch = next_batch,
+                                     .loss = loss,
+                                     .user = &learn};
     CHECK(dtrain_trainer_create(world, &how, &trainer));
     const dtrain_metrics_desc show = {.total_steps = s->steps,
                                       .progress = stdout,

@@ -228,7 +228,10 @@ static int train(dtrain_world *world, void *user)
     dtrain_tape *tape;
     const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     const int64_t steps = own / batch; /* of an epoch */
-    const dtrain_schedule schedule = {DTRAIN_SCHEDULE_COSINE, 3e-3f, 0, 10, d->epochs * steps};
+    const dtrain_schedule schedule = {.kind = DTRAIN_SCHEDULE_COSINE,
+                                      .lr = 3e-3f,
+                                      .warmup_steps = 10,
+                                      .total_steps = d->epochs * steps};
     declare(params, d);
     CHECK(dtrain_strategy_create(world, params, PARAMS, NULL, &strategy)); /* NULL: plain DDP */
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
