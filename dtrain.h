@@ -16609,6 +16609,7 @@ DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_
 DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 DTRAIN__OP(add_rms_norm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
+/* Apply one of the four norms. */
 static dtrain_tensor *dtrain__norm_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                          dtrain_tensor *const *inputs, uint32_t input_count,
                                          dtrain_param *const *params, uint32_t param_count,
@@ -16623,7 +16624,8 @@ static dtrain_tensor *dtrain__norm_apply(dtrain_tape *tape, const dtrain_op_desc
                              sizeof args);
 }
 
-/* The fused kernel takes a residual of the type that autocast computes in. */
+/* Decide whether the fused kernel takes the residual: it must have the type that autocast computes
+ * in. Bad arguments count as taken, because the operation refuses them in its own name. */
 static bool dtrain__fusable(const dtrain_tape *tape, const dtrain_tensor *x,
                             const dtrain_tensor *residual, dtrain_tensor **sum)
 {
@@ -30091,15 +30093,15 @@ DTRAIN__KERNEL(layernorm_params)
 
 /* ---- Activations ------------------------------------------------------------------------------*/
 
-/* value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the divisor is
- * finite. */
+/* Compute value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the
+ * divisor is finite. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgated)(dtrain__v value, dtrain__v x)
 {
     return value / (dtrain__vset(1.0f) + dtrain__vexp(-x));
 }
 
-/* With q = e^-x and s = 1 / (1 + q): d/dx x s = s + x s (1 - s) = s (1 + x q s). Below -80, where x
- * is clamped, it is less than 1e-32. */
+/* Compute the derivative of SiLU. With q = e^-x and s = 1 / (1 + q) that of x s is
+ * s + x s (1 - s) = s (1 + x q s). Below -80, where x is clamped, it is less than 1e-32. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsilu_slope)(dtrain__v x)
 {
     x = dtrain__vmax(dtrain__vset(-80.0f), x);
@@ -30115,7 +30117,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
     return x;
 }
 
-/* d_out * act'(x); the slope of relu at 0 is 0. */
+/* Compute d_out * act'(x); the slope of relu at 0 is 0. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
     if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
@@ -30133,7 +30135,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
  *     (x - other)^2            2 (x - other)            -2 (x - other)
  *     logistic loss            sigmoid(x) - other       -x */
 
-/* max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none overflows. */
+/* Compute max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none
+ * overflows. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
 {
     const dtrain__v size = dtrain__vfrombits(dtrain__vbits(x) & dtrain__viset(INT32_MAX));
@@ -30434,7 +30437,7 @@ DTRAIN__KERNEL(softmax_backward)
 
 /* ---- Rotary embedding -------------------------------------------------------------------------*/
 
-/* The first `half` elements of a head from `at` on, and the others: turned by the angles. */
+/* Turn the pairs of one head, the element at `at` and the one `half` behind it and so on. */
 DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at, int64_t half,
                                          const float *cosines, const float *sines)
 {
@@ -30483,7 +30486,7 @@ DTRAIN__KERNEL(rotary)
 
 /* ---- Permuted axes ----------------------------------------------------------------------------*/
 
-/* The next elements of x, `step` apart. */
+/* Load the next elements of x, `step` apart. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_t at, int64_t step,
                                             int64_t n)
 {
@@ -32070,8 +32073,8 @@ DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t a
             dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
-/* One head of queries: its dQ is stored, and its parts of dK and dV are added to those in scratch,
- * which the first head clears. Every head that shares the keys finds them at the same address. */
+/* Take one head of queries: store its dQ, and add its parts of dK and dV to those in scratch, which
+ * the first of the heads that share them clears. All of these find them at the same address. */
 DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__attention_pass *pass,
                                               int64_t item, float *scratch, bool first)
 {

@@ -5560,8 +5560,9 @@ template <int HEAD, bool BY_KEYS, typename Args>
 static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_of(
     const dtrain_cuda_flash_order &order, const Args &args, bool last_is_heaviest)
 {
-    const unsigned first = blockIdx.x / (order.group * order.tiles) * order.group;
-    const unsigned inside = blockIdx.x % (order.group * order.tiles);
+    const unsigned block = (unsigned)dtrain_cuda_not_hoisted((int)blockIdx.x);
+    const unsigned first = block / (order.group * order.tiles) * order.group;
+    const unsigned inside = block % (order.group * order.tiles);
     const unsigned width = min(order.group, order.pairs - first), pair = first + inside % width;
     const unsigned head = pair % order.heads; /* of keys or of queries */
     dtrain_cuda_flash_work work;
@@ -5661,8 +5662,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     const int sequence = (int)args.sequence, n = (int)args.n, kv_n = n / (int)order.sharing;
     const int stride = n + 2 * kv_n;
     const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
-    const Storage *k = (const Storage *)args.qkv + work.token * stride + n + work.kv_column;
-    const Storage *v = k + kv_n;
+    const Storage *k = q - work.column + n + work.kv_column, *v = k + kv_n;
     const int first = (int)work.tile * shape::rows,
               warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M;
     const int row = first + warp_row,
@@ -5803,7 +5803,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
                                const float *statistics, float scale)
 {
     typedef dtrain_cuda_flash_backward_shape<HEAD, KEYS> shape;
-    constexpr int M = shape::m, width = shape::streamed, tile = shape::streamed_chunks;
+    constexpr int M = shape::m, width = shape::streamed, tile = shape::streamed_chunks,
+                  second = KEYS;
     DTRAIN_CUDA_DYNAMIC_SHARED(dtrain_cuda_pack<Half>, own);        /* 2 tiles: K, V or Q, dY */
     dtrain_cuda_pack<Half> *streamed = own + 2 * shape::own_chunks; /* 2 buffers of 2 tiles */
     float *shared_statistics = reinterpret_cast<float *>(streamed + 4 * tile);
@@ -5813,8 +5814,7 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     const int sequence = (int)args.sequence, n = (int)args.n, kv_n = n / (int)order.sharing;
     const int stride = n + 2 * kv_n;
     const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
-    const Storage *k = (const Storage *)args.qkv + work.token * stride + n + work.kv_column;
-    const Storage *v = k + kv_n;
+    const Storage *k = q - work.column + n + work.kv_column, *v = k + kv_n;
     const Storage *d_y = (const Storage *)args.d_y + work.token * n + work.column;
     const int first = (int)work.tile * shape::rows;
     const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
@@ -5835,11 +5835,11 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         dtrain_cuda_flash_load<HEAD, shape::rows>(to, from, from_stride, first, sequence);
     };
     float sums[KEYS ? 2 : 1][M][HEAD / 8][4] = {}; /* dK and dV, or dQ */
-    float ahead = 0;
     load_own(KEYS ? k : q, stride, own);
     load_own(KEYS ? v : d_y, KEYS ? stride : n, own + shape::own_chunks);
     load_streamed(begin, streamed);
-    if (KEYS) ahead = dtrain_cuda_flash_statistic(statistics, sequence, number, width, begin);
+    float ahead =
+        KEYS ? dtrain_cuda_flash_statistic(statistics, sequence, number, width, begin) : 0;
     for (int i = threadIdx.x; i < 2 * shape::rows && !KEYS; i += DTRAIN_CUDA_FLASH_THREADS)
         shared_statistics[i] =
             dtrain_cuda_flash_statistic(statistics, sequence, i, shape::rows, first);
@@ -5847,10 +5847,9 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     int buffer = 0, left = KEYS ? (int)order.sharing - 1 : 0, next; /* left: heads of queries */
     for (int at = begin; at < end; at = next, buffer ^= 1) {
         next = at + width;
-        if (KEYS && next >= end && left > 0) {
-            left--, next = begin; /* the next head that shares the keys, in the same sums */
-            q += HEAD, d_y += HEAD, statistics += 2 * sequence;
-        }
+        /* Behind the last query of a head come those of the next head that shares the keys. */
+        if (KEYS && next >= end && left > 0)
+            left--, next = begin, q += HEAD, d_y += HEAD, statistics += 2 * sequence;
         const dtrain_cuda_pack<Half> *tiles = streamed + buffer * 2 * tile;
         float *lse2 = shared_statistics + (KEYS ? buffer * 2 * width : warp_row);
         if (KEYS) lse2[number] = ahead;
@@ -5872,14 +5871,16 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         dtrain_cuda_flash_mask<!KEYS>(s, KEYS ? at : row, KEYS ? row : at, args.causal, sequence);
         dtrain_cuda_flash_gradients<KEYS>(p, ds, s, dp, scale * DTRAIN_CUDA_LOG2_E, lse2,
                                           lse2 + (KEYS ? width : shape::rows), Half());
-        if (KEYS) dtrain_cuda_flash_accumulate<HEAD>(sums[KEYS ? 1 : 0], p, tiles + tile);
+        if (KEYS) dtrain_cuda_flash_accumulate<HEAD>(sums[second], p, tiles + tile);
         dtrain_cuda_flash_accumulate<HEAD>(sums[0], ds, tiles);
     }
-    Storage *d_own = (Storage *)args.d_qkv + ((KEYS ? k : q) - (const Storage *)args.qkv);
+    /* Where the block writes is computed again: in the loop there is no register to keep it in. */
+    const dtrain_cuda_flash_work own_work =
+        dtrain_cuda_flash_work_of<HEAD, KEYS>(order, args, args.causal && !KEYS);
+    Storage *d_own = (Storage *)args.d_qkv + own_work.token * stride +
+                     (KEYS ? n + (int)own_work.kv_column : (int)own_work.column);
     dtrain_cuda_flash_store<HEAD>(d_own, stride, row, sequence, sums[0], scale);
-    if (KEYS)
-        dtrain_cuda_flash_store<HEAD>(d_own + kv_n, stride, row, sequence, sums[KEYS ? 1 : 0],
-                                      1.0f);
+    if (KEYS) dtrain_cuda_flash_store<HEAD>(d_own + kv_n, stride, row, sequence, sums[second], 1);
 }
 
 /* ---- Launchers --------------------------------------------------------------------------------*/

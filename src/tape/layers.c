@@ -258,6 +258,7 @@ DTRAIN__OP(add_layernorm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_
 DTRAIN__OP(rms_norm, layernorm, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 DTRAIN__OP(add_rms_norm, layernorm, DTRAIN_OP_READS_OUTPUTS, DTRAIN_CHECKPOINT_LAYERNORM, 0, false)
 
+/* Apply one of the four norms. */
 static dtrain_tensor *dtrain__norm_apply(dtrain_tape *tape, const dtrain_op_desc *desc,
                                          dtrain_tensor *const *inputs, uint32_t input_count,
                                          dtrain_param *const *params, uint32_t param_count,
@@ -272,7 +273,8 @@ static dtrain_tensor *dtrain__norm_apply(dtrain_tape *tape, const dtrain_op_desc
                              sizeof args);
 }
 
-/* The fused kernel takes a residual of the type that autocast computes in. */
+/* Decide whether the fused kernel takes the residual: it must have the type that autocast computes
+ * in. Bad arguments count as taken, because the operation refuses them in its own name. */
 static bool dtrain__fusable(const dtrain_tape *tape, const dtrain_tensor *x,
                             const dtrain_tensor *residual, dtrain_tensor **sum)
 {

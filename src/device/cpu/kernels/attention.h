@@ -307,8 +307,8 @@ DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t a
             dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
-/* One head of queries: its dQ is stored, and its parts of dK and dV are added to those in scratch,
- * which the first head clears. Every head that shares the keys finds them at the same address. */
+/* Take one head of queries: store its dQ, and add its parts of dK and dV to those in scratch, which
+ * the first of the heads that share them clears. All of these find them at the same address. */
 DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__attention_pass *pass,
                                               int64_t item, float *scratch, bool first)
 {

@@ -5,15 +5,15 @@
 
 /* ---- Activations ------------------------------------------------------------------------------*/
 
-/* value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the divisor is
- * finite. */
+/* Compute value / (1 + e^-x): sigmoid with a value of 1, SiLU with x. vexp stops at e^88, so the
+ * divisor is finite. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgated)(dtrain__v value, dtrain__v x)
 {
     return value / (dtrain__vset(1.0f) + dtrain__vexp(-x));
 }
 
-/* With q = e^-x and s = 1 / (1 + q): d/dx x s = s + x s (1 - s) = s (1 + x q s). Below -80, where x
- * is clamped, it is less than 1e-32. */
+/* Compute the derivative of SiLU. With q = e^-x and s = 1 / (1 + q) that of x s is
+ * s + x s (1 - s) = s (1 + x q s). Below -80, where x is clamped, it is less than 1e-32. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vsilu_slope)(dtrain__v x)
 {
     x = dtrain__vmax(dtrain__vset(-80.0f), x);
@@ -29,7 +29,7 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vactivate)(uint32_t activation, dtrain__v x)
     return x;
 }
 
-/* d_out * act'(x); the slope of relu at 0 is 0. */
+/* Compute d_out * act'(x); the slope of relu at 0 is 0. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x, dtrain__v d_out)
 {
     if (activation == DTRAIN_ACTIVATION_GELU) return d_out * DTRAIN__K(vgelu_slope)(x);
@@ -47,7 +47,8 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(vdeactivate)(uint32_t activation, dtrain__v x
  *     (x - other)^2            2 (x - other)            -2 (x - other)
  *     logistic loss            sigmoid(x) - other       -x */
 
-/* max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none overflows. */
+/* Compute max(x, 0) - x other + log(1 + e^-|x|): no exponential of a positive number, so none
+ * overflows. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vlogistic_loss)(dtrain__v x, dtrain__v other)
 {
     const dtrain__v size = dtrain__vfrombits(dtrain__vbits(x) & dtrain__viset(INT32_MAX));

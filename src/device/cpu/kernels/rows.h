@@ -42,7 +42,7 @@ DTRAIN__KERNEL(softmax_backward)
 
 /* ---- Rotary embedding -------------------------------------------------------------------------*/
 
-/* The first `half` elements of a head from `at` on, and the others: turned by the angles. */
+/* Turn the pairs of one head, the element at `at` and the one `half` behind it and so on. */
 DTRAIN__HELPER void DTRAIN__K(turn_head)(const dtrain_rotary_args *a, int64_t at, int64_t half,
                                          const float *cosines, const float *sines)
 {
@@ -91,7 +91,7 @@ DTRAIN__KERNEL(rotary)
 
 /* ---- Permuted axes ----------------------------------------------------------------------------*/
 
-/* The next elements of x, `step` apart. */
+/* Load the next elements of x, `step` apart. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(vgather)(const dtrain_permute_args *a, int64_t at, int64_t step,
                                             int64_t n)
 {
