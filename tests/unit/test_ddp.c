@@ -709,7 +709,7 @@ static int arguments_main(dtrain_world *world, void *user)
         case 13:
             p[1] = ranks_param("b", memory + 8, NULL, 6, 0), p[1].alias_of = &p[0];
             break; /* own value */
-        case 14: p[1].flags = 4; break;
+        case 14: p[1].flags = 8; break;
         case 15: p[1].init = 4; break;
         default: desc.missing_gradient = 2; break;
         }
