@@ -3415,8 +3415,7 @@ static dtrain_result dtrain_cuda_gemm(dtrain_device *device, const dtrain_gemm_a
  * narrow row, with several rows a block; one block for a wide row. The statistics are computed in
  * two passes over the registers (mean, then squares of the distances from it), so nothing cancels.
  * Rows that are too wide for registers take the "long" kernels, which read the row again from
- * memory. Without `mean` (root mean square norm) the mean is 0, forward and backward; its sum over
- * the row is taken all the same, because it costs nothing beside memory. */
+ * memory. Without `mean` (root mean square norm) the mean is 0, forward and backward. */
 
 #include <math.h>
 
@@ -3530,8 +3529,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
                 for (int e = 0; e < WIDTH; e++) sum += s[c][e] = dtrain_cuda_widen(in.at[e]);
             }
         }
-        const float average = dtrain_cuda_row_sum(sum, slots[0], plan.warps) / (float)args.n;
-        const float mean = args.mean ? average : 0;
+        float mean = 0;
+        if (args.mean) mean = dtrain_cuda_row_sum(sum, slots[0], plan.warps) / (float)args.n;
 
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++)
@@ -3541,6 +3540,10 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
             }
         const float variance = dtrain_cuda_row_sum(squares, slots[1], plan.warps) / (float)args.n;
         const float rstd = 1 / sqrtf(variance + args.epsilon);
+        if (n > 0 && thread == 0) {
+            args.rstd[row] = rstd;
+            if (args.mean) args.mean[row] = mean;
+        }
 
         DTRAIN_CUDA_UNROLL
         for (int c = 0; c < chunks; c++) {
@@ -3548,8 +3551,6 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_ROW_THREADS)
             if (column < n)
                 dtrain_cuda_layernorm_output<Y, WIDTH>(args, row, column, s[c], mean, rstd);
         }
-        if (n > 0 && thread == 0 && args.mean) args.mean[row] = mean;
-        if (n > 0 && thread == 0) args.rstd[row] = rstd;
     }
 }
 

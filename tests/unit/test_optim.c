@@ -309,6 +309,7 @@ static void test_arguments(void) { ranks_run(1, DTRAIN_LAUNCH_THREADS, arguments
 static dtrain_schedule schedule(uint32_t kind, int64_t warmup, int64_t total)
 {
     dtrain_schedule s;
+    memset(&s, 0, sizeof s);
     s.kind = kind;
     s.lr = 3e-4f;
     s.min_lr = 3e-5f;
