@@ -204,7 +204,7 @@ PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null
 ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
 INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(wildcard tests/unit/*.c)))
 # Kernels are also compiled for vectors that are wider than the compiler's target (a note on the ABI of statics).
-KERNELS := $(addprefix $(BUILD)/tests/test_,gemm device dtypes kernels sparse)
+KERNELS := $(addprefix $(BUILD)/tests/test_,gemm device dtypes kernels sparse conv)
 IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
 ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
 PROGRAM        = $(CC) $(STRICT) $(OPTIONS) $(if $(filter $(KERNELS),$@),-Wno-psabi)
