@@ -4,7 +4,7 @@
  *   build:   cc -O2 -I. examples/resnet_cifar.c -o resnet_cifar -lm -lpthread
  *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/resnet_cifar.c dtrain_cuda.cu -lcublasLt -o resnet_cifar
  *   run:     ./resnet_cifar --data FOLDER      which holds data_batch_1.bin to _5.bin and test_batch.bin
- *            ./resnet_cifar                    the same on images that it draws itself
+ *            ./resnet_cifar --epochs 3         the same on images that it draws itself
  *   flags:   --data FOLDER  --ranks N  --batch N (images of a rank and step)  --threads N  --epochs N  --steps N
  *            --seed N  --strategy ddp|zero1|shard_grad_op|full_shard|zero3  --precision fp32|bf16
  *            --sync-batchnorm  --log FILE  --device cpu|cuda

@@ -200,7 +200,7 @@ judge() {
         bench_*) flags_of "build/bench/$line" ;;
         simulate) whole "build/$line" ;;
         build/flight) how="says how it is used"; build/flight >"$tmp/out" 2>&1; grep -q '^flight DIRECTORY' "$tmp/out" ;;
-        build/train_gpt | ./gpt | ./train_gpt | ./resnet_cifar) begins "$line" ;;
+        build/train_gpt | ./gpt | ./train_gpt) begins "$line" ;;
         build/* | ./*) whole "$line" ;;
         mpirun) whole "$line" ;;
         torchrun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;
