@@ -5,7 +5,8 @@
  *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/resnet_cifar.c dtrain_cuda.cu -lcublasLt -o resnet_cifar
  *   run:     ./resnet_cifar --data FOLDER      which holds data_batch_1.bin to _5.bin and test_batch.bin
  *            ./resnet_cifar --epochs 3         the same on images that it draws itself
- *   flags:   --data FOLDER  --ranks N  --batch N (images of a rank and step)  --threads N  --epochs N  --steps N
+ *   flags:   --data FOLDER  --ranks N  --batch N (images of a rank and step)  --threads N 
+ *            --epochs N, or --steps N in its place
  *            --seed N  --strategy ddp|zero1|shard_grad_op|full_shard|zero3  --precision fp32|bf16
  *            --sync-batchnorm  --log FILE  --device cpu|cuda
  *   expect   of ./resnet_cifar --ranks 2 --epochs 3 --batch 32, in half a minute of two cores:
@@ -103,6 +104,8 @@ static bool draw_images(images *to, int64_t count, uint64_t seed)
             record[1 + p] = (unsigned char)fminf(255, fmaxf(0, 120 + light + 40 * noise));
         }
     }
+    if (!to->records)
+        fprintf(stderr, "resnet_cifar: no memory for %lld images\n", (long long)count);
     to->count = to->records ? count : 0;
     return to->records != NULL;
 }
@@ -365,7 +368,10 @@ static int train(dtrain_world *world, void *user)
     m.labels = calloc((size_t)s->batch, sizeof *m.labels);
     m.order = malloc((size_t)s->train.count * sizeof *m.order);
     m.scratch = malloc((size_t)s->train.count * sizeof *m.scratch);
-    if (!m.x || !m.labels || !m.order || !m.scratch) return 1;
+    if (!m.x || !m.labels || !m.order || !m.scratch) {
+        dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %ld images", s->batch);
+        return 1;
+    }
     declare_model(&m);
 
     const dtrain_strategy_desc where = {.kind = s->kind, .init_seed = (uint64_t)s->seed};
@@ -492,14 +498,13 @@ int main(int argc, char **argv)
         fprintf(stderr, "resnet_cifar: --device: %s\n", dtrain_last_error());
         return 2;
     }
-    if (s.data ? !read_cifar(s.data, &s.train, &s.test)
-               : !draw_images(&s.train, 2000, 1) || !draw_images(&s.test, 500, 2))
-        return 1;
+    const bool there = s.data ? read_cifar(s.data, &s.train, &s.test)
+                              : draw_images(&s.train, 2000, 1) && draw_images(&s.test, 500, 2);
     desc.rank_count = (uint32_t)s.ranks;
     desc.threads_per_rank = (uint32_t)s.threads;
-    const dtrain_result result = dtrain_launch(&desc, train, &s, NULL);
-    if (result != DTRAIN_OK) fprintf(stderr, "resnet_cifar: %s\n", dtrain_last_error());
+    const bool good = there && dtrain_launch(&desc, train, &s, NULL) == DTRAIN_OK;
+    if (there && !good) fprintf(stderr, "resnet_cifar: %s\n", dtrain_last_error());
     free(s.train.records);
     free(s.test.records);
-    return result != DTRAIN_OK;
+    return !good;
 }

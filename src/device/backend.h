@@ -390,7 +390,7 @@ typedef struct dtrain_orthogonalize_args {
 } dtrain_orthogonalize_args;
 
 /* Batch normalisation: every column (channel) of x (rows, n) is normalised over all rows, here and
- * on other ranks (Ioffe and Szegedy, 2015). In four steps, so that what ranks have to exchange lies
+ * on other ranks (Ioffe and Szegedy, 2015). In five steps, so that what ranks have to exchange lies
  * between kernels:
  *
  *     moments      x -> part: this rank's share of the statistics

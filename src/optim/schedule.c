@@ -24,8 +24,8 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, int64_t ste
     if (step < warmup) return (float)(lr * ((double)step + 1) / (double)warmup);
     if (schedule->kind == DTRAIN_SCHEDULE_STEPS) {
         double rate = lr;
-        for (int i = 0; i < DTRAIN_SCHEDULE_MILESTONES; i++)
-            if (schedule->milestones[i] > 0 && step >= schedule->milestones[i])
+        for (int i = 0; i < DTRAIN_SCHEDULE_MILESTONES && schedule->milestones[i] > 0; i++)
+            if (step >= schedule->milestones[i])
                 rate *= schedule->gamma > 0 ? (double)schedule->gamma : 0.1;
         return (float)rate;
     }

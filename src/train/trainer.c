@@ -382,6 +382,12 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_create: schedule.lr is %g, expected a learning rate > 0",
                            (double)desc->schedule.lr);
+    if (desc->schedule.kind > DTRAIN_SCHEDULE_STEPS || !(desc->schedule.gamma >= 0))
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_trainer_create: schedule.kind is %u, schedule.gamma %g; expected "
+            "a dtrain_schedule_kind and 0 or more",
+            desc->schedule.kind, (double)desc->schedule.gamma);
     if (desc->nonfinite > DTRAIN_NONFINITE_SKIP)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",

@@ -70,6 +70,8 @@ bytes 1 7 >>"$tmp/shifted/test_batch.bin"
 bad "mlp, a file with a byte too many" "test_batch.bin\" has 1536501 bytes; expected records of 3073" "$build/mlp" "$tmp/shifted"
 image 12 0 >"$tmp/shifted/data_batch_4.bin"
 bad "mlp, a label above 9" "record 0 of .*data_batch_4.bin\" has label 10" "$build/mlp" "$tmp/shifted"
+rm "$tmp/shifted/data_batch_3.bin"
+bad "mlp, a missing file" "cannot open .*data_batch_3.bin\"" "$build/mlp" "$tmp/shifted"
 # resnet_cifar: losses that do not depend on the strategy; two ranks that normalise together are one with their batch.
 resnet="$build/resnet_cifar --threads 1 --data $cifar"
 first_loss() { sed -n '1s/.*"loss": \([^,]*\),.*/\1/p' "$tmp/resnet.jsonl"; }
@@ -87,8 +89,6 @@ bad "resnet_cifar, a file that is cut off" "data_batch_2.bin\" has 100 bytes; ex
     sh -c "mkdir $tmp/cut; cp $cifar/*_1.bin $tmp/cut; head -c 100 $cifar/data_batch_2.bin >$tmp/cut/data_batch_2.bin; $build/resnet_cifar --data $tmp/cut"
 bad "resnet_cifar, unknown strategy" "\"zero9\" is not one of: ddp" $resnet --strategy zero9
 bad "resnet_cifar, too large a batch" "fewer than 2 ranks x --batch 400" $resnet --ranks 2 --batch 400
-rm "$tmp/shifted/data_batch_3.bin"
-bad "mlp, a missing file" "cannot open .*data_batch_3.bin\"" "$build/mlp" "$tmp/shifted"
 good "train_gpt --help" "--weight-decay" "$build/train_gpt" --help
 good "train_gpt, sample" "a sample" $gpt --sample 20
 

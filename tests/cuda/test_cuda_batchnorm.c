@@ -38,8 +38,7 @@ static void check_out(array *a, int order, double tolerance, const char *what)
     free(got), free(want);
 }
 
-/* Run a step on the host, then on the device in every order from the same beginning. OUT is what it writes, KEEP a copy
- * of what was there. */
+/* Run a step on the host, then on the device in every order from the same beginning. `out` is what it writes. */
 #define STEP(op, out, tolerance, ...)                                                    \
     do {                                                                                 \
         void *before = malloc(bytes_of(&(out)) + 1);                                     \

@@ -516,6 +516,15 @@ static int arguments_rank(dtrain_world *world, void *user)
     desc.optimizer = optimizer;
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "schedule.lr is 0") != NULL);
+    desc.schedule.lr = 1;
+    desc.schedule.kind = DTRAIN_SCHEDULE_STEPS + 1;
+    CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "schedule.kind is 4") != NULL);
+    desc.schedule.kind = DTRAIN_SCHEDULE_STEPS;
+    desc.schedule.gamma = -1;
+    CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "schedule.gamma -1") != NULL);
+    memset(&desc.schedule, 0, sizeof desc.schedule);
     desc.optimizer = NULL;
     CHECK(dtrain_trainer_create(world, &desc, &bad) == DTRAIN_OK);
     CHECK(dtrain_trainer_step(bad, NULL) == DTRAIN_ERROR_USAGE);

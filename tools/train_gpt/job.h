@@ -208,8 +208,8 @@ cleanup:
 
 #define SNAPSHOTS "snapshots" /* their directory, in the launcher's memory */
 
-/* Load what was saved last: to memory, if there is a snapshot, because what goes to the disk goes there too; or to the
- * disk. *from has step -1 when there is nothing yet. */
+/* Load what was saved last: to memory, if there is a snapshot that can be read, because what goes to the disk goes
+ * there too; or to the disk. *from has step -1 when there is nothing yet. */
 static dtrain_result load_newest(dtrain_world *world, const job *j, dtrain_load_info *from)
 {
     dtrain_load_desc memory;
@@ -219,7 +219,7 @@ static dtrain_result load_newest(dtrain_world *world, const job *j, dtrain_load_
     if (j->s->snapshot_every) {
         TRY(dtrain_kept_storage(world, &memory.storage));
         result = dtrain_checkpoint_load(j->state, SNAPSHOTS, &memory, from);
-        if (result == DTRAIN_OK || from->step >= 0) return result;
+        if (result != DTRAIN_ERROR_FILE && result != DTRAIN_ERROR_DATA) return result;
     }
     result = dtrain_checkpoint_load(j->state, j->s->checkpoints, NULL, from);
     if (result == DTRAIN_ERROR_FILE && from->step < 0) result = DTRAIN_OK;

@@ -208,9 +208,8 @@ static const flag flag_table[] = {
      "progress",
      NULL},
     {"--snapshot-every", 'i', &flags.snapshot_every, 0, 1e12,
-     "steps between two snapshots in the launcher's memory, from which --restarts goes on sooner; "
-     "0 "
-     "= none",
+     "steps between two snapshots in the launcher's memory, from which --restarts goes on; 0 = "
+     "none",
      NULL},
     {"--nonfinite", 'w', &flags.nonfinite, 0, 0,
      "after a NaN: stop, skip the step, or roll back to the last checkpoint and go on behind the "

@@ -39,6 +39,11 @@ DTRAIN__PRIVATE dtrain__job dtrain__job_make(const void *args, int64_t total, in
 DTRAIN__PRIVATE dtrain_result dtrain__job_run(dtrain__cpu *cpu, dtrain__job *job,
                                               dtrain__range_fn range, int64_t elements);
 
+/* device/cpu/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
+                                                  const void *x, dtrain_dtype dtype,
+                                                  bool accumulate, float *sums);
+
 /* device/cpu/gemm.c */
 DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_args *args);
 DTRAIN__PRIVATE dtrain_result dtrain__gemm_run(dtrain__cpu *cpu, const dtrain__gemm_call *product);

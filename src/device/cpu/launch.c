@@ -209,6 +209,23 @@ dtrain__cpu_activation_backward(dtrain_device *device, const dtrain_activation_b
                               DTRAIN__LINE, args->rows * args->n, args->dtype);
 }
 
+/* Set sums (n) to the column sums of x (rows, n), or add them. */
+DTRAIN__PRIVATE dtrain_result dtrain__column_sums(dtrain_device *device, int64_t rows, int64_t n,
+                                                  const void *x, dtrain_dtype dtype,
+                                                  bool accumulate, float *sums)
+{
+    dtrain_activation_backward_args args;
+    memset(&args, 0, sizeof args);
+    args.accumulate = accumulate;
+    args.rows = rows;
+    args.n = n;
+    args.d_out = x;
+    args.d_in = (void *)(uintptr_t)x; /* the same: only d_bias is made */
+    args.d_bias = sums;
+    args.dtype = dtype;
+    return dtrain__cpu_activation_backward(device, &args);
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_softmax(dtrain_device *device,
                                                   const dtrain_softmax_args *args)
 {

@@ -459,22 +459,6 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
     return DTRAIN_OK;
 }
 
-/* Make d_bias, the column sums of d_y. */
-static dtrain_result dtrain__conv_bias_grad(dtrain_device *device, const dtrain__conv *conv,
-                                            const dtrain_conv2d_backward_args *args)
-{
-    dtrain_activation_backward_args sums;
-    memset(&sums, 0, sizeof sums);
-    sums.accumulate = args->accumulate_bias;
-    sums.rows = conv->pixels;
-    sums.n = args->out_channels;
-    sums.d_out = args->d_y;
-    sums.d_in = (void *)(uintptr_t)args->d_y; /* the same: only d_bias is made */
-    sums.d_bias = args->d_bias;
-    sums.dtype = args->dtype;
-    return dtrain__cpu_activation_backward(device, &sums);
-}
-
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
                                                           const dtrain_conv2d_backward_args *args)
 {
@@ -488,7 +472,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_conv2d_backward(dtrain_device *device,
     conv.x = (const char *)args->x;
     conv.weight = (const char *)args->weight;
     conv.d_y = (const char *)args->d_y;
-    if (args->d_bias) DTRAIN__TRY(dtrain__conv_bias_grad(device, &conv, args));
+    if (args->d_bias)
+        DTRAIN__TRY(dtrain__column_sums(device, conv.pixels, args->out_channels, args->d_y,
+                                        args->dtype, args->accumulate_bias, args->d_bias));
     const int64_t weights = conv.taps * conv.in * args->out_channels;
     DTRAIN__TRY(dtrain__conv_scratch(
         &conv, weights * (args->d_weight ? dtrain__conv_parts(&conv) : 1), &reserve));

@@ -88,20 +88,12 @@ static dtrain_result dtrain__gemm_after(dtrain_device *device, const dtrain_gemm
 /* bias_grad (m) = row sums of op(A): column sums of what is stored, where it is transposed. */
 static dtrain_result dtrain__gemm_bias_grad(dtrain_device *device, const dtrain_gemm_args *args)
 {
-    dtrain_activation_backward_args sums;
     if (!(args->flags & DTRAIN_GEMM_TRANS_A)) {
         dtrain__row_sums(args);
         return DTRAIN_OK;
     }
-    memset(&sums, 0, sizeof sums);
-    sums.accumulate = args->accumulate_bias_grad;
-    sums.rows = args->k;
-    sums.n = args->m;
-    sums.d_out = args->a;
-    sums.d_in = (void *)(uintptr_t)args->a; /* the same: only d_bias is made */
-    sums.d_bias = args->bias_grad;
-    sums.dtype = args->a_dtype;
-    return dtrain__cpu_activation_backward(device, &sums);
+    return dtrain__column_sums(device, args->k, args->m, args->a, args->a_dtype,
+                               args->accumulate_bias_grad, args->bias_grad);
 }
 
 /* The product by dtrain__cpu_product; what needs a second pass over C or A follows. A C in half
