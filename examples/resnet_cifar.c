@@ -5,7 +5,7 @@
  *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/resnet_cifar.c dtrain_cuda.cu -lcublasLt -o resnet_cifar
  *   run:     ./resnet_cifar --data FOLDER      which holds data_batch_1.bin to _5.bin and test_batch.bin
  *            ./resnet_cifar --epochs 3         the same on images that it draws itself
- *   flags:   --data FOLDER  --ranks N  --batch N (images of a rank and step)  --threads N 
+ *   flags:   --data FOLDER  --ranks N  --batch N (images of a rank and step)  --threads N
  *            --epochs N, or --steps N in its place
  *            --seed N  --strategy ddp|zero1|shard_grad_op|full_shard|zero3  --precision fp32|bf16
  *            --sync-batchnorm  --log FILE  --device cpu|cuda
