@@ -203,11 +203,11 @@ LINKED  := -DDTRAIN__IMPLEMENTED \
 PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))
 ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
 INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(wildcard tests/unit/*.c)))
-# Kernels are also compiled for vectors that are wider than the compiler's target (a note on the ABI of statics).
-KERNELS := $(addprefix $(BUILD)/tests/test_,gemm device dtypes kernels sparse conv)
+# Tests that look at the kernels of every instruction set share one object with all of them.
+KERNELS := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "instances.h"' $(wildcard tests/unit/*.c)))
 IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
 ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
-PROGRAM        = $(CC) $(STRICT) $(OPTIONS) $(if $(filter $(KERNELS),$@),-Wno-psabi)
+PROGRAM        = $(CC) $(STRICT) $(OPTIONS)
 
 $(BUILD)/dtrain.o: dtrain.h $(BUILD)/flags
 	$(IMPLEMENTATION)
@@ -225,7 +225,11 @@ $(BUILD)/tests/test_system_calls $(BUILD)/tests/test_restart: private WRAPPED = 
         s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
-	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(BUILD)/sources.a -o $@ $(LIBS)
+	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(filter %.o,$^) $(BUILD)/sources.a -o $@ $(LIBS)
+$(KERNELS): $(BUILD)/tests/instances.o
+$(BUILD)/tests/instances.o: tests/support/instances.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(PROGRAM) -Wno-psabi -iquote src $(TEST_INCLUDES) -c $< -o $@
 $(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl

@@ -1,15 +1,11 @@
 /* Tests of data types and of the CPU and plan devices: every kernel against plain double-precision
  * loops, for every instruction set this machine runs, with 1 to 4 threads whose bits must agree.
  * A case prints the instruction set it failed on. */
-#define DTRAIN__TEST_INSTANCES
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* of the instance "wide" */
-#endif
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
 #include "core/random.c"
 #include "core/result.c"
 #include "device/cpu/cpu.c"
-#include "device/cpu/kernels.c"
+#include "instances.h"
 #include "dtrain.h"
 
 #include "test.h"
@@ -1111,13 +1107,14 @@ static void test_variant(const dtrain__kernels *kernels)
     variant = "";
 }
 
-static void test_chosen_kernels(void) { test_variant(dtrain__kernels_select()); }
-static void test_generic_kernels(void) { test_variant(&dtrain__kernels_generic); }
-static void test_scalar_kernels(void) { test_variant(&dtrain__kernels_scalar); }
+static const dtrain__kernels *instances[INSTANCES];
+static int instance_count;
 
-#if defined(__x86_64__)
-static void test_avx2_kernels(void) { test_variant(&dtrain__kernels_avx2); }
-#endif
+static void test_chosen_kernels(void) { test_variant(instances[0]); }
+static void test_other_kernels(void)
+{
+    for (int i = 1; i < instance_count; i++) test_variant(instances[i]);
+}
 
 int main(int argc, char **argv)
 {
@@ -1130,16 +1127,9 @@ int main(int argc, char **argv)
     RUN(test_device_memory);
     RUN(test_memory_limit);
     RUN(test_plan_device);
+    instance_count = instances_find(instances);
     RUN(test_chosen_kernels);
-    if (TEST_RACES) {
-        SKIP(test_other_kernels, "the thread sanitizer needs one instruction set");
-        return test_summary();
-    }
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) RUN(test_avx2_kernels);
-    else SKIP(test_avx2_kernels, "no AVX2 here");
-#endif
-    RUN(test_generic_kernels);
-    RUN(test_scalar_kernels);
+    if (instance_count > 1) RUN(test_other_kernels);
+    else SKIP(test_other_kernels, "the thread sanitizer needs one instruction set");
     return test_summary();
 }

@@ -1,7 +1,7 @@
 /* test_dtypes.c: every kernel of the CPU device, for every type of activations and with every option of
  * its arguments, beside the loops of naive_device.h. What the optimizers, clipping and sparse gradients
  * promise is tested here as well. */
-#include "device/cpu/kernels.c"
+#include "device/cpu/cpu_internal.h"
 #include "dtrain.h"
 #include "test.h"
 #include "naive_device.h"
@@ -128,14 +128,6 @@ static void gemm_on_both(int64_t m, int64_t n, int64_t k, int a_type, int c_type
     release();
 }
 
-/* The CPU device multiplies on `isa`, and bf16 on `pairs` unless that is NULL. */
-static void force(const dtrain__isa *isa, const dtrain__isa *pairs)
-{
-    dtrain__cpu *state = (dtrain__cpu *)cpu->state;
-    state->isa = isa;
-    state->pairs = pairs;
-}
-
 static void test_gemm(void)
 {
     for (int c_type = 0; c_type < TYPES; c_type++)
@@ -145,27 +137,17 @@ static void test_gemm(void)
                     gemm_on_both(19, 37, 23, a_type, c_type, flags, options);
 }
 
-static void test_gemm_generic(void)
-{
-    force(&dtrain__isa_generic, NULL);
-    test_gemm();
-}
-
-#if DTRAIN__PAIRS
 /* What the tape asks for, in tiles that are whole, cut off, and more than one. */
-static void test_gemm_amx(void)
+static void test_gemm_pairs(void)
 {
     static const int64_t sizes[][3] = {{1, 1, 1},    {32, 32, 32}, {33, 31, 65}, {12, 64, 2},
                                        {65, 40, 97}, {40, 70, 33}, {16, 8, 801}};
-    force(&dtrain__isa_avx512, &dtrain__isa_amx_avx512);
     for (int s = 0; s < (int)(sizeof sizes / sizeof *sizes); s++)
         for (int c_type = 0; c_type < TYPES; c_type++)
             for (uint32_t flags = 0; flags < 16; flags++)
                 gemm_on_both(sizes[s][0], sizes[s][1], sizes[s][2], 1, c_type, flags,
                              (s + c_type) % 4);
 }
-
-#endif
 
 /* Ranks that are threads: each has a device, and tiles belong to the thread that works. */
 enum { RANKS = 3, SIDE = 70 };
@@ -715,11 +697,8 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     open_devices();
     RUN(test_gemm);
-    RUN(test_gemm_generic);
-#if DTRAIN__PAIRS
-    if (dtrain__has_amx()) RUN(test_gemm_amx);
-    else SKIP(test_gemm_amx, "this machine or its system has no AMX");
-#endif
+    if (dtrain__pairs_select()) RUN(test_gemm_pairs);
+    else SKIP(test_gemm_pairs, "this machine or its system has no AMX");
     RUN(test_gemm_in_threads);
     RUN(test_gemm_arguments);
     RUN(test_activation_backward);
