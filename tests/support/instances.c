@@ -1,4 +1,4 @@
-/* instances.c: see instances.h. It takes the place of src/device/cpu/kernels.c in the programs that are linked with it. */
+/* instances.c: see instances.h. It takes the place of src/device/cpu/kernels.c in programs that are linked with it. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi" /* wide vectors are arguments of inlined functions only */
 #endif
@@ -45,4 +45,7 @@ const dtrain__isa *instances_emulated_tiles(void)
 
 float instances_exp(float x) { return dtrain__vexp_scalar(dtrain__vset_scalar(x))[0]; }
 float instances_gelu(float x) { return dtrain__vgelu_scalar(dtrain__vset_scalar(x))[0]; }
-float instances_gelu_slope(float x) { return dtrain__vgelu_slope_scalar(dtrain__vset_scalar(x))[0]; }
+float instances_gelu_slope(float x)
+{
+    return dtrain__vgelu_slope_scalar(dtrain__vset_scalar(x))[0];
+}
