@@ -118,7 +118,9 @@
        src/tape/arena.c                     The tape's memory
        src/optim/scaler.c                   Gradient norm, clipping, loss scaling
        src/optim/optim_internal.h           The optimizer's structure
-       src/optim/optimizer.c                Optimizers: AdamW, SGD
+       src/optim/optimizer.c                Optimizers: AdamW, SGD, Lion
+       src/optim/groups.c                   Parameter groups: defaults, checks, who is in which
+       src/optim/muon.c                     Muon
        src/optim/schedule.c                 Learning rates
        src/train/sampler.c                  Samplers
        src/train/data_internal.h            An open token file, and a loader of one
@@ -1065,14 +1067,16 @@ typedef struct dtrain_param_state {
 
 /* Filled by the host, except for its last member. */
 typedef struct dtrain_param {
-    const char *name;              /* unique; kept by pointer */
-    float *value;                  /* (count); NULL: the library owns it and initialises it */
-    float *grad;                   /* (count); NULL: it lives inside a bucket and this becomes its
+    const char *name; /* unique; kept by pointer */
+    float *value;     /* (count); NULL: the library owns it and initialises it */
+    float *grad;      /* (count); NULL: it lives inside a bucket and this becomes its
                                       address; the host's own is copied at ready and back */
-    int64_t count;                 /* elements; 0 = product of shape. Both are completed in place */
-    int64_t shape[4];              /* leading non-zero entries; all zero = 1-D of count */
-    uint32_t unit;                 /* which unit (transformer block) it belongs to */
-    uint32_t flags;                /* DTRAIN_PARAM_* */
+    int64_t count;    /* elements; 0 = product of shape. Both are completed in place */
+    int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count */
+    uint32_t unit;    /* which unit (transformer block) it belongs to */
+    uint32_t flags;   /* DTRAIN_PARAM_* */
+    uint32_t group;   /* parameter group of the optimizer; 0 = its desc itself. An alias
+                                      is in its target's */
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
@@ -1811,36 +1815,66 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
 /* Optimizers and learning rates
  *
  * An optimizer updates the parameters of a strategy, each rank its own shards, and publishes them.
- * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or
- * dtrain_sgd_defaults(); a desc that was not is refused by name. */
+ * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or one of its
+ * neighbours; a desc that was not is refused by name.
+ *
+ * Parameter groups have hyper-parameters of their own, even another kind. Parameter i is in group
+ * params[i].group: 0 is the desc itself, g > 0 is groups[g - 1]. So hidden matrices go to Muon and
+ * everything else to AdamW:
+ *
+ *     dtrain_optimizer_desc muon = dtrain_muon_defaults(), desc = dtrain_adamw_defaults();
+ *     muon.lr_scale = 0.02f / 3e-4f;      // rates are those of dtrain_optimizer_step times this
+ *     desc.groups = &muon;
+ *     desc.group_count = 1;               // and params[i].group = 1 for each hidden matrix i */
 
 typedef struct dtrain_optimizer dtrain_optimizer;
 
 typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_ADAMW = 1,
-    DTRAIN_OPTIMIZER_SGD = 2
+    DTRAIN_OPTIMIZER_SGD = 2,
+    DTRAIN_OPTIMIZER_LION = 3,
+    DTRAIN_OPTIMIZER_MUON = 4
 } dtrain_optimizer_kind;
 
 typedef struct dtrain_optimizer_desc {
     uint32_t kind;
-    float beta1, beta2, epsilon; /* AdamW: 0.9, 0.999, 1e-8 */
-    float weight_decay;          /* decoupled; skips NO_DECAY and 1-D parameters. 0.01; SGD 0 */
-    float momentum;              /* SGD: 0 */
-    bool nesterov;
+    float beta1, beta2;      /* AdamW: 0.9, 0.999; Lion: 0.9, 0.99 */
+    float epsilon;           /* AdamW: 1e-8; Muon: 1e-7, beside the norm of a matrix */
+    float weight_decay;      /* skips NO_DECAY and 1-D parameters. Decoupled, but for SGD, where it
+                                is a part of the gradient, as in torch. AdamW: 0.01; others: 0 */
+    float momentum;          /* SGD: 0; Muon: 0.95 */
+    bool nesterov;           /* Muon: true */
     uint64_t variance_steps; /* AdamW: second moments are those of this many steps, and stay. For
                                 top-k gradients, whose rare large elements would pass for variance:
                                 10 to 25 % of a run, as many as dense_steps (Tang et al., "1-bit
                                 Adam", ICML 2021). 0 = of all steps */
+    float lr_scale;          /* the rate of a step is multiplied by it: 1 */
+    const struct dtrain_optimizer_desc *groups; /* (group_count) of the parameter groups 1, 2, ...;
+                                                   without groups of their own. Read in create */
+    uint32_t group_count;
 } dtrain_optimizer_desc;
 
 /* Return the defaults of AdamW (Loshchilov and Hutter, ICLR 2019), which are those of torch. */
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
-/* Return the defaults of SGD: no momentum, no weight decay. */
+/* Return the defaults of SGD: no momentum, no weight decay, as in torch. */
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
+/* Return the defaults of Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms",
+ * NeurIPS 2023), without weight decay. Its rate is 3 to 10 times smaller than AdamW's, its weight
+ * decay as many times larger. One moment a parameter. */
+DTRAIN_API dtrain_optimizer_desc dtrain_lion_defaults(void);
+/* Return the defaults of Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural
+ * networks", 2024): momentum 0.95, Nesterov, no weight decay; rates around 0.02. It is for hidden
+ * matrices, parameters of two or more dimensions, of which those behind the first count as one;
+ * embeddings, the last layer, biases and norms belong in a group of AdamW.
+ *
+ * It updates whole matrices. Under DDP every rank does so with all of them, under ZERO3 each
+ * matrix's owner does it for all; kinds that cut tensors are UNSUPPORTED. */
+DTRAIN_API dtrain_optimizer_desc dtrain_muon_defaults(void);
 
 /* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
- * must outlive the optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in
- * host memory: changes made to them on the device are undone by the next step. Local. */
+ * must outlive the optimizer. A parameter of a group that the desc does not have is an error that
+ * names both. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in host memory:
+ * changes made to them on the device are undone by the next step. Local. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
@@ -1853,9 +1887,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
                                                float grad_scale);
 
 typedef struct dtrain_optimizer_info {
-    uint32_t kind;        /* dtrain_optimizer_kind */
-    uint64_t step_count;  /* updates made */
-    uint64_t state_bytes; /* of this rank's moments, wherever they are */
+    uint32_t kind;          /* dtrain_optimizer_kind, of group 0 */
+    uint64_t step_count;    /* updates made */
+    uint64_t state_bytes;   /* of this rank's moments, wherever they are */
+    uint64_t scratch_bytes; /* Muon: of matrices between two steps of its iteration */
 } dtrain_optimizer_info;
 /* Tell what an optimizer has done and holds; all zero for an optimizer of NULL. */
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
@@ -2194,9 +2229,9 @@ typedef struct dtrain_state dtrain_state;
 
 typedef enum dtrain_state_kind {
     DTRAIN_STATE_VALUE = 0,      /* of a parameter */
-    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments */
+    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments, Lion's */
     DTRAIN_STATE_EXP_AVG_SQ = 2, /* AdamW's second moments */
-    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
+    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer, Muon's */
     DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
     DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
     DTRAIN_STATE_Q = 6,          /* PowerSGD */
@@ -2967,32 +3002,68 @@ typedef struct dtrain_optimizer_tensor {
     float weight_decay;
     float *value;
     const float *grad;
-    float *m, *v; /* AdamW's moments; SGD: m is the momentum buffer, NULL when momentum is 0 */
+    float *m, *v; /* AdamW's moments; m: Lion's, and the momentum buffer of SGD, NULL when momentum
+                     is 0, and of Muon */
 } dtrain_optimizer_tensor;
 
 /* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
  * all tensors:
  *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
  *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr, the
- * corrections and grad_scale, and can skip the step. */
+ * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr (by theirs
+ * times lr_scale), the corrections and grad_scale, and can skip the step. */
 typedef struct dtrain_adamw_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
+    float lr_scale;                     /* of the rate in scalars */
 } dtrain_adamw_args;
 
-/* SGD as PyTorch defines it, except that the decay is decoupled:
- *   g = grad * grad_scale; buf = momentum*buf + g (buf = g on the first step)
- *   value = value (1 - lr*weight_decay) - lr * (nesterov ? g + momentum*buf : buf) */
+/* SGD as PyTorch defines it:
+ *   g = grad * grad_scale + weight_decay*value; buf = momentum*buf + g (buf = g on the first step)
+ *   value = value - lr * (nesterov ? g + momentum*buf : buf) */
 typedef struct dtrain_sgd_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, momentum, grad_scale;
     bool nesterov, first;
-    const dtrain_step_scalars *scalars; /* device memory, or NULL */
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
 } dtrain_sgd_args;
+
+/* Lion (Chen et al., 2023):
+ *   g = grad * grad_scale
+ *   value = value (1 - lr*weight_decay) - lr sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g
+ * The sign of 0, and of NaN, is 0. */
+typedef struct dtrain_lion_args {
+    size_t tensor_count;
+    const dtrain_optimizer_tensor *tensors; /* host memory */
+    float lr, beta1, beta2, grad_scale;
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
+} dtrain_lion_args;
+
+/* The elementwise stages of Muon, each a call; optim/muon.c has all of it, with gemm between them:
+ *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
+ *   NORMALIZE   x = x / (sqrt(sum_squares[0]) + epsilon)
+ *   STEP        value = value (1 - lr*weight_decay) - lr*scale*x */
+typedef enum dtrain_muon_stage {
+    DTRAIN_MUON_MOMENTUM = 0,
+    DTRAIN_MUON_NORMALIZE = 1,
+    DTRAIN_MUON_STEP = 2
+} dtrain_muon_stage;
+
+typedef struct dtrain_muon_args {
+    uint32_t stage;                        /* dtrain_muon_stage */
+    const dtrain_optimizer_tensor *tensor; /* (1) host memory */
+    float *x;                              /* (tensor->count) */
+    float lr, momentum, grad_scale, scale, epsilon;
+    bool nesterov;
+    const double *sum_squares;          /* (1) device memory */
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
+} dtrain_muon_args;
 
 /* The k elements of largest magnitude of x, or of residual + x with error feedback (Stich et al.,
  * "Sparsified SGD with Memory", 2018): residual += x; indices (k) ascending and values (k) are
@@ -3162,7 +3233,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 8u
+#define DTRAIN_DEVICE_ABI 9u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -3247,6 +3318,8 @@ struct dtrain_device_ops {
     dtrain_result (*convert)(dtrain_device *, const dtrain_convert_args *);
     dtrain_result (*adamw)(dtrain_device *, const dtrain_adamw_args *);
     dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
+    dtrain_result (*lion)(dtrain_device *, const dtrain_lion_args *);
+    dtrain_result (*muon)(dtrain_device *, const dtrain_muon_args *);
     dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
     dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
     dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);
@@ -8313,9 +8386,10 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(pointwise) X(pointwise_backward)            \
     X(softmax) X(softmax_backward) X(rotary) X(permute) X(add) X(axpby) X(dropout)           \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)        \
-    X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm) X(batchnorm_sums)              \
-    X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d) X(pool2d_backward)
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)         \
+    X(orthogonalize) X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm)               \
+    X(batchnorm_sums) X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d)           \
+    X(pool2d_backward)
 /* clang-format on */
 
 /* The entries from stream_create to may_free of a device that has finished its work when a call
@@ -11266,8 +11340,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
                                                   dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage);
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
+                                              bool whole, int64_t *stage);
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
@@ -13490,26 +13564,21 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     offload->cpu = NULL;
 }
 
-/* Count the bytes of an optimizer's states, where it works. In host memory that includes master
- * copies of values that are on the device, and two stages of *stage elements for gradients that
- * are. */
-DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage)
+/* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that
+ * includes a master copy of values that are on the device, and *stage grows to what one of the two
+ * stages needs for gradients that are: a piece of them, or with `whole` all. */
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
+                                              bool whole, int64_t *stage)
 {
     const bool offload = layout->desc->offload != 0;
-    uint64_t bytes = 0;
-    *stage = 0;
-    for (size_t i = 0; i < layout->count; i++) {
-        int64_t offset, count;
-        if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) continue;
-        const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-        const bool master = offload && !bucket->value_home->host;
-        const int64_t padded = dtrain__padded(count);
-        bytes += (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
-        if (offload && !bucket->grad_home->host)
-            *stage = dtrain__max(*stage, dtrain__min(padded, DTRAIN__PIECE));
-    }
-    return bytes + 2 * (uint64_t)*stage * sizeof(float);
+    int64_t offset, count;
+    if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
+    const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
+    const bool master = offload && !bucket->value_home->host;
+    const int64_t padded = dtrain__padded(count);
+    if (offload && !bucket->grad_home->host)
+        *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
+    return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }
 
 /* ================================================================================================
@@ -14070,6 +14139,11 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
+    if (p->group && p->group != storage->group)
+        return dtrain__param_fail(p, index,
+                                  "its group is %u, that of \"%.100s\" that it is an alias of %u: "
+                                  "they are one parameter; leave it 0",
+                                  (unsigned)p->group, storage->name, (unsigned)storage->group);
     p->state.storage = storage;
     p->state.next = storage->state.next;
     storage->state.next = p;
@@ -14229,9 +14303,12 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
     else if (!p->value)
         snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
                  (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
-    snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
+    snprintf(text, room,
+             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x "
+             "group %u, %s",
              p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
+             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group,
+             origin);
 }
 
 /* Hash a line. Its text may have cut a long name: the whole name is hashed too. */
@@ -15053,9 +15130,12 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
                                uint64_t *step_bytes)
 {
     const uint32_t states = layout->desc->optimizer_states;
-    int64_t stage;
-    const uint64_t state = dtrain__optimizer_bytes(
-        layout, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, &stage);
+    int64_t stage = 0;
+    uint64_t state = 0;
+    for (size_t i = 0; i < layout->count; i++)
+        state += dtrain__update_bytes(
+            layout, i, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, false, &stage);
+    state += 2 * (uint64_t)stage * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);
     one.params = layout->value_bytes;
@@ -18439,21 +18519,54 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
  * The optimizer's structure, and what the trainer uses beside the public API: the norm without the
  * host, and an update whose numbers are read from device memory. */
 
+/* Parameters that are updated in one way. Their tensors stand side by side. */
+typedef struct dtrain__group {
+    dtrain_optimizer_desc desc; /* without groups */
+    size_t first, count;        /* of the optimizer's tensors */
+} dtrain__group;
+
+/* Where Muon works: two matrices, two squares of the smaller side, and a sum. All of them have room
+ * for the largest matrix of this rank; NULL: it has none. */
+typedef struct dtrain__muon {
+    float *x, *y, *gram, *square;
+    double *sum;
+} dtrain__muon;
+
 struct dtrain_optimizer {
-    dtrain_optimizer_desc desc;
     dtrain_allocator allocator;
     dtrain_device *device;
     dtrain_strategy *strategy;
+    dtrain__group *groups; /* (group_count) that of the desc itself first */
+    size_t group_count;
     const dtrain_shard *shards; /* (shard_count), the strategy's */
     size_t shard_count;
-    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty */
+    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty, in the
+                                         order of their groups */
+    const dtrain_shard **sources;     /* (tensor_count), likewise: their shards */
     size_t tensor_count;
     float *block; /* state; offloaded it is page-locked host memory, and holds more: optimizer.c */
-    size_t block_bytes, state_bytes; /* state_bytes: of moments and buffers alone */
-    int64_t stage;                   /* offloaded: elements of a stage */
+    size_t block_bytes;
+    size_t state_bytes, scratch_bytes; /* of it: moments and buffers; Muon's scratch */
+    dtrain__muon muon;
+    int64_t stage; /* offloaded: elements of a stage */
     bool offloaded;
     uint64_t step_count;
 };
+
+/* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
+ * offloaded. */
+typedef struct dtrain__group_step {
+    dtrain_device *device;
+    const dtrain_optimizer_desc *desc;
+    const dtrain_optimizer_tensor *tensors; /* (count) */
+    const dtrain_shard *const *sources;     /* (count) */
+    size_t count;
+    dtrain_step_scalars now; /* the numbers of this step, or ... */
+    const dtrain_step_scalars
+        *device_scalars; /* ... where they are when the kernel runs, or NULL */
+    const dtrain__muon *muon;
+    uint64_t step; /* from 0 */
+} dtrain__group_step;
 
 /* optim/scaler.c */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy);
@@ -18461,12 +18574,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                                                      const char *call, const char *what);
 
 /* optim/optimizer.c */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer,
-                                                              float lr, float grad_scale);
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
-                                                       const dtrain_optimizer_tensor *piece,
-                                                       const dtrain_step_scalars *now,
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr);
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
+                                                       float grad_scale,
                                                        const dtrain_step_scalars *device_scalars);
+DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
+
+/* optim/groups.c */
+DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc);
+DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimizer *optimizer,
+                                                             const dtrain_param *param);
+DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
+                                                                  const dtrain_param *param);
+DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
+                                                      const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
+                                                  const dtrain_optimizer_desc *desc);
+
+/* optim/muon.c */
+DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
+                                           dtrain__muon *muon);
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step);
 
 /* Add the squares of the shards that are in host memory, or of the others, on the device that is
  * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
@@ -18665,25 +18794,32 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  * src/optim/optimizer.c
  * ==============================================================================================*/
 
-/* Optimizers: AdamW, SGD
+/* Optimizers: AdamW, SGD, Lion
  *
  * With g = grad * grad_scale, t the step from 1, and the decay decoupled (Loshchilov and Hutter,
- * "Decoupled Weight Decay Regularization", ICLR 2019):
+ * "Decoupled Weight Decay Regularization", ICLR 2019), but for SGD, where it is a part of the
+ * gradient as in torch:
  *
  *     AdamW   m = beta1 m + (1 - beta1) g        correction1 = 1 - beta1^t
  *             v = beta2 v + (1 - beta2) g^2      correction2 = 1 - beta2^t
  *             w = w (1 - lr decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- *     SGD     b = momentum b + g                 (b = g in step 1)
- *             w = w (1 - lr decay) - lr (nesterov ? g + momentum b : b)
+ *     SGD     g = g + decay w
+ *             b = momentum b + g                 (b = g in step 1)
+ *             w = w - lr (nesterov ? g + momentum b : b)
+ *     Lion    w = w (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g)
+ *             m = beta2 m + (1 - beta2) g
+ *     Muon    optim/muon.c
  *
- * One fused kernel per shard reads gradient and state once and writes value and state once. State
- * is for this rank's shards only, one block, made at creation:
+ * One fused kernel a group reads gradient and state once and writes value and state once. State is
+ * for this rank's shards only, one block, made at creation, group by group (optim/groups.c):
  *
- *     AdamW   | m of shard 0 .. pad | v of shard 0 .. pad | m of shard 1 ...
- *     SGD     | buffer of shard 0 .. pad | buffer of shard 1 ...       (nothing without momentum)
+ *     AdamW   | m of tensor 0 .. pad | v of tensor 0 .. pad | m of tensor 1 ...
+ *     others  | m of tensor 0 .. pad | m of tensor 1 ...   (SGD: nothing without momentum)
+ *     behind  | scratch of Muon
  *
- * Offloaded, the block is page-locked host memory, each shard's master copy comes before its state,
- * two stages for gradients before everything, and the update goes in pieces:
+ * Offloaded, the block is page-locked host memory, each tensor's master copy comes before its
+ * state, two stages for gradients before everything, and the update goes in pieces, of Muon in
+ * whole matrices:
  *
  *     down    | grad 0 | grad 1 | grad 2      | ...        into stage 0, 1, 0, ...
  *     CPU              | update 0 | update 1  | update 2
@@ -18691,9 +18827,8 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *
  * Values and gradients that are in host memory themselves are used where they are. */
 
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
-                                            const dtrain_step_scalars *now);
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr,
+                                            float grad_scale);
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer);
 
 /* Update the parameters and publish them. A rate or scale that is not finite would destroy every
@@ -18709,27 +18844,26 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
     const dtrain_result result = optimizer->offloaded
-                                     ? dtrain__update_on_host(optimizer, &now)
-                                     : dtrain__optimizer_update(optimizer, NULL, &now, NULL);
+                                     ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                                     : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
     DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
     optimizer->step_count++;
     return dtrain_strategy_publish(optimizer->strategy);
 }
 
-/* Compute what changes from step to step, for the step that comes next. */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer,
-                                                              float lr, float grad_scale)
+/* Compute what changes from step to step for a group, for the step that comes next. */
+static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer *optimizer,
+                                                 const dtrain_optimizer_desc *desc, float lr,
+                                                 float grad_scale)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
     const uint64_t step = optimizer->step_count + 1;
     /* of how many steps the second moments are */
     const uint64_t seen =
         desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
     dtrain_step_scalars scalars;
     memset(&scalars, 0, sizeof scalars);
-    scalars.lr = lr;
+    scalars.lr = lr * desc->lr_scale;
     scalars.grad_scale = grad_scale;
     /* in double: in fp32, 1 - 0.999 has lost three digits already at step 1 */
     scalars.correction1 = (float)(1 - pow((double)desc->beta1, (double)step));
@@ -18737,43 +18871,131 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optim
     return scalars;
 }
 
-/* Update all tensors, or on the CPU the one piece of an offloaded one, with the scalars given, or
- * with those that `device_scalars` holds when the kernel runs. A beta2 of 1 leaves second moments
- * as they are. The first step of SGD fills the buffer with the gradient itself, as torch does. */
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
-                                                       const dtrain_optimizer_tensor *piece,
-                                                       const dtrain_step_scalars *now,
-                                                       const dtrain_step_scalars *device_scalars)
+/* Call AdamW's kernel. A beta2 of 1 leaves second moments as they are. */
+static dtrain_result dtrain__step_adamw(const dtrain__group_step *step)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
-    dtrain_device *device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
-        const uint64_t steps = desc->variance_steps;
-        dtrain_adamw_args args;
-        memset(&args, 0, sizeof args);
-        args.tensor_count = piece ? 1 : optimizer->tensor_count;
-        args.tensors = piece ? piece : optimizer->tensors;
-        args.lr = now->lr;
-        args.beta1 = desc->beta1;
-        args.beta2 = steps > 0 && optimizer->step_count >= steps ? 1 : desc->beta2;
-        args.epsilon = desc->epsilon;
-        args.correction1 = now->correction1;
-        args.correction2 = now->correction2;
-        args.grad_scale = now->grad_scale;
-        args.scalars = device_scalars;
-        return device->ops->adamw(device, &args);
-    }
+    const dtrain_optimizer_desc *desc = step->desc;
+    dtrain_adamw_args args;
+    memset(&args, 0, sizeof args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.beta1 = desc->beta1;
+    args.beta2 = desc->variance_steps > 0 && step->step >= desc->variance_steps ? 1 : desc->beta2;
+    args.epsilon = desc->epsilon;
+    args.correction1 = step->now.correction1;
+    args.correction2 = step->now.correction2;
+    args.grad_scale = step->now.grad_scale;
+    args.scalars = step->device_scalars;
+    args.lr_scale = desc->lr_scale;
+    return step->device->ops->adamw(step->device, &args);
+}
+
+/* Call SGD's kernel. The first step fills the buffer with the gradient itself, as torch does. */
+static dtrain_result dtrain__step_sgd(const dtrain__group_step *step)
+{
     dtrain_sgd_args args;
     memset(&args, 0, sizeof args);
-    args.tensor_count = piece ? 1 : optimizer->tensor_count;
-    args.tensors = piece ? piece : optimizer->tensors;
-    args.lr = now->lr;
-    args.momentum = desc->momentum;
-    args.grad_scale = now->grad_scale;
-    args.nesterov = desc->nesterov;
-    args.first = optimizer->step_count == 0;
-    args.scalars = device_scalars;
-    return device->ops->sgd(device, &args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.momentum = step->desc->momentum;
+    args.grad_scale = step->now.grad_scale;
+    args.nesterov = step->desc->nesterov;
+    args.first = step->step == 0;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    return step->device->ops->sgd(step->device, &args);
+}
+
+static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
+{
+    dtrain_lion_args args;
+    memset(&args, 0, sizeof args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.beta1 = step->desc->beta1;
+    args.beta2 = step->desc->beta2;
+    args.grad_scale = step->now.grad_scale;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    return step->device->ops->lion(step->device, &args);
+}
+
+/* Update all tensors of a group, or on the CPU the one piece of an offloaded one that stands in
+ * place of tensor `at`. */
+static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
+                                          const dtrain__group *group, float lr, float grad_scale,
+                                          const dtrain_step_scalars *device_scalars,
+                                          const dtrain_optimizer_tensor *piece, size_t at)
+{
+    dtrain__group_step step;
+    step.device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
+    step.desc = &group->desc;
+    step.tensors = piece ? piece : optimizer->tensors + group->first;
+    step.sources = optimizer->sources + (piece ? at : group->first);
+    step.count = piece ? 1 : group->count;
+    step.now = dtrain__group_scalars(optimizer, &group->desc, lr, grad_scale);
+    step.device_scalars = device_scalars;
+    step.muon = &optimizer->muon;
+    step.step = optimizer->step_count;
+    switch (group->desc.kind) {
+    case DTRAIN_OPTIMIZER_ADAMW: return dtrain__step_adamw(&step);
+    case DTRAIN_OPTIMIZER_SGD: return dtrain__step_sgd(&step);
+    case DTRAIN_OPTIMIZER_LION: return dtrain__step_lion(&step);
+    default: return dtrain__step_muon(&step);
+    }
+}
+
+/* Update all groups, with the numbers given, or with those that `device_scalars` holds when the
+ * kernels run. */
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
+                                                       float grad_scale,
+                                                       const dtrain_step_scalars *device_scalars)
+{
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].count)
+            DTRAIN__TRY(dtrain__group_update(optimizer, &optimizer->groups[g], lr, grad_scale,
+                                             device_scalars, NULL, 0));
+    return DTRAIN_OK;
+}
+
+/* ---- A recorded step --------------------------------------------------------------------------*/
+
+/* Return the group whose corrections a recorded step has: the first of AdamW. */
+static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
+{
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
+    return &optimizer->groups[0];
+}
+
+/* Compute the numbers of the step that comes next, for kernels that read them from device memory:
+ * one set for all groups, which multiply the rate by their own lr_scale. */
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr)
+{
+    const dtrain_optimizer_desc *desc = &dtrain__corrected_group(optimizer)->desc;
+    dtrain_step_scalars scalars = dtrain__group_scalars(optimizer, desc, lr, 1);
+    scalars.lr = lr;
+    return scalars;
+}
+
+/* Say what an optimizer would need for its step to be recorded; NULL: nothing. */
+DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer)
+{
+    const dtrain_optimizer_desc *one = &dtrain__corrected_group(optimizer)->desc;
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
+        if (desc->variance_steps)
+            return "an optimizer without variance_steps: what is recorded would never stop";
+        if (desc->kind == DTRAIN_OPTIMIZER_ADAMW &&
+            (desc->beta1 != one->beta1 || desc->beta2 != one->beta2))
+            return "groups of AdamW with the same beta1 and beta2: one set of corrections changes "
+                   "from step to step";
+    }
+    return NULL;
 }
 
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
@@ -18782,32 +19004,13 @@ DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
     if (!info) return;
     memset(info, 0, sizeof *info);
     if (!optimizer) return;
-    info->kind = optimizer->desc.kind;
+    info->kind = optimizer->groups[0].desc.kind;
     info->step_count = optimizer->step_count;
     info->state_bytes = optimizer->state_bytes;
+    info->scratch_bytes = optimizer->scratch_bytes;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
-    desc.beta1 = 0.9f;
-    desc.beta2 = 0.999f;
-    desc.epsilon = 1e-8f;
-    desc.weight_decay = 0.01f;
-    return desc;
-}
-
-DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_SGD;
-    return desc;
-}
 
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
@@ -18817,102 +19020,110 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     if (!world || !strategy || !desc || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_optimizer_create: world, strategy, desc or out is NULL");
-    DTRAIN__TRY(dtrain__check_optimizer(desc));
+    DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
     const dtrain_allocator *allocator = &world->allocator;
     dtrain_optimizer *optimizer =
         (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
     if (!optimizer) return DTRAIN_ERROR_MEMORY;
-    optimizer->desc = *desc;
     optimizer->allocator = *allocator;
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
     optimizer->offloaded = strategy->offload.cpu != NULL;
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
+    if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
     if (result == DTRAIN_OK) result = dtrain__optimizer_memory(optimizer);
     if (result == DTRAIN_OK) *out = optimizer;
     else dtrain_optimizer_destroy(optimizer);
     return result;
 }
 
-/* Refuse a desc that does not come from one of the defaults or makes no sense. Comparisons are
- * written so that NaN fails them. */
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+/* Count what the block holds. The sums cannot overflow: a quarter of the address space holds the
+ * values, the layout saw to it. */
+static void dtrain__count_block(dtrain_optimizer *optimizer)
 {
-    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
-    if (!adamw && desc->kind != DTRAIN_OPTIMIZER_SGD)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
-            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
-            (unsigned)desc->kind);
-    bool right = desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay);
-    if (adamw)
-        right = right && desc->beta1 >= 0 && desc->beta1 < 1 && desc->beta2 >= 0 &&
-                desc->beta2 < 1 && desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon);
-    else
-        right = right && desc->momentum >= 0 && dtrain_is_finite(desc->momentum) &&
-                !(desc->nesterov && desc->momentum == 0) && desc->variance_steps == 0;
-    if (right) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_optimizer_create: expected weight_decay >= 0; of AdamW beta1 and beta2 in [0, 1) "
-        "and epsilon >= 0; of SGD momentum >= 0, and > 0 with nesterov, and no variance_steps; all "
-        "finite. Found weight_decay %g, beta1 %g, beta2 %g, epsilon %g, momentum %g",
-        (double)desc->weight_decay, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
-        (double)desc->momentum);
+    const dtrain__layout *layout = &optimizer->strategy->layout;
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &layout->params[i]);
+        bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
+                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->stage);
+    }
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        optimizer->state_bytes += dtrain__states_of(dtrain__desc_of(optimizer, shard->param)) *
+                                  (size_t)dtrain__padded(shard->count) * sizeof(float);
+    }
+    dtrain__muon none;
+    optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
+    optimizer->block_bytes =
+        (size_t)bytes + 2 * (size_t)optimizer->stage * sizeof(float) + optimizer->scratch_bytes;
 }
 
-/* Allocate the block, zeros, and make the optimizer's view of the shards: addresses do not change
- * any more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
- * anything. The products cannot overflow: a quarter of the address space holds the values, the
- * layout saw to it. */
+/* Make the optimizer's view of a shard, whose state begins at *next; addresses do not change any
+ * more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
+ * anything. */
+static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtrain_shard *shard,
+                                         float **next)
+{
+    const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, shard->param);
+    const size_t states = dtrain__states_of(desc);
+    const int64_t padded = dtrain__padded(shard->count);
+    dtrain_device *device = optimizer->device;
+    dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count];
+    optimizer->sources[optimizer->tensor_count++] = shard;
+    tensor->count = shard->count;
+    if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
+        tensor->weight_decay = desc->weight_decay;
+    tensor->value = shard->value;
+    tensor->grad = shard->grad;
+    if (optimizer->offloaded && !dtrain__on_host(device, shard->value)) {
+        tensor->value = *next;
+        *next += padded;
+        DTRAIN__TRY(device->ops->copy(device, tensor->value, shard->value,
+                                      (size_t)shard->count * sizeof(float),
+                                      DTRAIN_COPY_DEVICE_TO_HOST));
+    }
+    if (states > 0) tensor->m = *next;
+    if (states > 1) tensor->v = *next + padded;
+    *next = dtrain__after(*next, (int64_t)states * padded);
+    return DTRAIN_OK;
+}
+
+/* Allocate the block, zeros, and list the tensors of each group. */
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
+    const dtrain_allocator *a = &optimizer->allocator;
+    const size_t count = optimizer->shard_count;
     dtrain_device *device = optimizer->device;
-    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW, offloaded = optimizer->offloaded;
-    const size_t states = adamw ? 2 : desc->momentum > 0; /* of a shard */
-    for (size_t i = 0; i < optimizer->shard_count; i++)
-        optimizer->state_bytes +=
-            states * (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
-    optimizer->block_bytes =
-        (size_t)dtrain__optimizer_bytes(&optimizer->strategy->layout, states, &optimizer->stage);
+    dtrain__count_block(optimizer);
     optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
-        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
-    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
+        a, count, sizeof *optimizer->tensors, "an optimizer");
+    optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
+                                                              "shards of an optimizer");
+    if (!optimizer->tensors || !optimizer->sources) return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
         const size_t bytes = optimizer->block_bytes;
         void *block;
-        DTRAIN__TRY(offloaded ? device->ops->host_alloc(device, bytes, &block)
-                              : device->ops->alloc(device, bytes, &block));
+        DTRAIN__TRY(optimizer->offloaded ? device->ops->host_alloc(device, bytes, &block)
+                                         : device->ops->alloc(device, bytes, &block));
         optimizer->block = (float *)block;
-        if (offloaded) memset(block, 0, bytes);
+        if (optimizer->offloaded) memset(block, 0, bytes);
         else DTRAIN__TRY(device->ops->zero(device, block, bytes));
     }
-
     float *next = dtrain__after(optimizer->block, 2 * optimizer->stage);
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        const int64_t padded = dtrain__padded(shard->count);
-        if (shard->count == 0) continue;
-        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
-        tensor->count = shard->count;
-        if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
-            tensor->weight_decay = desc->weight_decay;
-        tensor->value = shard->value;
-        tensor->grad = shard->grad;
-        if (offloaded && !dtrain__on_host(device, shard->value)) {
-            tensor->value = next;
-            next += padded;
-            DTRAIN__TRY(device->ops->copy(device, tensor->value, shard->value,
-                                          (size_t)shard->count * sizeof(float),
-                                          DTRAIN_COPY_DEVICE_TO_HOST));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        dtrain__group *group = &optimizer->groups[g];
+        group->first = optimizer->tensor_count;
+        for (size_t i = 0; i < count; i++) {
+            const dtrain_shard *shard = &optimizer->shards[i];
+            if (shard->count == 0 || dtrain__desc_of(optimizer, shard->param) != &group->desc)
+                continue;
+            DTRAIN__TRY(dtrain__list_tensor(optimizer, shard, &next));
         }
-        if (states > 0) tensor->m = next;
-        if (states > 1) tensor->v = next + padded;
-        next = dtrain__after(next, (int64_t)states * padded);
+        group->count = optimizer->tensor_count - group->first;
     }
+    dtrain__muon_layout(optimizer, next, &optimizer->muon);
     return DTRAIN_OK;
 }
 
@@ -18926,15 +19137,20 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
+    dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
+                 sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
                  sizeof *optimizer->tensors);
+    dtrain__free(&allocator, optimizer->groups, optimizer->group_count, sizeof *optimizer->groups);
     dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
 }
 
 /* ---- the update in host memory ----------------------------------------------------------------*/
 
 typedef struct dtrain__update_piece {
-    dtrain_optimizer_tensor part; /* a part of a tensor, in host memory */
+    const dtrain__group *group;
+    size_t at;                    /* the tensor ... */
+    dtrain_optimizer_tensor part; /* ... and a part of it, in host memory */
     float *value;                 /* its values where the strategy keeps them */
 } dtrain__update_piece;
 
@@ -18958,52 +19174,423 @@ static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
 /* Update a piece when its gradient has come, and queue its new values' way up. Values that the
  * strategy keeps in host memory come with the next gather. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
-                                        const dtrain__update_piece *piece, size_t slot,
-                                        const dtrain_step_scalars *now)
+                                        const dtrain__update_piece *piece, size_t slot, float lr,
+                                        float grad_scale)
 {
     dtrain_device *device = optimizer->device;
     const dtrain__offload *offload = &optimizer->strategy->offload;
     DTRAIN__TRY(dtrain__event_await(optimizer->strategy, offload->arrived[slot]));
-    DTRAIN__TRY(dtrain__optimizer_update(optimizer, &piece->part, now, NULL));
+    DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
+                                     piece->at));
     if (piece->value == piece->part.value) return DTRAIN_OK;
     return device->ops->copy_async(device, piece->value, piece->part.value,
                                    (size_t)piece->part.count * sizeof(float),
                                    DTRAIN_COPY_HOST_TO_DEVICE, offload->up);
 }
 
+/* Make *piece the one of a tensor that begins at element `first`. */
+static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
+                               size_t at, int64_t first, dtrain__update_piece *piece)
+{
+    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
+    piece->group = group;
+    piece->at = at;
+    piece->part = *tensor;
+    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
+        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
+    piece->part.grad += first;
+    piece->part.value += first;
+    piece->part.m = dtrain__after(tensor->m, first);
+    piece->part.v = dtrain__after(tensor->v, first);
+    piece->value = optimizer->sources[at]->value + first;
+}
+
 /* Update everything on the CPU. Every event is behind what compute had queued: when the first has
  * happened, nobody reads old values any more, neither from the device nor from the master copies.
  * One piece is updated while the next is on its way down, and a stage is filled again when the
  * piece that it held is done. */
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
-                                            const dtrain_step_scalars *now)
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
-    const dtrain_optimizer_tensor *tensor = optimizer->tensors;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* sent for */
     DTRAIN__TRY(dtrain__stream_follow(strategy, strategy->offload.down, NULL));
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        for (int64_t first = 0; first < shard->count; first += DTRAIN__PIECE) {
-            const size_t slot = count & 1;
-            dtrain__update_piece *piece = &pieces[slot];
-            piece->part = *tensor;
-            piece->part.count = dtrain__min(shard->count - first, DTRAIN__PIECE);
-            piece->part.grad += first;
-            piece->part.value += first;
-            piece->part.m = dtrain__after(piece->part.m, first);
-            piece->part.v = dtrain__after(piece->part.v, first);
-            piece->value = shard->value + first;
-            DTRAIN__TRY(dtrain__piece_down(optimizer, piece, slot));
-            if (count++)
-                DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, now));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain__group *group = &optimizer->groups[g];
+        for (size_t at = group->first; at < group->first + group->count; at++) {
+            const int64_t all = optimizer->tensors[at].count;
+            for (int64_t first = 0; first < all;) {
+                const size_t slot = count & 1;
+                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
+                first += pieces[slot].part.count;
+                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
+                if (count++)
+                    DTRAIN__TRY(
+                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
+            }
         }
-        if (shard->count > 0) tensor++;
     }
     const size_t last = (count - 1) & 1;
-    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, now));
+    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
     return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+}
+
+/* ================================================================================================
+ * src/optim/groups.c
+ * ==============================================================================================*/
+
+/* Parameter groups: defaults, checks, who is in which
+ *
+ * The desc of an optimizer is group 0, and its groups are 1, 2, ...; a parameter says in which it
+ * is. An optimizer lists its tensors group by group, so that each group is one call of its kernel:
+ *
+ *     shards    wte (0)   qkv (1)   bias (0)   proj (1)
+ *     tensors   wte       bias    | qkv        proj           groups[0]: 0, 2    groups[1]: 2, 2 */
+
+/* ---- Defaults ---------------------------------------------------------------------------------*/
+
+static dtrain_optimizer_desc dtrain__optimizer_defaults(dtrain_optimizer_kind kind)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = (uint32_t)kind;
+    desc.lr_scale = 1;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.999f;
+    desc.epsilon = 1e-8f;
+    desc.weight_decay = 0.01f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
+{
+    return dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_lion_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_LION);
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.99f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_muon_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
+    desc.momentum = 0.95f;
+    desc.nesterov = true;
+    desc.epsilon = 1e-7f;
+    return desc;
+}
+
+/* ---- Who is in which --------------------------------------------------------------------------*/
+
+/* Count the fp32 tensors that a kind keeps of a parameter. */
+DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc)
+{
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
+    return desc->kind != DTRAIN_OPTIMIZER_SGD || desc->momentum > 0;
+}
+
+/* Return the hyper-parameters of a parameter, or of its alias. */
+DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimizer *optimizer,
+                                                             const dtrain_param *param)
+{
+    return &optimizer->groups[param->state.storage->group].desc;
+}
+
+/* Find the optimizer's view of this rank's piece of a parameter; NULL: there is none. */
+DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
+                                                                  const dtrain_param *param)
+{
+    for (size_t i = 0; i < optimizer->tensor_count; i++)
+        if (optimizer->sources[i]->param == param) return &optimizer->tensors[i];
+    return NULL;
+}
+
+/* Make the table of groups; each will have its tensors listed behind those of the one before. */
+DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
+                                                  const dtrain_optimizer_desc *desc)
+{
+    const size_t count = (size_t)desc->group_count + 1;
+    optimizer->groups = (dtrain__group *)dtrain__alloc(
+        &optimizer->allocator, count, sizeof *optimizer->groups, "groups of an optimizer");
+    if (!optimizer->groups) return DTRAIN_ERROR_MEMORY;
+    optimizer->group_count = count;
+    for (size_t g = 0; g < count; g++) {
+        dtrain_optimizer_desc *own = &optimizer->groups[g].desc;
+        *own = g ? desc->groups[g - 1] : *desc;
+        own->groups = NULL;
+        own->group_count = 0;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Checks -----------------------------------------------------------------------------------*/
+
+static bool dtrain__not_below(float value, float least)
+{
+    return dtrain_is_finite(value) && value >= least;
+}
+
+static bool dtrain__is_beta(float value) { return dtrain__not_below(value, 0) && value < 1; }
+
+/* Refuse a group's desc that does not come from one of the defaults or makes no sense. */
+static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint32_t number)
+{
+    const char *const call = "dtrain_optimizer_create";
+    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
+    const bool lion = desc->kind == DTRAIN_OPTIMIZER_LION;
+    const bool muon = desc->kind == DTRAIN_OPTIMIZER_MUON;
+    const bool betas = adamw || lion, momentum = !betas;
+    const struct {
+        bool wrong;
+        const char *field;
+        double value;
+        const char *expected;
+    } bounds[] = {
+        {!dtrain__not_below(desc->weight_decay, 0), "weight_decay", (double)desc->weight_decay,
+         "a finite number of 0 or more"},
+        {!dtrain__not_below(desc->lr_scale, FLT_MIN), "lr_scale", (double)desc->lr_scale,
+         "a finite number above 0, usually 1; DTRAIN_PARAM_FROZEN keeps a parameter as it is"},
+        {betas && !dtrain__is_beta(desc->beta1), "beta1", (double)desc->beta1,
+         "0 or more, below 1"},
+        {betas && !dtrain__is_beta(desc->beta2), "beta2", (double)desc->beta2,
+         "0 or more, below 1"},
+        {adamw && !dtrain__not_below(desc->epsilon, 0), "epsilon", (double)desc->epsilon,
+         "a finite number of 0 or more"},
+        {muon && !dtrain__not_below(desc->epsilon, FLT_MIN), "epsilon", (double)desc->epsilon,
+         "a finite number above 0: a matrix without gradient has the norm 0"},
+        {momentum && !dtrain__not_below(desc->momentum, 0), "momentum", (double)desc->momentum,
+         "a finite number of 0 or more"},
+        {momentum && desc->nesterov && !(desc->momentum > 0), "momentum", (double)desc->momentum,
+         "a number above 0, since nesterov is true"},
+        {!adamw && desc->variance_steps, "variance_steps", (double)desc->variance_steps,
+         "0: AdamW alone has second moments"},
+        {number && desc->group_count, "group_count", desc->group_count,
+         "0: groups have none of their own"},
+    };
+    if (!adamw && !lion && !muon && desc->kind != DTRAIN_OPTIMIZER_SGD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: group %u: kind %u is not a dtrain_optimizer_kind; start from "
+                           "dtrain_adamw_defaults(), dtrain_sgd_defaults(), dtrain_lion_defaults() "
+                           "or dtrain_muon_defaults()",
+                           call, number, (unsigned)desc->kind);
+    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
+        if (bounds[i].wrong)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: group %u: %s is %.9g; expected %s", call,
+                               number, bounds[i].field, bounds[i].value, bounds[i].expected);
+    return DTRAIN_OK;
+}
+
+/* Refuse a parameter of a group that there is not, and for Muon one that is no matrix or that no
+ * rank has all of. What is cut follows from the layout that all ranks have in common, not from what
+ * this rank happens to hold: all of them fail. */
+static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
+                                          const dtrain_strategy *strategy, size_t i)
+{
+    const char *const call = "dtrain_optimizer_create";
+    const dtrain_param *p = &strategy->params[i];
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[i];
+    const uint32_t group = p->group;
+    if (group > desc->group_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: parameter %zu (\"%.100s\") is in group %u, and the desc has %u "
+                           "group%s besides group 0, which is the desc itself",
+                           call, i, p->name, group, desc->group_count,
+                           desc->group_count == 1 ? "" : "s");
+    const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
+    if (own->kind != DTRAIN_OPTIMIZER_MUON || p->state.storage != p || !entry->trainable)
+        return DTRAIN_OK;
+    if (dtrain__param_dims(p) < 2 || p->count == 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
+                           "dimension%s and %lld elements: Muon is for matrices; give it another "
+                           "group, of AdamW",
+                           call, i, p->name, group, dtrain__param_dims(p),
+                           dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
+    if (dtrain__value_is_whole(layout, entry) || layout->owners) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs whole "
+                       "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
+                       "shards by whole tensors, or DTRAIN_STRATEGY_DDP",
+                       call, i, p->name, group, strategy->kind->name);
+}
+
+/* Refuse a desc that makes no sense, or not for these parameters under this strategy. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
+                                                      const dtrain_strategy *strategy)
+{
+    if (desc->group_count && !desc->groups)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_optimizer_create: group_count is %u and groups is NULL",
+                           desc->group_count);
+    DTRAIN__TRY(dtrain__check_group(desc, 0));
+    for (uint32_t g = 0; g < desc->group_count; g++)
+        DTRAIN__TRY(dtrain__check_group(&desc->groups[g], g + 1));
+    for (size_t i = 0; i < strategy->param_count; i++)
+        DTRAIN__TRY(dtrain__check_member(desc, strategy, i));
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/optim/muon.c
+ * ==============================================================================================*/
+
+/* Muon
+ *
+ * Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) steps along
+ * the orthogonal matrix nearest to the momentum: of M = U S V^T that is U V^T, all of whose
+ * singular values are 1. With g = grad * grad_scale, for a matrix (rows, columns):
+ *
+ *     m = momentum m + g                     x = nesterov ? g + momentum m : m
+ *     x = x / (|x| + epsilon)                so that no singular value is above 1
+ *     five times: x = a x + b (x x^T) x + c (x x^T)^2 x
+ *     w = w (1 - lr decay) - lr sqrt(max(1, rows / columns)) x
+ *
+ * The polynomial takes every singular value s to a s + b s^3 + c s^5, towards 1: with the published
+ * coefficients, which grow small ones fastest, to between 0.7 and 1.2 (a Newton-Schulz iteration).
+ * This is the authors' variant, which torch.optim.Muon calls "original", but in fp32 where theirs
+ * is in bf16; that their momentum is an average changes the length of x alone, which is divided
+ * out. Of a parameter with more than two dimensions all behind the first are columns.
+ *
+ * An iteration is three products of the device's GEMM. Where x has more rows than columns the Gram
+ * matrix is x^T x, and multiplies from the right: nothing is transposed in memory.
+ *
+ *     gram (k, k) = x x^T      square = c gram gram + b gram     y = square x + a x     k = smaller
+ *
+ * It costs 10 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch. */
+
+#define DTRAIN__MUON_ITERATIONS 5
+
+/* Lay Muon's scratch out from memory on (NULL: count alone), for the largest matrix of this rank;
+ * return its elements. */
+DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
+                                           dtrain__muon *muon)
+{
+    int64_t most = 0, side = 0;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (dtrain__desc_of(optimizer, shard->param)->kind != DTRAIN_OPTIMIZER_MUON) continue;
+        const int64_t rows = shard->param->shape[0], columns = shard->count / rows;
+        most = dtrain__max(most, dtrain__padded(shard->count));
+        side = dtrain__max(side, dtrain__min(rows, columns));
+    }
+    const int64_t square = dtrain__padded(side * side), sum = dtrain__padded(1);
+    memset(muon, 0, sizeof *muon);
+    if (most == 0) return 0;
+    if (memory) {
+        muon->sum = (double *)(void *)memory;
+        muon->gram = memory + sum;
+        muon->square = muon->gram + square;
+        muon->x = muon->square + square;
+        muon->y = muon->x + most;
+    }
+    return (size_t)(sum + 2 * square + 2 * most);
+}
+
+/* Compute c (rows, columns) = alpha op(a) b + beta c in fp32; a, b and c are stored without gaps,
+ * and op transposes a, or b, if the flags say so. */
+static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t rows,
+                                          int64_t columns, int64_t inner, float alpha,
+                                          const float *a, const float *b, float beta, float *c)
+{
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = rows;
+    args.n = columns;
+    args.k = inner;
+    args.alpha = alpha;
+    args.beta = beta;
+    args.a = a;
+    args.b = b;
+    args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? rows : inner;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? inner : columns;
+    args.ldc = columns;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    return device->ops->gemm(device, &args);
+}
+
+/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
+ * and they change places. */
+static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
+                                        int64_t columns)
+{
+    const float a = 3.4445f, b = -4.7750f, c = 2.0315f;
+    const bool wide = rows <= columns;
+    const int64_t k = wide ? rows : columns, other = wide ? columns : rows;
+    const size_t bytes = (size_t)(rows * columns) * sizeof(float);
+    const uint32_t flags = wide ? DTRAIN_GEMM_TRANS_B : DTRAIN_GEMM_TRANS_A;
+    for (int i = 0; i < DTRAIN__MUON_ITERATIONS; i++) {
+        float *x = muon->x, *y = muon->y, *gram = muon->gram, *square = muon->square;
+        DTRAIN__TRY(dtrain__muon_product(device, flags, k, k, other, 1, x, x, 0, gram));
+        DTRAIN__TRY(device->ops->copy(device, square, gram, (size_t)(k * k) * sizeof(float),
+                                      DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, k, k, k, c, gram, gram, b, square));
+        DTRAIN__TRY(device->ops->copy(device, y, x, bytes, DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, rows, columns, k, 1, wide ? square : x,
+                                         wide ? x : square, a, y));
+        muon->x = y;
+        muon->y = x;
+    }
+    return DTRAIN_OK;
+}
+
+/* Update one matrix. A step that is skipped, because a number in device memory says so, leaves its
+ * momentum and value as they are. */
+static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t i)
+{
+    const dtrain_optimizer_tensor *tensor = &step->tensors[i];
+    const dtrain_param *param = step->sources[i]->param;
+    const int64_t rows = param->shape[0], columns = param->count / rows;
+    dtrain_device *device = step->device;
+    dtrain__muon muon = *step->muon;
+    dtrain_muon_args args;
+    dtrain_sum_args sum;
+    memset(&args, 0, sizeof args);
+    args.stage = DTRAIN_MUON_MOMENTUM;
+    args.tensor = tensor;
+    args.x = muon.x;
+    args.lr = step->now.lr;
+    args.momentum = step->desc->momentum;
+    args.grad_scale = step->now.grad_scale;
+    args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
+    args.epsilon = step->desc->epsilon;
+    args.nesterov = step->desc->nesterov;
+    args.sum_squares = muon.sum;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    DTRAIN__TRY(device->ops->muon(device, &args));
+    memset(&sum, 0, sizeof sum);
+    sum.count = tensor->count;
+    sum.squares = true;
+    sum.scale = 1;
+    sum.x = muon.x;
+    sum.total = muon.sum;
+    sum.dtype = DTRAIN_DTYPE_F32;
+    DTRAIN__TRY(device->ops->sum(device, &sum));
+    args.stage = DTRAIN_MUON_NORMALIZE;
+    DTRAIN__TRY(device->ops->muon(device, &args));
+    DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
+    args.stage = DTRAIN_MUON_STEP;
+    args.x = muon.x;
+    return device->ops->muon(device, &args);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step)
+{
+    for (size_t i = 0; i < step->count; i++) DTRAIN__TRY(dtrain__muon_matrix(step, i));
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -20035,7 +20622,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
     const float *norm = queue->results + desc->micro_batches;
-    *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
+    *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
@@ -20103,7 +20690,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
-        dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars)));
+        dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
@@ -20140,8 +20727,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
-    else if (trainer->desc.optimizer->desc.variance_steps)
-        missing = "an optimizer without variance_steps: what is recorded would never stop";
+    else if (dtrain__not_recordable(trainer->desc.optimizer))
+        missing = dtrain__not_recordable(trainer->desc.optimizer);
     else if (trainer->desc.strategy->desc.offload)
         missing = "everything on the device: an offloaded update runs on the host";
     else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
@@ -20269,7 +20856,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
     }
     if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
-    else if (desc->optimizer) memory->optimizer = desc->optimizer->state_bytes;
+    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +
                     memory->grads + memory->optimizer + memory->buffers + memory->workspace;
     return DTRAIN_OK;
@@ -20951,44 +21538,51 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* Find the optimizer's view of this rank's piece of a parameter; NULL: there is none. Tensors
- * follow shards, without the empty ones. */
-static const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
-                                                         const dtrain_param *param)
+/* Return the kind of a parameter's class 1 or 2 of optimizer state; KINDS: there is none. */
+static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, int class_)
 {
-    size_t at = 0;
-    if (!optimizer) return NULL;
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        if (shard->param == param) return shard->count > 0 ? &optimizer->tensors[at] : NULL;
-        at += shard->count > 0;
-    }
-    return NULL;
+    if ((size_t)class_ > dtrain__states_of(desc)) return DTRAIN_STATE_KINDS;
+    if (class_ == 2) return DTRAIN_STATE_EXP_AVG_SQ;
+    return desc->kind == DTRAIN_OPTIMIZER_ADAMW || desc->kind == DTRAIN_OPTIMIZER_LION
+               ? DTRAIN_STATE_EXP_AVG
+               : DTRAIN_STATE_MOMENTUM;
 }
 
-/* Append the values of all parameters, then each class of the optimizer's state. An offloaded
- * update has a master copy of values that are on the device: both are the same between steps. */
-static dtrain_result dtrain__state_params(dtrain_state *state)
+/* Append the values of all parameters. An offloaded update has a master copy of values that are on
+ * the device: both are the same between steps. */
+static dtrain_result dtrain__state_values(dtrain_state *state)
 {
     const dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_optimizer *optimizer = state->desc.optimizer;
-    const bool adamw = optimizer && optimizer->desc.kind == DTRAIN_OPTIMIZER_ADAMW;
-    const bool momentum = optimizer && !adamw && optimizer->desc.momentum > 0;
-    for (int class_ = 0; class_ < 3; class_++) {
-        if ((class_ == 1 && !adamw && !momentum) || (class_ == 2 && !adamw)) continue;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_shard shard;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        dtrain__shard_of(strategy, i, &shard);
+        const dtrain_optimizer_tensor *view =
+            optimizer ? dtrain__moments_of(optimizer, shard.param) : NULL;
+        DTRAIN__TRY(dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE, shard.value,
+                                       view ? view->value : NULL));
+    }
+    return DTRAIN_OK;
+}
+
+/* Append each class of the optimizer's state: first moments and momentum, then second moments. */
+static dtrain_result dtrain__state_moments(dtrain_state *state)
+{
+    const dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_optimizer *optimizer = state->desc.optimizer;
+    for (int class_ = 1; class_ <= 2 && optimizer; class_++) {
         for (size_t i = 0; i < strategy->param_count; i++) {
+            const dtrain_param *p = &strategy->params[i];
+            const dtrain_state_kind kind =
+                dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
             dtrain_shard shard;
-            if (strategy->params[i].state.storage != &strategy->params[i]) continue;
-            if (class_ && !strategy->layout.entries[i].trainable) continue;
+            if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
+            if (kind == DTRAIN_STATE_KINDS) continue;
             dtrain__shard_of(strategy, i, &shard);
-            const dtrain_optimizer_tensor *moments = dtrain__moments_of(optimizer, shard.param);
-            float *memory = shard.value, *mirror = moments ? moments->value : NULL;
-            if (class_) memory = !moments ? NULL : class_ == 1 ? moments->m : moments->v;
-            const dtrain_state_kind kind = !class_       ? DTRAIN_STATE_VALUE
-                                           : !adamw      ? DTRAIN_STATE_MOMENTUM
-                                           : class_ == 1 ? DTRAIN_STATE_EXP_AVG
-                                                         : DTRAIN_STATE_EXP_AVG_SQ;
-            DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, class_ ? NULL : mirror));
+            const dtrain_optimizer_tensor *view = dtrain__moments_of(optimizer, p);
+            float *memory = !view ? NULL : class_ == 1 ? view->m : view->v;
+            DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, NULL));
         }
     }
     return DTRAIN_OK;
@@ -21158,7 +21752,8 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->comm = desc->strategy->comm;
     state->device = desc->strategy->device;
     dtrain__state_list_scalars(state);
-    dtrain_result result = dtrain__state_params(state);
+    dtrain_result result = dtrain__state_values(state);
+    if (result == DTRAIN_OK) result = dtrain__state_moments(state);
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
@@ -26618,10 +27213,10 @@ typedef struct dtrain__job {
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
     X(pointwise_backward) X(softmax) X(softmax_backward) X(rotary) X(permute)        \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)             \
-    X(batchnorm_moments) X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)        \
-    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                \
-    X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
+    X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
+    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
+    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -26639,12 +27234,15 @@ typedef struct dtrain__kernels {
     DTRAIN__RANGES(DTRAIN__RANGE)
 } dtrain__kernels;
 
-/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+/* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */
 typedef struct dtrain__update {
     const dtrain_adamw_args *adamw;
     const dtrain_sgd_args *sgd;
+    const dtrain_lion_args *lion;
+    const dtrain_muon_args *muon;
     const dtrain_optimizer_tensor *tensor;
     dtrain_step_scalars now;
+    float inverse; /* of a norm: muon */
 } dtrain__update;
 
 /* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
@@ -27699,9 +28297,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
                                         size_t tensor_count, const dtrain_optimizer_tensor *tensors,
-                                        const dtrain_step_scalars *scalars, dtrain__range_fn range)
+                                        const dtrain_step_scalars *scalars, float lr_scale,
+                                        dtrain__range_fn range)
 {
-    if (scalars) update->now = *scalars;
+    if (scalars) {
+        update->now = *scalars;
+        update->now.lr *= lr_scale;
+    }
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
         DTRAIN__TRY(dtrain__elementwise(device, range, update, tensors[i].count, DTRAIN_DTYPE_F32));
@@ -27720,7 +28322,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
     update.now.correction2 = args->correction2;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              dtrain__cpu_kernels(device)->adamw);
+                              args->lr_scale, dtrain__cpu_kernels(device)->adamw);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
@@ -27731,7 +28333,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              dtrain__cpu_kernels(device)->sgd);
+                              args->lr_scale, dtrain__cpu_kernels(device)->sgd);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.lion = args;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
+                              args->lr_scale, dtrain__cpu_kernels(device)->lion);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.muon = args;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    if (args->stage == DTRAIN_MUON_NORMALIZE)
+        update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
+    return dtrain__cpu_update(device, &update, 1, args->tensor, args->scalars, args->lr_scale,
+                              dtrain__cpu_kernels(device)->muon);
 }
 
 /* ================================================================================================
@@ -29746,19 +30372,70 @@ DTRAIN__KERNEL(sgd)
     const dtrain_sgd_args *a = update->sgd;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
-    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(update->now.lr);
-    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(-update->now.lr);
+    const dtrain__v decay = dtrain__vset(t->weight_decay);
     float *buffer = t->m;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__v g = dtrain__vfma(decay, old, dtrain__vload_n(t->grad + i, n) * grad_scale);
         if (buffer) {
             dtrain__v b = g;
             if (!a->first) b = dtrain__vfma(momentum, dtrain__vload_n(buffer + i, n), g);
             dtrain__vstore_n(buffer + i, b, n);
             g = a->nesterov ? dtrain__vfma(momentum, b, g) : b;
         }
-        dtrain__vstore_n(t->value + i, dtrain__vload_n(t->value + i, n) * decay - lr * g, n);
+        dtrain__vstore_n(t->value + i, dtrain__vfma(lr, g, old), n);
+    }
+}
+
+DTRAIN__KERNEL(lion)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_lion_args *a = update->lion;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale), zero = dtrain__vset(0);
+    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
+    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v lr = dtrain__vset(update->now.lr);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v m = dtrain__vload_n(t->m + i, n);
+        const dtrain__v mean = dtrain__vfma(rest1, g, beta1 * m);
+        const dtrain__v up = dtrain__vkeep(lr, DTRAIN__K(vless)(zero, mean));
+        const dtrain__v down = dtrain__vkeep(lr, DTRAIN__K(vless)(mean, zero));
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__vstore_n(t->m + i, dtrain__vfma(rest2, g, beta2 * m), n);
+        dtrain__vstore_n(t->value + i, dtrain__vfma(old, decay, down - up), n);
+    }
+}
+
+DTRAIN__KERNEL(muon)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_muon_args *a = update->muon;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const float lr = update->now.lr, scale = lr * a->scale;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v momentum = dtrain__vset(a->momentum);
+    const dtrain__v decay = dtrain__vset(1 - lr * t->weight_decay), step = dtrain__vset(-scale);
+    const dtrain__v inverse = dtrain__vset(update->inverse);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        float *x = a->x + i;
+        if (a->stage == DTRAIN_MUON_MOMENTUM) {
+            const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+            const dtrain__v m = dtrain__vfma(momentum, dtrain__vload_n(t->m + i, n), g);
+            dtrain__vstore_n(t->m + i, m, n);
+            dtrain__vstore_n(x, a->nesterov ? dtrain__vfma(momentum, m, g) : m, n);
+        } else if (a->stage == DTRAIN_MUON_NORMALIZE) {
+            dtrain__vstore_n(x, dtrain__vload_n(x, n) * inverse, n);
+        } else {
+            const dtrain__v old = dtrain__vload_n(t->value + i, n) * decay;
+            dtrain__vstore_n(t->value + i, dtrain__vfma(step, dtrain__vload_n(x, n), old), n);
+        }
     }
 }
 

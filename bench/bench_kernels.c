@@ -342,6 +342,19 @@ static dtrain_result call_sgd(dtrain_device *device, const kernel *k, void *cons
     return device->ops->sgd(device, &a);
 }
 
+static dtrain_result call_lion(dtrain_device *device, const kernel *k, void *const *m)
+{
+    dtrain_optimizer_tensor tensors[PIECES];
+    dtrain_lion_args a = {.tensor_count = PIECES,
+                          .tensors = tensors,
+                          .lr = 1e-4f,
+                          .beta1 = 0.9f,
+                          .beta2 = 0.99f,
+                          .grad_scale = 1};
+    optimizer_tensors(k, m, false, tensors);
+    return device->ops->lion(device, &a);
+}
+
 static void describe_adamw(kernel *k)
 {
     describe_sgd(k);
@@ -568,6 +581,7 @@ static const struct operation {
     {"cross_entropy", describe_cross_entropy, call_cross_entropy, SIZED},
     {"cross_entropy_backward", describe_cross_entropy_backward, call_cross_entropy_backward, SIZED},
     {"sgd", describe_sgd, call_sgd, FP32_ONLY},
+    {"lion", describe_sgd, call_lion, FP32_ONLY},
     {"adamw", describe_adamw, call_adamw, FP32_ONLY},
     {"topk", describe_topk, call_topk, FP32_ONLY},
     {"scatter_add", describe_scatter_add, call_scatter_add, FP32_ONLY},

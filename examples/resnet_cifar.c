@@ -379,7 +379,7 @@ static int train(dtrain_world *world, void *user)
     if (s->sync) CHECK(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &m.comm));
     dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
     sgd.momentum = 0.9f;
-    sgd.weight_decay = 1e-3f; /* decoupled: what 1e-4 in the gradient comes to with this momentum */
+    sgd.weight_decay = 1e-4f;
     CHECK(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
     const dtrain_trainer_desc how = {.tokens = (uint32_t)s->batch,
                                      .tape_flags = s->tape_flags,

@@ -110,6 +110,8 @@ extern "C" {
 #include "tape/arena.c"
 #include "optim/scaler.c"
 #include "optim/optimizer.c"
+#include "optim/groups.c"
+#include "optim/muon.c"
 #include "optim/schedule.c"
 #include "train/sampler.c"
 #include "train/dataset.c"

@@ -35,9 +35,12 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
                                uint64_t *step_bytes)
 {
     const uint32_t states = layout->desc->optimizer_states;
-    int64_t stage;
-    const uint64_t state = dtrain__optimizer_bytes(
-        layout, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, &stage);
+    int64_t stage = 0;
+    uint64_t state = 0;
+    for (size_t i = 0; i < layout->count; i++)
+        state += dtrain__update_bytes(
+            layout, i, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, false, &stage);
+    state += 2 * (uint64_t)stage * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);
     one.params = layout->value_bytes;

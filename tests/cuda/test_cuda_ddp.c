@@ -485,13 +485,18 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_strategy_desc ddp = {0};
     dtrain_optimizer_desc optim =
         how->optimizer == DTRAIN_OPTIMIZER_SGD ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
+    const dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_lion_defaults()};
     if (how->optimizer == DTRAIN_OPTIMIZER_SGD) optim.momentum = 0.9f;
+    optim.groups = groups;
+    optim.group_count = 2;
     memset(&m, 0, sizeof m);
     memset(&desc, 0, sizeof desc);
     m.rank = dtrain_world_rank(world);
     m.ignored = how->ignored;
     m.dropout = how->dropout;
     declare(&m);
+    if (how->optimizer == DTRAIN_OPTIMIZER_MUON) /* of matrices; Lion of their biases */
+        for (int i = 4; i < 14; i++) m.params[i].group = m.params[i].shape[1] ? 1 : i < 8 ? 2 : 0;
     ddp.no_overlap = how->no_overlap;
     if (how->bucket_bytes) ddp.bucket_bytes = ddp.first_bucket_bytes = how->bucket_bytes;
     RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &ddp, &strategy));
@@ -635,13 +640,15 @@ static void test_same_bits_in_any_order(void)
  * corrections every time; evaluation in between uses the same memory. */
 static void test_graph_is_eager(void)
 {
-    for (int variant = 0; variant < 4; variant++) {
+    for (int variant = 0; variant < 5; variant++) {
         run how = plain();
         how.steps = 10;
         how.dropout = variant == 1 ? 0.3f : 0;
         how.accumulation = variant == 2 ? 3 : 1;
         how.tape_flags = variant == 3 ? DTRAIN_TAPE_BF16 : 0;
-        how.optimizer = variant == 2 ? DTRAIN_OPTIMIZER_SGD : DTRAIN_OPTIMIZER_ADAMW;
+        how.optimizer = variant == 2   ? DTRAIN_OPTIMIZER_SGD
+                        : variant == 4 ? DTRAIN_OPTIMIZER_MUON
+                                       : DTRAIN_OPTIMIZER_ADAMW;
         how.clip = variant == 2 ? 0.2f : 1;
         how.evaluate = variant == 1;
         const run eager = trained(how, 1, DTRAIN_LAUNCH_PROCESSES, false);
@@ -755,6 +762,14 @@ static int refused_main(dtrain_world *world, void *user)
     desc.next_batch = next_batch;
     desc.optimizer = NULL;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
+    dtrain_optimizer_desc other = dtrain_adamw_defaults();
+    other.beta2 = 0.99f;
+    adamw.groups = &other;
+    adamw.group_count = 1;
+    RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &desc.optimizer));
+    CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(strstr(dtrain_last_error(), "same beta1 and beta2") != NULL);
+    dtrain_optimizer_destroy(desc.optimizer);
     desc.optimizer = optimizer;
     if (dtrain_world_size(world) > 1) {
         CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);

@@ -555,7 +555,7 @@ static dtrain_result naive_adamw(dtrain_device *device, const dtrain_adamw_args 
 {
     dtrain_step_scalars now = {0, a->lr, a->correction1, a->correction2, a->grad_scale, 0, 0};
     (void)device;
-    if (a->scalars) now = *a->scalars;
+    if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
     for (size_t k = 0; k < a->tensor_count && !now.skip; k++)
         for (int64_t i = 0; i < a->tensors[k].count; i++) {
             const dtrain_optimizer_tensor *t = &a->tensors[k];
@@ -576,18 +576,60 @@ static dtrain_result naive_sgd(dtrain_device *device, const dtrain_sgd_args *a)
 {
     dtrain_step_scalars now = {0, a->lr, 1, 1, a->grad_scale, 0, 0};
     (void)device;
-    if (a->scalars) now = *a->scalars;
+    if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
     for (size_t k = 0; k < a->tensor_count && !now.skip; k++)
         for (int64_t i = 0; i < a->tensors[k].count; i++) {
             const dtrain_optimizer_tensor *t = &a->tensors[k];
-            float g = t->grad[i] * now.grad_scale, step = g;
+            double g = (double)t->grad[i] * (double)now.grad_scale +
+                       (double)t->weight_decay * (double)t->value[i];
+            double step = g;
             if (t->m) {
-                float buffer = a->first ? g : a->momentum * t->m[i] + g;
-                t->m[i] = buffer;
-                step = a->nesterov ? g + a->momentum * buffer : buffer;
+                double buffer = a->first ? g : (double)a->momentum * (double)t->m[i] + g;
+                t->m[i] = (float)buffer;
+                step = a->nesterov ? g + (double)a->momentum * buffer : buffer;
             }
-            t->value[i] = t->value[i] * (1 - now.lr * t->weight_decay) - now.lr * step;
+            t->value[i] = (float)((double)t->value[i] - (double)now.lr * step);
         }
+    return DTRAIN_OK;
+}
+static dtrain_result naive_lion(dtrain_device *device, const dtrain_lion_args *a)
+{
+    dtrain_step_scalars now = {0, a->lr, 1, 1, a->grad_scale, 0, 0};
+    (void)device;
+    if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
+    for (size_t k = 0; k < a->tensor_count && !now.skip; k++)
+        for (int64_t i = 0; i < a->tensors[k].count; i++) {
+            const dtrain_optimizer_tensor *t = &a->tensors[k];
+            double g = (double)t->grad[i] * (double)now.grad_scale, m = (double)t->m[i];
+            double mean = (double)a->beta1 * m + (1 - (double)a->beta1) * g;
+            double sign = mean > 0 ? 1 : mean < 0 ? -1 : 0;
+            t->m[i] = (float)((double)a->beta2 * m + (1 - (double)a->beta2) * g);
+            t->value[i] =
+                (float)((double)t->value[i] * (1 - (double)now.lr * (double)t->weight_decay) -
+                        (double)now.lr * sign);
+        }
+    return DTRAIN_OK;
+}
+static dtrain_result naive_muon(dtrain_device *device, const dtrain_muon_args *a)
+{
+    dtrain_step_scalars now = {0, a->lr, 1, 1, a->grad_scale, 0, 0};
+    const dtrain_optimizer_tensor *t = a->tensor;
+    (void)device;
+    if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
+    for (int64_t i = 0; i < t->count && !now.skip; i++) {
+        double x = (double)a->x[i];
+        if (a->stage == DTRAIN_MUON_MOMENTUM) {
+            double g = (double)t->grad[i] * (double)now.grad_scale;
+            double m = (double)a->momentum * (double)t->m[i] + g;
+            t->m[i] = (float)m;
+            a->x[i] = (float)(a->nesterov ? g + (double)a->momentum * m : m);
+        } else if (a->stage == DTRAIN_MUON_NORMALIZE)
+            a->x[i] = (float)(x / (sqrt(a->sum_squares[0]) + (double)a->epsilon));
+        else
+            t->value[i] =
+                (float)((double)t->value[i] * (1 - (double)now.lr * (double)t->weight_decay) -
+                        (double)now.lr * (double)a->scale * x);
+    }
     return DTRAIN_OK;
 }
 
@@ -807,6 +849,8 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.convert = naive_convert;
     ops.adamw = naive_adamw;
     ops.sgd = naive_sgd;
+    ops.lion = naive_lion;
+    ops.muon = naive_muon;
     ops.topk = naive_topk;
     ops.scatter_add = naive_scatter_add;
     ops.orthogonalize = naive_orthogonalize;

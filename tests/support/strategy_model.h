@@ -301,19 +301,29 @@ static inline dtrain_result strategy_job_create(dtrain_world *world, strategy_jo
 {
     const dtrain_strategy_desc desc = strategy_case_desc(job->c);
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults(), sgd = dtrain_sgd_defaults();
+    dtrain_optimizer_desc lion = dtrain_lion_defaults(), muon = dtrain_muon_defaults();
+    const dtrain_optimizer_desc *how = &adamw;
     dtrain_result result;
     /* Some gradients are zero but for rounding (the bias of keys): AdamW would make steps of them. */
     adamw.epsilon = 1e-3f;
     adamw.weight_decay = 0.1f;
     sgd.momentum = 0.9f;
+    lion.weight_decay = 0.1f;
+    lion.lr_scale = 0.1f;
     if (job->c->model == MODEL_GPT) gpt_create(job);
     else matmul_create(job);
+    if (job->c->optimizer == DTRAIN_OPTIMIZER_SGD) how = &sgd;
+    if (job->c->optimizer == DTRAIN_OPTIMIZER_LION) how = &lion;
+    if (job->c->optimizer == DTRAIN_OPTIMIZER_MUON) { /* of the blocks' matrices */
+        adamw.groups = &muon;
+        adamw.group_count = 1;
+        for (int i = 0; i < job->param_count; i++)
+            if (job->params[i].unit > 0 && job->params[i].shape[1]) job->params[i].group = 1;
+    }
     result =
         dtrain_strategy_create(world, job->params, (size_t)job->param_count, &desc, &job->strategy);
     if (result != DTRAIN_OK) return result;
-    result = dtrain_optimizer_create(world, job->strategy,
-                                     job->c->optimizer == DTRAIN_OPTIMIZER_SGD ? &sgd : &adamw,
-                                     &job->optimizer);
+    result = dtrain_optimizer_create(world, job->strategy, how, &job->optimizer);
     if (result != DTRAIN_OK) return result;
     result = dtrain_tape_create(world, job->strategy, NULL, &job->tape);
     if (result == DTRAIN_OK && job->c->checkpoint_every)

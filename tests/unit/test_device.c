@@ -429,9 +429,9 @@ static void test_sgd(void)
         for (int s = 0; s < 2; s++) {
             g[s] = noise(n, 1);
             for (int64_t i = 0; i < n; i++) {
-                const double x = 2.0 * g[s][i];
+                const double x = 2.0 * g[s][i] + 0.01 * w[i];
                 b[i] = s ? mu * b[i] + x : x;
-                w[i] = w[i] * (1 - 0.1 * 0.01) - 0.1 * (mode == 2 ? x + mu * b[i] : b[i]);
+                w[i] -= 0.1 * (mode == 2 ? x + mu * b[i] : b[i]);
             }
         }
         for (int t = 1; t <= THREADS; t++) {

@@ -539,33 +539,69 @@ static void test_clip(void)
 static void test_optimizers(void)
 {
     enum { N = 517, SMALL = 3 };
-    for (int nesterov = 0; nesterov < 2; nesterov++)
-        for (int options = 0; options < 8; options++) {
+    for (int kind = 0; kind < 4; kind++) /* SGD, with Nesterov, AdamW, Lion */
+        for (int options = 0; options < 4; options++) {
             pair *value = noise(N, DTRAIN_DTYPE_F32, 1), *grad = noise(N, DTRAIN_DTYPE_F32, 1);
             pair *m = noise(N, DTRAIN_DTYPE_F32, 0.1), *v = noise(N, DTRAIN_DTYPE_F32, 0);
             pair *one = noise(SMALL, DTRAIN_DTYPE_F32, 1),
                  *one_grad = noise(SMALL, DTRAIN_DTYPE_F32, 1);
             pair *one_m = noise(SMALL, DTRAIN_DTYPE_F32, 0),
                  *one_v = noise(SMALL, DTRAIN_DTYPE_F32, 0);
-            dtrain_step_scalars now = {0, 0.02f, 0.3f, 0.2f, 2, options & 4 ? 1u : 0, 0};
-            const dtrain_step_scalars *scalars = options & 2 ? &now : NULL;
+            dtrain_step_scalars now = {0, 0.02f, 0.3f, 0.2f, 2, options & 2 ? 1u : 0, 0};
+            const dtrain_step_scalars *scalars = options & 1 ? &now : NULL;
             for (int side = 0; side < 2; side++) {
                 dtrain_device *device = side ? naive : cpu;
                 const dtrain_optimizer_tensor tensors[2] = {
                     {N, 0.1f, f32(value, side), f32(grad, side), f32(m, side), f32(v, side)},
                     {SMALL, 0, f32(one, side), f32(one_grad, side), f32(one_m, side),
                      f32(one_v, side)}};
-                const dtrain_adamw_args adamw = {2,     tensors, 0.01f, 0.9f, 0.99f,
-                                                 1e-8f, 0.1f,    0.01f, 0.5f, scalars};
-                const dtrain_sgd_args sgd = {2,    tensors,       0.01f, 0.9f,
-                                             0.5f, nesterov != 0, false, scalars};
-                CHECK((options & 1 ? device->ops->adamw(device, &adamw)
+                const dtrain_adamw_args adamw = {2,    tensors, 0.01f, 0.9f,    0.99f, 1e-8f,
+                                                 0.1f, 0.01f,   0.5f,  scalars, 0.5f};
+                const dtrain_sgd_args sgd = {2,         tensors, 0.01f,   0.9f, 0.5f,
+                                             kind == 1, false,   scalars, 0.5f};
+                const dtrain_lion_args lion = {2, tensors, 0.01f, 0.9f, 0.99f, 0.5f, scalars, 0.5f};
+                CHECK((kind == 3   ? device->ops->lion(device, &lion)
+                       : kind == 2 ? device->ops->adamw(device, &adamw)
                                    : device->ops->sgd(device, &sgd)) == DTRAIN_OK);
             }
             same(value, 2e-6, "value");
             same(m, 2e-6, "m");
             same(v, 2e-6, "v");
             same(one, 2e-6, "second value");
+            release();
+        }
+}
+
+/* Each stage of Muon from noise, so that one does not hide another. A skipped momentum leaves x. */
+static void test_muon(void)
+{
+    enum { N = 517 };
+    const double squares = 7.5;
+    for (uint32_t stage = DTRAIN_MUON_MOMENTUM; stage <= DTRAIN_MUON_STEP; stage++)
+        for (int options = 0; options < 8; options++) {
+            pair *value = noise(N, DTRAIN_DTYPE_F32, 1), *grad = noise(N, DTRAIN_DTYPE_F32, 1);
+            pair *m = noise(N, DTRAIN_DTYPE_F32, 1), *x = noise(N, DTRAIN_DTYPE_F32, 1);
+            dtrain_step_scalars now = {0, 0.02f, 1, 1, 2, options & 2 ? 1u : 0, 0};
+            if (stage == DTRAIN_MUON_NORMALIZE && options & 2) now.skip = 0;
+            for (int side = 0; side < 2; side++) {
+                dtrain_device *device = side ? naive : cpu;
+                const dtrain_optimizer_tensor tensor = {
+                    N, 0.1f, f32(value, side), f32(grad, side), f32(m, side), NULL};
+                dtrain_muon_args args;
+                memset(&args, 0, sizeof args);
+                args.stage = stage;
+                args.tensor = &tensor;
+                args.x = f32(x, side);
+                args.lr = 0.01f, args.momentum = 0.9f, args.grad_scale = 0.5f;
+                args.scale = 1.5f, args.epsilon = 0.25f, args.lr_scale = 0.5f;
+                args.nesterov = (options & 4) != 0;
+                args.sum_squares = &squares;
+                args.scalars = options & 1 ? &now : NULL;
+                CHECK(device->ops->muon(device, &args) == DTRAIN_OK);
+            }
+            same(value, 2e-6, "value");
+            same(m, 2e-6, "m");
+            same(x, 2e-6, "x");
             release();
         }
 }
@@ -712,6 +748,7 @@ int main(int argc, char **argv)
     RUN(test_sums);
     RUN(test_clip);
     RUN(test_optimizers);
+    RUN(test_muon);
     RUN(test_sparse);
     RUN(test_batchnorm);
     RUN(test_order);

@@ -33,10 +33,10 @@ typedef struct dtrain__job {
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
     X(pointwise_backward) X(softmax) X(softmax_backward) X(rotary) X(permute)        \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)             \
-    X(batchnorm_moments) X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)        \
-    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                \
-    X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
+    X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
+    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
+    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -54,12 +54,15 @@ typedef struct dtrain__kernels {
     DTRAIN__RANGES(DTRAIN__RANGE)
 } dtrain__kernels;
 
-/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+/* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */
 typedef struct dtrain__update {
     const dtrain_adamw_args *adamw;
     const dtrain_sgd_args *sgd;
+    const dtrain_lion_args *lion;
+    const dtrain_muon_args *muon;
     const dtrain_optimizer_tensor *tensor;
     dtrain_step_scalars now;
+    float inverse; /* of a norm: muon */
 } dtrain__update;
 
 /* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread

@@ -370,9 +370,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
                                         size_t tensor_count, const dtrain_optimizer_tensor *tensors,
-                                        const dtrain_step_scalars *scalars, dtrain__range_fn range)
+                                        const dtrain_step_scalars *scalars, float lr_scale,
+                                        dtrain__range_fn range)
 {
-    if (scalars) update->now = *scalars;
+    if (scalars) {
+        update->now = *scalars;
+        update->now.lr *= lr_scale;
+    }
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
         DTRAIN__TRY(dtrain__elementwise(device, range, update, tensors[i].count, DTRAIN_DTYPE_F32));
@@ -391,7 +395,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
     update.now.correction2 = args->correction2;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              dtrain__cpu_kernels(device)->adamw);
+                              args->lr_scale, dtrain__cpu_kernels(device)->adamw);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
@@ -402,5 +406,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              dtrain__cpu_kernels(device)->sgd);
+                              args->lr_scale, dtrain__cpu_kernels(device)->sgd);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.lion = args;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
+                              args->lr_scale, dtrain__cpu_kernels(device)->lion);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.muon = args;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    if (args->stage == DTRAIN_MUON_NORMALIZE)
+        update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
+    return dtrain__cpu_update(device, &update, 1, args->tensor, args->scalars, args->lr_scale,
+                              dtrain__cpu_kernels(device)->muon);
 }
