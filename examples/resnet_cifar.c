@@ -344,6 +344,31 @@ static dtrain_result test_accuracy(dtrain_world *world, dtrain_tape *t, model *m
     return result;
 }
 
+/* ---- memory ---- */
+
+static double mib(uint64_t bytes) { return (double)bytes / 1048576; }
+
+static void show_plan(const dtrain_strategy *strategy, const dtrain_memory *m)
+{
+    dtrain_strategy_info info;
+    dtrain_strategy_query(strategy, &info);
+    printf("model   ResNet-20: %llu parameters; strategy %s: a rank sends %llu bytes a step\n",
+           (unsigned long long)info.trainable_elements, info.name,
+           (unsigned long long)info.step_bytes);
+    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
+           "buffers %.1f, activations %.1f + %.1f, workspace %.1f\n",
+           mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
+           mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+}
+
+static void show_memory(const dtrain_device *device, const dtrain_memory *plan)
+{
+    uint64_t now = device->peak_bytes, peak = now;
+    if (device->ops->host_memory) dtrain_process_memory(&now, &peak);
+    printf("  memory  %.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n", mib(now), mib(peak),
+           mib(plan->total));
+}
+
 /* ---- a rank ---- */
 
 static int train(dtrain_world *world, void *user)
@@ -393,13 +418,18 @@ static int train(dtrain_world *world, void *user)
                                      .loss = loss,
                                      .user = &m};
     CHECK(dtrain_trainer_create(world, &how, &trainer));
+    dtrain_memory plan;
+    m.images = s->batch;
+    CHECK(dtrain_trainer_plan(world, &how, &plan));
     const dtrain_metrics_desc report = {.total_steps = total, .jsonl_path = s->log};
     CHECK(dtrain_metrics_create(world, &report, &metrics));
 
-    if (m.rank == 0)
-        printf("%lld training images, %lld for the test; %d ranks x %ld images a step\n"
-               "epoch   steps      lr  training loss  test accuracy  images/s\n",
+    if (m.rank == 0) {
+        printf("%lld training images, %lld for the test; %d ranks x %ld images a step\n",
                (long long)s->train.count, (long long)s->test.count, m.ranks, s->batch);
+        show_plan(strategy, &plan);
+        printf("epoch   steps      lr  training loss  test accuracy  images/s\n");
+    }
     double sum = 0, begun = dtrain_seconds();
     for (int64_t step = 1, since = 1; step <= total; step++, since++) {
         dtrain_step_record record;
@@ -418,6 +448,7 @@ static int train(dtrain_world *world, void *user)
         sum = 0, since = 0, begun = dtrain_seconds();
     }
     CHECK(dtrain_metrics_finish(metrics));
+    if (m.rank == 0) show_memory(dtrain_world_device(world), &plan);
     dtrain_metrics_destroy(metrics);
     dtrain_trainer_destroy(trainer);
     dtrain_comm_destroy(m.comm);
