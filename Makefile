@@ -42,7 +42,7 @@ help:
 	@echo "make test-long  the long scripts alone"
 	@echo "make nightly    what takes hours: test-all under both compilers, all of it under sanitizers, mutations, long fuzzing"
 	@echo "make bench      GEMM, collectives and training, beside their rivals where installed"
-	@echo "make bench-strategies  speed, memory and bytes of every strategy (ARGS=\"--help\")"
+	@echo "make bench-strategies  speed, memory and bytes of every strategy, PyTorch beside them (ARGS=\"--help\")"
 	@echo "make bench-comm        exchanges of gradients over slow links, and what helps (ARGS=\"--help\")"
 	@echo "make bench-scaling     1 to 8 ranks of this machine, then 64 and 256 (ARGS=\"--help\")"
 	@echo "make check-simulator   $(BUILD)/simulate's predictions beside published scaling"
@@ -102,8 +102,8 @@ bench: $(BENCHES)
 	@for b in $(filter-out $(LONG_BENCHES),$(BENCHES)); do echo "== $$b $(ARGS)"; $$b $(ARGS) || exit 1; echo; done
 check-simulator: $(BUILD)/simulate
 	$(BUILD)/simulate --check tools/simulate/published.txt
-bench-strategies: $(BUILD)/train_gpt $(BUILD)/bench/bench_strategies
-	$(BUILD)/bench/bench_strategies $(ARGS)
+bench-strategies: $(BUILD)/train_gpt $(BUILD)/resnet_cifar $(BUILD)/bench/bench_strategies
+	$(BUILD)/bench/bench_strategies --program $(BUILD)/train_gpt --images $(BUILD)/resnet_cifar $(ARGS)
 bench-comm: $(BUILD)/train_gpt $(BUILD)/bench/bench_comm
 	$(BUILD)/bench/bench_comm --program $(BUILD)/train_gpt $(ARGS)
 bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling

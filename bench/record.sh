@@ -3,16 +3,18 @@
 # bench/results/MACHINE/ or FOLDER, for each WHAT
 #   WHAT.txt     machine, commit, compiler, load; then each command behind "$ " and what it printed
 #   WHAT.jsonl   a line about the machine and the commit; then each command, and one line a result
-# WHAT is any of: gemm conv collectives links sparse kernels train strategies scaling comm loss checkpoint simulator; without
-# it, all.
+# WHAT is any of: gemm conv collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint
+# simulator; without it, all.
 # MACHINE is made from the processor's model and its widest instruction set. Run it on a machine that does nothing else;
 # all of it takes some two hours on two cores. --quick tests the script in seconds and needs --out: no figures.
 #   BUILD=build   where the programs are; they are made first, by make
 #   LLMC=FOLDER   a checkout of llm.c: another rival of train (see llmc.sh); PyTorch is one where python3 has torch
 #   DATA=FILE     the text that loss is measured on: Karpathy's tinyshakespeare
+#   PYTHON=FILE   a python3 with PyTorch, for compare and accuracy
+#   CIFAR=FOLDER  CIFAR-10's binary files, or a part of them: what accuracy is measured on
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build} machine= folder= quick=
-known="gemm conv collectives links sparse kernels train strategies scaling comm loss checkpoint simulator"
+known="gemm conv collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator"
 fail() { echo "record.sh: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in
@@ -64,7 +66,7 @@ run() {
     make -s BUILD="$build" "$path" || exit 1
     [ -z "$quick" ] || [ -z "$log" ] || set -- --quick # whatever else was to be measured
     case $program in bench_train | bench_strategies | bench_scaling | bench_comm)
-        make -s BUILD="$build" "$build/train_gpt" || exit 1
+        make -s BUILD="$build" "$build/train_gpt" "$build/resnet_cifar" || exit 1
         set -- --program "$build/train_gpt" "$@" ;;
     esac
     shown=$path
@@ -77,6 +79,12 @@ run() {
     "$path" "$@" ${log:+--log "$log"} >>"$folder/$what.txt" 2>&1 && return
     echo "record.sh: failed: $shown; the end of $folder/$what.txt says why" >&2
     bad=1
+}
+
+# show COMMAND...: what it prints, without a log
+show() {
+    printf '\n$ %s\n' "$*" >>"$folder/$what.txt"
+    "$@" >>"$folder/$what.txt" 2>&1 || bad=1
 }
 
 # ---- what is recorded ----
@@ -93,6 +101,13 @@ record() {
             else run bench_train --model $model --rounds 5; fi
         done ;;
         strategies) run bench_strategies --models baby --ranks 2,4 --rounds 5; run bench_strategies --models gpt2 --ranks 2 --rounds 5 ;;
+        compare) run bench_strategies --models tiny,resnet20 --ranks 1,2,4,8 --steps 6 --rounds 2 --batch 8 --flags "--batch 2" \
+                --svg "$folder/compare" ${CIFAR:+--cifar "$CIFAR"} ;;
+        accuracy) make -s BUILD="$build" "$build/resnet_cifar" || exit 1
+            for seed in 1 2 3; do
+                show "$build/resnet_cifar" --data "$CIFAR" --ranks 1 --threads "$cores" --batch 128 --epochs 20 --seed $seed
+                show "${PYTHON:-python3}" bench/torch_cifar.py --data "$CIFAR" --threads "$cores" --batch 128 --epochs 20 --seed $seed
+            done ;;
         scaling) run bench_scaling --rounds 5; run bench_scaling --rounds 3 --gbps 10 --ranks 1,2 --many none ;;
         comm) run bench_comm --parts copies,overlap
             run bench_comm --parts links --node-ranks 1 --svg "$folder/comm.svg"
@@ -106,11 +121,12 @@ record() {
 bad=0
 for what in ${*:-$known}; do
     [ "$what" != loss ] || [ -n "$DATA" ] || { echo "skip loss: DATA names no text"; continue; }
+    [ "$what" != accuracy ] || [ -n "$CIFAR" ] || { echo "skip accuracy: CIFAR names no folder"; continue; }
     describe >"$folder/$what.txt"
     describe_json >"$folder/$what.jsonl"
     record
     printf '\nload average after: %s\n' "$(cut -d' ' -f1-3 /proc/loadavg)" >>"$folder/$what.txt"
-    [ "$what" != simulator ] || rm "$folder/$what.jsonl"
+    case $what in simulator | accuracy) rm "$folder/$what.jsonl" ;; esac
 done
 [ "$bad" -eq 0 ] && echo "results: $folder/"
 exit $bad

@@ -1,4 +1,4 @@
-/* train_run.h: a run of train_gpt and its figures. Include it behind bench.h. */
+/* train_run.h: a run of train_gpt or resnet_cifar and its figures. Include it behind bench.h. */
 #ifndef DTRAIN_TRAIN_RUN_H
 #define DTRAIN_TRAIN_RUN_H
 
@@ -8,9 +8,11 @@ typedef struct train_run {
     double rate, step_ms, exposed_ms, sent_mib; /* medians; rate: tokens/s of all ranks */
     double parameters, planned_mib;             /* elements; sent in a step, as planned */
     double params, grads, optimizer, buffers, activations, activation_grads; /* as planned */
-    double resident, predicted; /* of the whole process */
-    int steps, tokens;          /* tokens: of a step, all ranks */
-    char hash[20];              /* of the parameters, with --deterministic */
+    double resident, peak, predicted; /* of the whole process */
+    int steps, tokens;                /* tokens: of a step, all ranks */
+    int batch, sequence;              /* samples of a rank and micro-batch, tokens of a sample */
+    int layers, heads, channels, vocab;
+    char hash[20]; /* of the parameters, with --deterministic */
 } train_run;
 
 /* Read train_gpt's log, which is closed; 0 when there was something to measure. */
@@ -39,34 +41,41 @@ static inline int train_run_log(FILE *file, train_run *run)
     return count == 0;
 }
 
-/* Read what train_gpt prints: the lines "model", "strategy" and "memory" above the steps, and the summary. */
+/* Read what the trainer prints: the lines "model", "strategy" and "memory" above the steps, and the summary. */
 static inline void train_run_text(const char *text, train_run *run)
 {
     const char *plan = strstr(text, "a rank will need"), *end = strstr(text, "\n  memory ");
-    const char *hash = strstr(text, "\n  parameters ");
-    run->parameters = number_after(text, "M parameters (", 0);
+    const char *hash = strstr(text, "\n  parameters "), *model = strstr(text, "\nmodel ");
+    const char *step = strstr(text, "\nstep "), *optimizer = strstr(text, "AdamW ");
+    run->sequence = 1; /* of an image */
+    if (step) sscanf(step, "\nstep %d x %d tokens", &run->batch, &run->sequence);
+    if (model)
+        sscanf(model, "\nmodel %*[^:]: %d layers, %d heads, %d channels, %*d %*[^,], %d symbols",
+               &run->layers, &run->heads, &run->channels, &run->vocab);
+    run->parameters = number_after(text, "M parameters (", number_after(text, "ResNet-20: ", 0));
     run->planned_mib = number_after(text, "a rank sends ", 0) / 1048576;
     run->params = number_after(plan, "parameters ", 0);
     run->grads = number_after(plan, "gradients ", 0);
-    run->optimizer = number_after(plan, "AdamW ", 0);
+    run->optimizer = number_after(plan, optimizer ? "AdamW " : "optimizer ", 0);
     run->buffers = number_after(plan, "buffers ", 0);
     run->activations = number_after(plan, "activations ", 0);
     run->activation_grads = number_after(plan ? strstr(plan, "activations ") : NULL, "+ ", 0);
     run->resident = number_after(end, "memory", 0);
-    run->predicted = number_after(end, "rank 0,", 0);
+    run->peak = number_after(end, "rank 0,", 0);
+    run->predicted = number_after(end, "peak,", 0);
     if (hash) sscanf(hash + 13, "%17s", run->hash);
 }
 
 /* Run `program` with these flags. 0, or 1 after the command and its output went to stderr. */
-__attribute__((format(printf, 3, 4))) static inline int train(const char *program, train_run *run,
-                                                              const char *flags, ...)
+__attribute__((format(printf, 3, 4))) static inline int
+run_trainer(const char *program, train_run *run, const char *flags, ...)
 {
     static char text[1 << 20];
     char command[2048], log[64];
     va_list args;
     memset(run, 0, sizeof *run);
     snprintf(log, sizeof log, "/tmp/dtrain_bench.%ld.jsonl", (long)getpid());
-    int used = snprintf(command, sizeof command, "%s --sample 0 --log %s ", program, log);
+    int used = snprintf(command, sizeof command, "%s --log %s ", program, log);
     va_start(args, flags);
     used += vsnprintf(command + used, sizeof command - (size_t)used, flags, args);
     va_end(args);
@@ -78,6 +87,9 @@ __attribute__((format(printf, 3, 4))) static inline int train(const char *progra
     train_run_text(text, run);
     return 0;
 }
+
+/* The same for train_gpt, whose flags begin with a literal. */
+#define train(program, run, ...) run_trainer(program, run, "--sample 0 " __VA_ARGS__)
 
 /* Return whether the losses of the second half of a run are below those of the first: two steps alone differ by
  * their batches. */

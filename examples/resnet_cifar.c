@@ -9,6 +9,7 @@
  *            --epochs N, or --steps N in its place
  *            --seed N  --strategy ddp|zero1|shard_grad_op|full_shard|zero3  --precision fp32|bf16
  *            --sync-batchnorm  --log FILE  --device cpu|cuda
+ *            --config FILE, which has flags as lines, "batch = 128" or "sync-batchnorm = 1"; the command line wins
  *   expect   of ./resnet_cifar --ranks 2 --epochs 3 --batch 32, in half a minute of two cores:
  *     2000 training images, 500 for the test; 2 ranks x 32 images a step
  *     epoch   steps      lr  training loss  test accuracy  images/s
@@ -113,7 +114,7 @@ static bool draw_images(images *to, int64_t count, uint64_t seed)
 /* ---- what a rank trains on ---- */
 
 typedef struct settings {
-    const char *data, *log, *device;
+    const char *data, *log, *device, *config;
     uint32_t kind, tape_flags;
     long ranks, batch, threads, epochs, steps, seed;
     bool sync;
@@ -343,6 +344,31 @@ static dtrain_result test_accuracy(dtrain_world *world, dtrain_tape *t, model *m
     return result;
 }
 
+/* ---- memory ---- */
+
+static double mib(uint64_t bytes) { return (double)bytes / 1048576; }
+
+static void show_plan(const dtrain_strategy *strategy, const dtrain_memory *m)
+{
+    dtrain_strategy_info info;
+    dtrain_strategy_query(strategy, &info);
+    printf("model   ResNet-20: %llu parameters; strategy %s: a rank sends %llu bytes a step\n",
+           (unsigned long long)info.trainable_elements, info.name,
+           (unsigned long long)info.step_bytes);
+    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
+           "buffers %.1f, activations %.1f + %.1f, workspace %.1f\n",
+           mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
+           mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+}
+
+static void show_memory(const dtrain_device *device, const dtrain_memory *plan)
+{
+    uint64_t now = device->peak_bytes, peak = now;
+    if (device->ops->host_memory) dtrain_process_memory(&now, &peak);
+    printf("  memory  %.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n", mib(now), mib(peak),
+           mib(plan->total));
+}
+
 /* ---- a rank ---- */
 
 static int train(dtrain_world *world, void *user)
@@ -392,13 +418,18 @@ static int train(dtrain_world *world, void *user)
                                      .loss = loss,
                                      .user = &m};
     CHECK(dtrain_trainer_create(world, &how, &trainer));
+    dtrain_memory plan;
+    m.images = s->batch;
+    CHECK(dtrain_trainer_plan(world, &how, &plan));
     const dtrain_metrics_desc report = {.total_steps = total, .jsonl_path = s->log};
     CHECK(dtrain_metrics_create(world, &report, &metrics));
 
-    if (m.rank == 0)
-        printf("%lld training images, %lld for the test; %d ranks x %ld images a step\n"
-               "epoch   steps      lr  training loss  test accuracy  images/s\n",
+    if (m.rank == 0) {
+        printf("%lld training images, %lld for the test; %d ranks x %ld images a step\n",
                (long long)s->train.count, (long long)s->test.count, m.ranks, s->batch);
+        show_plan(strategy, &plan);
+        printf("epoch   steps      lr  training loss  test accuracy  images/s\n");
+    }
     double sum = 0, begun = dtrain_seconds();
     for (int64_t step = 1, since = 1; step <= total; step++, since++) {
         dtrain_step_record record;
@@ -417,6 +448,7 @@ static int train(dtrain_world *world, void *user)
         sum = 0, since = 0, begun = dtrain_seconds();
     }
     CHECK(dtrain_metrics_finish(metrics));
+    if (m.rank == 0) show_memory(dtrain_world_device(world), &plan);
     dtrain_metrics_destroy(metrics);
     dtrain_trainer_destroy(trainer);
     dtrain_comm_destroy(m.comm);
@@ -438,55 +470,116 @@ static bool number(const char *name, const char *text, long least, long *value)
     return false;
 }
 
+/* Count the letters to insert, delete and replace that make one word of another (Levenshtein, 1966). */
+static int distance(const char *from, const char *to)
+{
+    const int columns = (int)strlen(to);
+    int row[64]; /* from the letters of `from` so far to the first j of `to` */
+    for (int j = 0; j <= columns; j++) row[j] = j;
+    for (int i = 0; from[i]; i++) {
+        int corner = row[0];
+        row[0] = i + 1;
+        for (int j = 0; j < columns; j++) {
+            const int replaced = corner + (from[i] != to[j]);
+            const int changed = 1 + (row[j] < row[j + 1] ? row[j] : row[j + 1]);
+            corner = row[j + 1];
+            row[j + 1] = replaced < changed ? replaced : changed;
+        }
+    }
+    return row[columns];
+}
+
 /* Find a word in a list that ends with NULL; -1, with a sentence: it is not there. */
 static int word(const char *name, const char *text, const char *const *words)
 {
-    for (int i = 0; words[i]; i++)
+    int nearest = 0;
+    for (int i = 0; words[i]; i++) {
         if (strcmp(words[i], text) == 0) return i;
+        if (distance(text, words[i]) < distance(text, words[nearest])) nearest = i;
+    }
     fprintf(stderr, "resnet_cifar: %s \"%s\" is not one of:", name, text);
     for (int i = 0; words[i]; i++) fprintf(stderr, " %s", words[i]);
+    if (3 * distance(text, words[nearest]) <= (int)strlen(text))
+        fprintf(stderr, "; did you mean %s?", words[nearest]);
     fprintf(stderr, "\n");
     return -1;
 }
 
-static bool parse(int argc, char **argv, settings *s)
+/* Set what a flag asks for; value NULL: there is none. `where` begins the sentences about it: the place in a file, or
+ * nothing. */
+static bool set(const char *where, const char *name, const char *value, settings *s)
 {
     static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
                                         "full_shard", "zero3", NULL};
     static const char *const precisions[] = {"fp32", "bf16", NULL};
+    static const char *const switches[] = {"0", "1", NULL};
     static const char *const names[] = {"--data",     "--log",       "--device",         "--ranks",
                                         "--batch",    "--threads",   "--steps",          "--epochs",
                                         "--strategy", "--precision", "--sync-batchnorm", "--seed",
-                                        NULL};
+                                        "--config",   NULL};
+    char shown[512];
+    snprintf(shown, sizeof shown, "%sthe flag", where);
+    const int at = word(shown, name, names);
+    int found = 0;
+    snprintf(shown, sizeof shown, "%s%s", where, name);
+    if (at >= 0 && !value) fprintf(stderr, "resnet_cifar: %s needs a value\n", shown);
+    if (at < 0 || !value) return false;
+    switch (at) {
+    case 0: s->data = value; break;
+    case 1: s->log = value; break;
+    case 2: s->device = value; break;
+    case 3: return number(shown, value, 1, &s->ranks);
+    case 4: return number(shown, value, 2, &s->batch);
+    case 5: return number(shown, value, 1, &s->threads);
+    case 6: return number(shown, value, 1, &s->steps);
+    case 7: return number(shown, value, 1, &s->epochs);
+    case 8:
+        found = word(shown, value, kinds);
+        s->kind = (uint32_t)found + DTRAIN_STRATEGY_DDP;
+        break;
+    case 9:
+        found = word(shown, value, precisions);
+        s->tape_flags = found ? DTRAIN_TAPE_BF16 : 0;
+        break;
+    case 10:
+        found = word(shown, value, switches);
+        s->sync = found == 1;
+        break;
+    case 11: return number(shown, value, 0, &s->seed);
+    default: s->config = value;
+    }
+    return found >= 0;
+}
+
+static bool parse(int argc, char **argv, settings *s)
+{
     for (int a = 1; a < argc; a++) {
-        const int at = word("the flag", argv[a], names);
-        const char *value = at == 10 ? "" : a + 1 < argc ? argv[a + 1] : NULL;
-        int found = 0;
-        if (at < 0) return false;
-        if (!value) {
-            fprintf(stderr, "resnet_cifar: %s needs a value\n", argv[a]);
-            return false;
-        }
-        switch (at) {
-        case 0: s->data = value; break;
-        case 1: s->log = value; break;
-        case 2: s->device = value; break;
-        case 3: found = number(argv[a], value, 1, &s->ranks) ? 0 : -1; break;
-        case 4: found = number(argv[a], value, 2, &s->batch) ? 0 : -1; break;
-        case 5: found = number(argv[a], value, 1, &s->threads) ? 0 : -1; break;
-        case 6: found = number(argv[a], value, 1, &s->steps) ? 0 : -1; break;
-        case 7: found = number(argv[a], value, 1, &s->epochs) ? 0 : -1; break;
-        case 8: found = word(argv[a], value, kinds); break;
-        case 9: found = word(argv[a], value, precisions); break;
-        case 10: s->sync = true; break;
-        default: found = number(argv[a], value, 0, &s->seed) ? 0 : -1;
-        }
-        if (found < 0) return false;
-        if (at == 8) s->kind = (uint32_t)found + DTRAIN_STRATEGY_DDP;
-        if (at == 9) s->tape_flags = found ? DTRAIN_TAPE_BF16 : 0;
-        if (at != 10) a++;
+        const char *name = argv[a];
+        const bool is_switch = strcmp(name, "--sync-batchnorm") == 0;
+        if (!set("", name, is_switch ? "1" : a + 1 < argc ? argv[++a] : NULL, s)) return false;
     }
     return true;
+}
+
+/* Set the flags of a file of lines "key = value", where neither has blanks; '#' begins a comment. */
+static bool read_config(const char *path, settings *s)
+{
+    static char values[64][256]; /* flags point to them */
+    char line[512], name[128] = "--", where[400], rest[2];
+    FILE *file = fopen(path, "r");
+    bool good = file != NULL;
+    if (!good) fprintf(stderr, "resnet_cifar: cannot read \"%s\": %s\n", path, strerror(errno));
+    for (int at = 1, used = 0; good && fgets(line, sizeof line, file); at++) {
+        line[strcspn(line, "#\n")] = 0;
+        if (!line[strspn(line, " \t\r")]) continue;
+        snprintf(where, sizeof where, "%.300s:%d: ", path, at);
+        good = used < 64 &&
+               sscanf(line, " %100[^= \t] = %255s %1s", name + 2, values[used], rest) == 2;
+        if (!good) fprintf(stderr, "resnet_cifar: %sexpected key = value\n", where);
+        good = good && set(where, name, values[used++], s);
+    }
+    if (file) fclose(file);
+    return good;
 }
 
 int main(int argc, char **argv)
@@ -494,6 +587,7 @@ int main(int argc, char **argv)
     settings s = {.kind = DTRAIN_STRATEGY_DDP, .device = "cpu", .batch = 64, .epochs = 20};
     dtrain_launch_desc desc = {.default_rank_count = 2};
     if (!parse(argc, argv, &s)) return 2;
+    if (s.config && !(read_config(s.config, &s) && parse(argc, argv, &s))) return 2;
     if (dtrain_device_ops_by_name(s.device, &desc.device_ops) != DTRAIN_OK) {
         fprintf(stderr, "resnet_cifar: --device: %s\n", dtrain_last_error());
         return 2;

@@ -1,4 +1,5 @@
-/* flags.h: command line flags from one table, which drives the parser, its sentences and --help. */
+/* flags.h: command line flags from one table, which drives the parser, its sentences and --help; config.h
+ * reads and writes the same flags as a file. */
 #ifndef FLAGS_H
 #define FLAGS_H
 
@@ -23,7 +24,7 @@ typedef struct flag {
         NULL, 0, NULL, 0, 0, heading, NULL \
     }
 
-enum { FLAGS_MOST = 100, FLAGS_LIST = 32 };
+enum { FLAGS_MOST = 100, FLAGS_LIST = 32, FLAGS_NAME = 64 };
 typedef struct flag_list {
     long count, items[FLAGS_LIST];
 } flag_list;
@@ -129,9 +130,18 @@ static inline int flags__list(const char *program, const flag *f, const char *te
     return 2;
 }
 
+static inline int flags__switch(const char *program, const flag *f, const char *text)
+{
+    *(long *)f->value = *text == '1';
+    if (strcmp(text, "0") == 0 || strcmp(text, "1") == 0) return 0;
+    fprintf(stderr, "%s: %s is \"%s\"; it takes 0 or 1\n", program, f->name, text);
+    return 2;
+}
+
 static inline int flags__set(const char *program, const flag *f, const char *text)
 {
     double number = 0;
+    if (f->kind == 'b') return flags__switch(program, f, text);
     if (f->kind == 's') return *(const char **)f->value = text, 0;
     if (f->kind == 'w') return flags__word(program, f, text, strlen(text), (long *)f->value);
     if (f->kind == 'W' || f->kind == 'I') return flags__list(program, f, text);
@@ -141,30 +151,85 @@ static inline int flags__set(const char *program, const flag *f, const char *tex
     return 0;
 }
 
-/* The place of a flag in the table, or -1. */
-static inline int flags_find(const flag *table, int count, const char *name)
+/* The place of a flag in the table, or -1. Only the first `length` characters of the name count. */
+static inline int flags__find(const flag *table, int count, const char *name, size_t length)
 {
     int at = count - 1;
-    while (at >= 0 && (!table[at].name || strcmp(name, table[at].name) != 0)) at--;
+    while (at >= 0 && (!table[at].name || strlen(table[at].name) != length ||
+                       memcmp(name, table[at].name, length) != 0))
+        at--;
     return at;
 }
 
-/* Read what follows the program's name. Return 0, or 2 after a sentence to stderr. */
+static inline int flags_find(const flag *table, int count, const char *name)
+{
+    return flags__find(table, count, name, strlen(name));
+}
+
+/* Count the letters to insert, delete and replace that make one word of another (Levenshtein, 1966). */
+static inline size_t flags__distance(const char *from, size_t length, const char *to)
+{
+    size_t row[FLAGS_NAME]; /* from the letters of `from` so far to the first j of `to` */
+    const size_t columns = strlen(to);
+    for (size_t j = 0; j <= columns; j++) row[j] = j;
+    for (size_t i = 0; i < length; i++) {
+        size_t corner = row[0];
+        row[0] = i + 1;
+        for (size_t j = 0; j < columns; j++) {
+            const size_t replaced = corner + (from[i] != to[j]);
+            const size_t changed = 1 + (row[j] < row[j + 1] ? row[j] : row[j + 1]);
+            corner = row[j + 1];
+            row[j + 1] = replaced < changed ? replaced : changed;
+        }
+    }
+    return row[columns];
+}
+
+/* Find the flag that an unknown name may have meant, both without dashes: a third of its letters may differ. NULL:
+ * none is that near. */
+static inline const char *flags_nearest(const flag *table, int count, const char *name,
+                                        size_t length)
+{
+    const char *nearest = NULL;
+    size_t least = (length + 1) / 3 + 1;
+    for (int i = 0; i < count && length < FLAGS_NAME; i++) {
+        if (!table[i].name) continue;
+        const size_t distance = flags__distance(name, length, table[i].name + 2);
+        if (distance < least) least = distance, nearest = table[i].name;
+    }
+    return nearest;
+}
+
+static inline int flags__unknown(const char *program, const flag *table, int count,
+                                 const char *name, size_t length)
+{
+    const size_t dashes = strspn(name, "-") < length ? strspn(name, "-") : length;
+    const char *nearest = flags_nearest(table, count, name + dashes, length - dashes);
+    fprintf(stderr, "%s: unknown flag \"%.*s\"; ", program, (int)length, name);
+    if (nearest) fprintf(stderr, "did you mean %s? ", nearest);
+    fprintf(stderr, "--help lists them\n");
+    return 2;
+}
+
+/* Read what follows the program's name: "--flag value" or "--flag=value"; a switch is on by its name, and
+ * "--switch=0" turns off what a file has turned on. Return 0, or 2 after a sentence to stderr. */
 static inline int flags_parse(const char *program, const flag *table, int count, int given,
                               char **arguments)
 {
     for (int a = 0; a < given; a++) {
-        const int at = flags_find(table, count, arguments[a]);
-        if (at < 0) {
-            fprintf(stderr, "%s: unknown flag \"%s\"; --help lists them\n", program, arguments[a]);
-            return 2;
-        }
-        flags_given[at] = true;
-        if (table[at].kind == 'b') *(long *)table[at].value = 1;
-        else if (a + 1 == given) {
+        const char *name = arguments[a];
+        const size_t length = strcspn(name, "=");
+        const int at = flags__find(table, count, name, length);
+        if (at < 0) return flags__unknown(program, table, count, name, length);
+        const char *value = "1";
+        if (name[length]) value = name + length + 1;
+        else if (table[at].kind != 'b') value = ++a < given ? arguments[a] : NULL;
+        if (!value) {
             fprintf(stderr, "%s: %s needs a value\n", program, table[at].name);
             return 2;
-        } else if (flags__set(program, &table[at], arguments[++a])) return 2;
+        }
+        if (flags__set(program, &table[at], value)) return 2;
+        flags_given[at] = true;
     }
     return 0;
 }

@@ -41,7 +41,20 @@ check "bench_kernels" "^attention_backward .* yes" '"kernel": "topk"' "$bench/be
 check "bench_train" "^1 rank x 1 thread .* yes" '"of": "1 rank x [0-9]+ threads? over echo' "$bench/bench_train" $trainer --quick \
     --peer 'echo=echo tokens_per_second ${CHANNELS}000'
 check "bench_strategies" "ranks: bf16 gives" '"strategy": "HYBRID_SHARD, 2"' "$bench/bench_strategies" $trainer --quick \
-    --flags "--layers 2 --batch 1"
+    --flags "--layers 2 --batch 1" --svg "$tmp/strategies"
+for picture in memory scaling; do
+    grep -q "^</svg>" "$tmp/strategies-$picture.svg"; verdict $? "bench_strategies draws $picture" "$tmp/strategies-$picture.svg"
+done
+[ "$(grep -c '<title>optimizer state: ' "$tmp/strategies-memory.svg")" -eq 5 ] && [ "$(grep -c '<polyline' "$tmp/strategies-scaling.svg")" -eq 7 ]
+verdict $? "bench_strategies draws a bar and a curve for each strategy" "$(tail -n 1 "$tmp/strategies-scaling.svg")"
+check "bench_strategies, ResNet-20" "^resnet20 .* FULL_SHARD .* yes" '"model": "resnet20", "ranks": 2, .*"strategy": "ZERO3"' \
+    "$bench/bench_strategies" --images "$build/resnet_cifar" --quick --models resnet20 --ranks 2 --batch 8
+if "${PYTHON:-python3}" bench/torch_strategies.py --probe >/dev/null 2>&1; then
+    check "bench_strategies, PyTorch" "PyTorch DDP .* -$" '"strategy": "PyTorch DDP".*"sent": [0-9].*"correct": null' \
+        "$bench/bench_strategies" $trainer --quick --python "${PYTHON:-python3}" --ranks 2 --flags "--layers 1 --batch 1"
+else skip "bench_strategies, PyTorch" "torch is not installed"; fi
+"$bench/bench_strategies" $trainer --quick --python "$tmp/none" --ranks 2 --steps 4 --flags "--layers 1 --batch 1" >"$tmp/out" 2>&1
+grep -q "^no rows of PyTorch: .*not found" "$tmp/out"; verdict $? "bench_strategies says that there is no PyTorch" "no line says so"
 check "bench_scaling" "^ +12 +full_shard .* same +yes +yes" '"strategy": "full_shard", "ranks": 2' "$bench/bench_scaling" $trainer --quick \
     --flags "$small"
 check "bench_comm" "top-k 0.1 % .* yes" '"method": "hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' \

@@ -17,6 +17,12 @@ good "nccl without CUDA, 3 ranks" "all ranks ended with the same parameters" "$b
 grep -q "built without DTRAIN_USE_CUDA" "$tmp/out"
 result "nccl without CUDA says so" $? "$tmp/out"
 
+# What docs/zero-by-hand.md computes: 24 KiB of weights, four ranks, two slots for the largest layer.
+good "zero_by_hand" "^full_shard +6.0 +6.0 +12.0 +64.0 +39.0 " "$build/zero_by_hand"
+sed -n 's/^[a-z_0-9]*  *\([0-9. ]*\)  0\.[0-9]*$/\1/p' "$tmp/out" | tr -s ' ' >"$tmp/kept"
+printf '%s\n' "24.0 24.0 48.0 0.0 36.0" "24.0 24.0 12.0 0.0 36.0" "24.0 6.0 12.0 32.0 36.0" "6.0 6.0 12.0 64.0 39.0" "16.0 16.0 32.0 64.0 39.0" |
+    cmp -s - "$tmp/kept" && [ "$(awk 'NR > 2 { print $7 }' "$tmp/out" | sort -u | wc -l)" -eq 1 ]
+result "zero_by_hand, as computed by hand, and one loss" $? "$tmp/out"
 # gpt: the same sample whatever the strategy; other ranks and precisions run; bad values are sentences.
 tiny="$build/gpt --data dtrain.h --batch 2 --steps 8"
 drawn() { "$@" 2>&1 | sed '1,/a sample:/d'; }

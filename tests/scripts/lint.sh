@@ -38,6 +38,11 @@ done
 sh tools/house.sh | cmp -s - docs/house.svg || complain "docs/house.svg is stale: make docs"
 sh tools/api_index.sh | cmp -s - docs/api.md || complain "docs/api.md is stale: make docs"
 
+# Files that the notes name are there: a path of src/, examples/ or tests/.
+for path in $(grep -o -h -E '`(src|examples|tests)/[A-Za-z0-9_/.-]+\.(c|h|cuh|sh)`' docs/*.md | tr -d '`' | sort -u); do
+    [ -f "$path" ] || complain "docs/ name $path, which is not there"
+done
+
 # Examples are what a user may write.
 grep -n -i 'dtrain__' examples/* && complain "examples/ use private names"
 

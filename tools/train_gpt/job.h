@@ -274,6 +274,26 @@ cleanup:
     return result;
 }
 
+/* Write the flags as they are in force to DIR/config, beside the checkpoints, for a later --config. */
+static dtrain_result write_config(dtrain_world *world, const job *j)
+{
+    char path[4096], tmp[4096 + 8];
+    snprintf(path, sizeof path, "%s/config", j->s->checkpoints);
+    snprintf(tmp, sizeof tmp, "%s.tmp", path);
+    FILE *file = fopen(tmp, "w");
+    if (file) {
+        fprintf(file,
+                "# train_gpt of dtrain %s: %d ranks, %u samples a rank and micro-batch, %u of "
+                "these a step\n",
+                dtrain_version(), dtrain_world_size(world), (unsigned)j->train.batch.batch,
+                j->accum);
+        config_write(file, flag_table, FLAG_COUNT);
+    }
+    const bool written = file && !ferror(file);
+    if (file && fclose(file) == 0 && written && rename(tmp, path) == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", path, strerror(errno));
+}
+
 static dtrain_result open_checkpoints(dtrain_world *world, job *j)
 {
     const settings *s = j->s;
@@ -288,6 +308,7 @@ static dtrain_result open_checkpoints(dtrain_world *world, job *j)
     desc.config = s->command;
     desc.state = j->state;
     if (s->checkpoints) TRY(dtrain_checkpoint_open(world, &desc, &j->checkpoint));
+    if (s->checkpoints && dtrain_world_rank(world) == 0) TRY(write_config(world, j));
     if (!s->snapshot_every) return DTRAIN_OK;
     TRY(dtrain_kept_storage(world, &desc.storage));
     desc.directory = SNAPSHOTS;

@@ -176,8 +176,8 @@ static void show_end(dtrain_world *world, const job *j, const dtrain_summary *su
     const dtrain_device *device = dtrain_world_device(world);
     const dtrain_memory *m = &j->memory;
     dtrain_strategy_info info;
-    uint64_t now = device->peak_bytes;
-    if (device->ops->host_memory) dtrain_process_memory(&now, NULL);
+    uint64_t now = device->peak_bytes, peak = now;
+    if (device->ops->host_memory) dtrain_process_memory(&now, &peak);
     dtrain_strategy_query(j->strategy, &info);
     if (!summary->steps) {
         printf("\n  nothing was left to do: all %ld steps were made before\n", j->s->steps);
@@ -198,8 +198,8 @@ static void show_end(dtrain_world *world, const job *j, const dtrain_summary *su
     show_sent(&j->s->emulation, &info, summary, dtrain_world_size(world));
     printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n",
            100 * summary->scaling, dtrain_world_size(world));
-    printf("  memory               %10.1f MiB in rank 0, %.1f predicted\n", mib(now),
-           mib(m->total));
+    printf("  memory               %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
+           mib(now), mib(peak), mib(m->total));
     if (!j->checkpoint) return;
     dtrain_checkpoint_info saved;
     dtrain_checkpoint_query(j->checkpoint, &saved);

@@ -3,6 +3,7 @@
 #ifndef SETTINGS_H
 #define SETTINGS_H
 
+#include "tools/config.h"
 #include "tools/flags.h"
 #include "gpt.h"
 
@@ -10,6 +11,7 @@ typedef struct settings {
     const char *model, *data, *log, *device, *comm, *emulate;
     const char *checkpoints, *resume; /* directories */
     const char *import_from, *export_to;
+    const char *config;  /* a file of flags */
     const char *command; /* the command line, for manifests */
     long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, nonfinite,
         verify_every;
@@ -85,6 +87,9 @@ static const flag flag_table[] = {
     {"--dropout", 'f', &flags.dropout, 0, 0.99, "probability of dropout on the residual stream",
      NULL},
     {"--init-seed", 'i', &flags.init_seed, 0, 4294967295.0, "seed of the initial parameters", NULL},
+    {"--config", 's', &flags.config, 0, 0,
+     "file of these flags, as lines of key = value without dashes; flags on the command line win",
+     NULL},
     FLAG_GROUP("data and batches"),
     {"--data", 's', &flags.data, 0, 0,
      "file to learn: any file (its bytes) or a token file of llm.c (.bin)", NULL},
@@ -250,7 +255,16 @@ static void print_help(void)
                p->config.vocab ? p->config.vocab : 256, p->batch, p->lr);
 }
 
-/* Whether a flag stood on the command line. */
+/* Read the command line, and under it the file that it names. Return 0, or main's exit status. */
+static int read_flags(int count, char **arguments)
+{
+    if (flags_parse("train_gpt", flag_table, FLAG_COUNT, count, arguments)) return 2;
+    if (!flags.config) return 0;
+    if (config_read("train_gpt", flags.config, flag_table, FLAG_COUNT)) return 2;
+    return flags_parse("train_gpt", flag_table, FLAG_COUNT, count, arguments);
+}
+
+/* Whether a flag stood on the command line, or in a file with another value than it had. */
 static bool given(const char *name)
 {
     const int at = flags_find(flag_table, FLAG_COUNT, name);

@@ -217,7 +217,7 @@ int main(int argc, char **argv)
     settings *s = &flags;
     for (int a = 1; a < argc; a++)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
-    if (flags_parse("train_gpt", flag_table, FLAG_COUNT, argc - 1, argv + 1)) return 2;
+    if (read_flags(argc - 1, argv + 1)) return 2;
     if (apply_preset(s) || check_data(s) || check_compression(s) || read_emulation(s) ||
         check_sizes(s) || check_checkpoints(s))
         return 2;
