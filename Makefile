@@ -92,9 +92,9 @@ FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-
 programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
 test: programs
 	@$(RUN) $(FAST)
-test-long: $(EXAMPLES) $(BENCHES) $(BUILD)/export_gpt2 $(BUILD)/tokenize $(EMU_BENCH) $(MPIS)
+test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: $(EXAMPLES) $(BENCHES) $(BUILD)/export_gpt2 $(BUILD)/tokenize $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
 	@DTRAIN_TEST_FULL=1 $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling

@@ -174,6 +174,7 @@ static int rank_main(dtrain_world *world, void *user)
             DTRAIN_INIT_NORMAL; /* biases and norms too: what is 0 or 1 could be any other */
         m.params[i].init_scale = m.params[i].shape[1] ? 0.15f : 0.3f;
     }
+    if (m.wpe) m.wpe->init_scale = 0.8f; /* or the likeliest token is the last one again */
     if (result == DTRAIN_OK)
         result = dtrain_strategy_create(world, m.params, m.param_count, &desc, &strategy);
     list.strategy = strategy;

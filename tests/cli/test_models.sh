@@ -1,10 +1,12 @@
 #!/bin/sh
-# GPT-2 as others have it: checkpoints of llm.c, ten steps of training, generation and the tokenizer, beside what PyTorch
-# and transformers compute on the same random weights. The files of llm.c are written here by Python, from its
-# description of the format. Python's part is skipped by name where it has no such packages (tests/scripts/python.sh).
+# GPT-2 and Llama as others have them: checkpoints of llm.c, ten steps of training, generation and the tokenizer, beside
+# what PyTorch and transformers compute on the same random weights. The files of llm.c are written here by Python, from
+# the description of the format. Python's part is skipped by name where there are no such packages (python.sh).
 . tests/support/shell.sh
 program=$build/export_gpt2 gpt=$build/train_gpt tokenize=$build/tokenize
-[ -x "$program" ] && [ -x "$gpt" ] && [ -x "$tokenize" ] || make -s BUILD="$build" "$program" "$gpt" "$tokenize" || exit 1
+for one in export_gpt2 train_gpt tokenize llama llama_logits; do
+    [ -x "$build/$one" ] || make -s BUILD="$build" "$build/$one" || exit 1
+done
 
 # ---- C alone: it runs without Python ----
 "$program" 2 ddp export="$tmp/a.bin" values="$tmp/a.values" >/dev/null; result "export as llm.c" $?
@@ -45,26 +47,43 @@ bad "no model" 'needs a model' "$gpt" --generate 5
 
 # ---- Generation ----
 # ids ...: the numbers that train_gpt writes
-ids() { "$gpt" --threads 1 --import "$tmp/a.bin" "$@" 2>/dev/null | head -n 1; }
+ids() { "$gpt" --threads 1 --import "$tmp/a.bin" "$@" 2>/dev/null | sed -n '1s/ $//p'; }
 ids --generate 60 --prompt "5 9 2" --temperature 0 >"$tmp/cached"
 ids --generate 60 --prompt "5 9 2" --temperature 0 --no-cache >"$tmp/full"
-[ "$(wc -w <"$tmp/cached")" -eq 63 ]; result "60 tokens behind 3, of a model of 24 positions" $?
+[ "$(wc -w <"$tmp/cached")" -eq 63 ] && [ "$(tr ' ' '\n' <"$tmp/cached" | sort -u | wc -l)" -gt 8 ]
+result "60 tokens behind 3, of a model of 24 positions" $?
 try "with and without a cache: the same tokens" cmp "$tmp/cached" "$tmp/full"
 for run in "2 ddp" "3 full_shard" "3 zero3" "2 zero1"; do
     set -- $run
     ids --generate 60 --prompt "5 9 2" --temperature 0 --ranks "$1" --strategy "$2" >"$tmp/other"
     try "$2, $1 ranks: the same tokens" cmp "$tmp/cached" "$tmp/other"
 done
+for precision in fp32 bf16; do
+    if [ ! -x "$build/emu/train_gpt" ]; then skip "an emulated GPU, $precision" "$build/emu/train_gpt is not built"; continue; fi
+    for cache in "" --no-cache; do
+        "$build/emu/train_gpt" --device cuda --import "$tmp/a.bin" --precision $precision --generate 12 --prompt "5 9 2" --temperature 0 \
+            $cache 2>/dev/null | sed -n '1s/ $//p' >"$tmp/other"
+        cut -d ' ' -f 1-15 "$tmp/cached" | cmp -s - "$tmp/other"; result "an emulated GPU, $precision $cache" $?
+    done
+done
 ids --generate 30 --prompt 5 --seed 7 --temperature 1.5 >"$tmp/one"
+for precision in fp32 bf16; do
+    if [ ! -x "$build/emu/train_gpt" ]; then skip "an emulated GPU, $precision" "$build/emu/train_gpt is not built"; continue; fi
+    for cache in "" --no-cache; do
+        "$build/emu/train_gpt" --device cuda --import "$tmp/a.bin" --precision $precision --generate 12 --prompt "5 9 2" --temperature 0 \
+            $cache 2>/dev/null | sed -n '1s/ $//p' >"$tmp/other"
+        cut -d ' ' -f 1-15 "$tmp/cached" | cmp -s - "$tmp/other"; result "an emulated GPU, $precision $cache" $?
+    done
+done
 ids --generate 30 --prompt 5 --seed 7 --temperature 1.5 --no-cache >"$tmp/two"
 ids --generate 30 --prompt 5 --seed 8 --temperature 1.5 >"$tmp/three"
 try "drawn tokens are those of the seed" cmp "$tmp/one" "$tmp/two"
 cmp -s "$tmp/one" "$tmp/three"; result "and others of another" $((1 - $?))
 ids --generate 30 --prompt "5 9 2" --temperature 3 --top-k 1 >"$tmp/one"
 cut -d ' ' -f 1-33 "$tmp/cached" >"$tmp/two"
-[ "$(tr -s ' ' <"$tmp/one" | sed 's/ $//')" = "$(cat "$tmp/two")" ]; result "top-k of 1 is the most likely token" $?
+try "top-k of 1 is the most likely token" cmp "$tmp/one" "$tmp/two"
 ids --generate 30 --prompt "5 9 2" --temperature 3 --top-p 0.0000001 >"$tmp/one"
-[ "$(tr -s ' ' <"$tmp/one" | sed 's/ $//')" = "$(cat "$tmp/two")" ]; result "top-p of nearly 0 too" $?
+try "top-p of nearly 0 too" cmp "$tmp/one" "$tmp/two"
 good "speed is told" 'generated +30 tokens with a cache.* tokens/s' "$gpt" --import "$tmp/a.bin" --generate 30
 bad "a prompt that is no number" 'takes numbers of tokens, 0 to 299' "$gpt" --import "$tmp/a.bin" --generate 5 --prompt "5 x"
 bad "a prompt outside the vocabulary" 'takes numbers of tokens, 0 to 299' "$gpt" --import "$tmp/a.bin" --generate 5 --prompt 300
@@ -72,13 +91,14 @@ bad "a prompt outside the vocabulary" 'takes numbers of tokens, 0 to 299' "$gpt"
 # ---- Python ----
 python=$(BUILD=$build sh tests/scripts/python.sh 2>"$tmp/why")
 if [ -z "$python" ]; then
-    skip "torch and transformers" "$(cat "$tmp/why")" 20
+    skip "torch and transformers" "$(cat "$tmp/why")" 51
     finish
 fi
 cat >"$tmp/models.py" <<'PYTHON'
-import os, re, struct, sys
+import math, os, re, struct, sys
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 
@@ -134,6 +154,17 @@ def logits(model, path):
     assert worst <= 1e-4, "logits differ by %g" % worst
     print("logits up to %.2f differ by at most %.1e" % (np.abs(ours).max(), worst))
 
+def moved(model, before, found):
+    """How far C's parameters are from PyTorch's, beside how far these have moved: by norms, because AdamW makes steps
+    of the rounding of gradients that are nearly zero. Those of biases of keys are zero."""
+    values, first = dict(model.named_parameters()), dict(before.named_parameters())
+    assert set(found) == set(values), set(found) ^ set(values)
+    def norm(other): return math.sqrt(sum((values[name] - other[name]).detach().double().pow(2).sum().item()
+                                          for name in values if "c_attn.bias" not in name))
+    far, way = norm(found), norm(first)
+    assert way > 0.1 and far <= 1e-3 * way, (far, way)
+    print("parameters moved by %.3f, and differ by %.1e" % (way, far))
+
 def train(model, output, exported):
     """Ten steps of AdamW, with losses and parameters compared; exported: what C has written of them."""
     gpt = torch.load(model).train()
@@ -152,15 +183,9 @@ def train(model, output, exported):
     worst = max(abs(a - b) / a for a, b in zip(ours, theirs))
     assert len(theirs) == 10 and ours[9] < ours[0] - 0.1, (ours, theirs)
     assert worst <= 1e-5, (ours, theirs)
-    found = transformers.GPT2LMHeadModel.from_pretrained(exported)
-    moved = torch.load(model)
-    # A bias of keys changes nothing: its gradient is rounding alone, which AdamW makes steps of.
-    values = [{name: torch.cat([value[:32], value[64:]]) if "c_attn.bias" in name else value
-               for name, value in m.named_parameters()} for m in (gpt, found, moved)]
-    far, way = [max((values[0][name] - other[name]).abs().max().item() for name in other) for other in values[1:]]
-    assert far <= 2e-3 * way, (far, way)
-    print("losses %.4f to %.4f differ by %.1e at most, relative; parameters moved by %.1e, and differ by %.1e" %
-          (ours[0], ours[9], worst, way, far))
+    found, before = transformers.GPT2LMHeadModel.from_pretrained(exported), torch.load(model)
+    moved(gpt, before, dict(found.named_parameters()))
+    print("losses %.4f to %.4f differ by %.1e at most, relative" % (ours[0], ours[9], worst))
 
 def generate(model, prompt, written):
     prompt = torch.tensor([[int(x) for x in prompt.split()]])
@@ -226,6 +251,43 @@ def encode(folder, program):
         count += len(ids)
     print("%d tokens are those of transformers" % count)
 
+# ---- Llama ----
+def llama(folder, tied):
+    """A random Llama with six heads of queries and two of keys; and one window of tokens for ten steps."""
+    torch.manual_seed(6)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=5000.0, pad_token_id=None,
+        tie_word_embeddings=tied == "tied")).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2) if parameter.dim() == 2 else parameter.data.normal_(1, 0.3)
+    model.save_pretrained(folder, safe_serialization=True)
+    torch.save(model, folder + "/model.pt")
+    with open(folder + "/tokens.bin", "wb") as file:
+        file.write(struct.pack("<256i", *([20240520, 1, SEQ + 1] + [0] * 253)))
+        file.write(struct.pack("<%dH" % (SEQ + 1), *[(7 * i + 3) % VOCAB for i in range(SEQ + 1)]))
+
+def llama_train(folder, output, exported):
+    """Ten steps as examples/llama.c makes them: a clipped norm, a cosine, no decay of vectors."""
+    model, before = torch.load(folder + "/model.pt").train(), torch.load(folder + "/model.pt")
+    data = torch.tensor([(7 * i + 3) % VOCAB for i in range(SEQ + 1)])
+    adamw = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
+                               {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0}],
+                              lr=1, betas=(0.9, 0.95), eps=1e-8)
+    theirs = [float(line.split()[3]) for line in open(output) if line.startswith("step ")]
+    ours = []
+    for step in range(10):
+        for group in adamw.param_groups: group["lr"] = 1e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 10)))
+        loss = torch.nn.functional.cross_entropy(model(data[:-1][None]).logits[0], data[1:])
+        ours.append(loss.item())
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1)
+        adamw.step()
+    assert abs(theirs[0] - ours[0]) < 2e-4 and abs(theirs[-1] - ours[9]) < 2e-4 and ours[9] < ours[0] - 0.1, (ours, theirs)
+    moved(model, before, safetensors.torch.load_file(exported))
+    print("losses %.4f to %.4f differ by %.1e" % (ours[0], ours[9], max(abs(theirs[0] - ours[0]), abs(theirs[-1] - ours[9]))))
+
 globals()[sys.argv[1]](*sys.argv[2:])
 PYTHON
 try "random models by transformers" "$python" "$tmp/models.py" make "$tmp"
@@ -248,6 +310,23 @@ for run in "1 ddp f32.bin" "3 full_shard hf/model.safetensors" "2 zero3 f32.bin"
 done
 "$gpt" --import "$tmp/f32.bin" --generate 20 --prompt "5 9 2 7" --temperature 0 2>/dev/null | head -n 1 >"$tmp/written"
 good "tokens of transformers' generate" '24 tokens' "$python" "$tmp/models.py" generate "$tmp/gpt.pt" "5 9 2 7" "$tmp/written"
+
+# ---- Llama ----
+for tied in apart tied; do
+    for run in "2 ddp" "3 full_shard"; do
+        set -- $run
+        [ "$1" -gt 2 ] || try "a random Llama by transformers, head $tied" "$python" "$tmp/models.py" llama "$tmp/llama.$tied" $tied
+        try "examples/llama.c reads it, $2, $1 ranks" "$build/llama_logits" "$1" "$2" "$tmp/llama.$tied" "$tmp/logits"
+        good "logits of PyTorch" 'differ by at most' "$python" "$tmp/models.py" logits "$tmp/llama.$tied/model.pt" "$tmp/logits"
+        "$build/llama" --import "$tmp/llama.$tied" --data "$tmp/llama.$tied/tokens.bin" --seq 16 --batch 1 --steps 10 --lr 1e-3 \
+            --ranks "$1" --strategy "$2" --export "$tmp/llama.out" >"$tmp/train"; result "ten steps" $?
+        good "losses and parameters of PyTorch" 'differ by' "$python" "$tmp/models.py" llama_train "$tmp/llama.$tied" "$tmp/train" "$tmp/llama.out"
+    done
+done
+sed 's/"rope_scaling": null/"rope_scaling": {"type": "linear", "factor": 2}/' "$tmp/llama.tied/config.json" >"$tmp/config.json"
+bad "another kind of positions" 'rope_scaling is not null' "$build/llama" --import "$tmp"
+bad "no Llama" 'its sizes are not those of a Llama' "$build/llama" --import "$tmp/hf"
+bad "no model" 'config.json: No such file' "$build/llama" --import "$tmp/none"
 
 # ---- The tokenizer ----
 try "a vocabulary learned by Python" "$python" "$tmp/models.py" vocabulary "$tmp/bpe"

@@ -10,8 +10,11 @@ static dtrain_result create_model(const settings *s, gpt *model)
     const gpt_config config = {s->layers,    s->heads, s->channels,      s->seq,
                                s->positions, s->vocab, (float)s->dropout};
     const dtrain_result result = gpt_create(model, &config);
-    for (size_t i = 0; i < model->param_count && !trains(s); i++)
-        model->params[i].flags |= DTRAIN_PARAM_FROZEN; /* no gradients, no moments */
+    for (size_t i = 0; i < model->param_count; i++) {
+        if (!trains(s))
+            model->params[i].flags |= DTRAIN_PARAM_FROZEN;            /* no gradients, no moments */
+        if (s->import_from) model->params[i].init = DTRAIN_INIT_ZERO; /* replaced in a moment */
+    }
     return result;
 }
 
