@@ -49,6 +49,15 @@ good "resume, a rank dies" "2 ranks begin at step 50, started again" "$build/res
 [ "$(sed -n "s/^2 ranks end.*parameters //p" "$tmp/out" | uniq -c | sed "s/ *\([0-9]*\).*/\1/")" = 2 ]
 result "resume, the bits of a run that nobody disturbed" $? "$tmp/out"
 good "resume, again" "3 ranks begin at step 150" "$build/resume" "$tmp/resume"
+llama="$build/llama --data $tmp/text --steps 20 --seq 16 --batch 2"
+head -c 20000 dtrain.h >"$tmp/text"
+good "llama, 2 ranks, to a file" "step +20  loss [0-4]\." $llama --export "$tmp/llama"
+cp "$tmp/out" "$tmp/other"
+good "llama, full_shard, 2 ranks" "step +20  loss" $llama --strategy full_shard
+cmp "$tmp/out" "$tmp/other"; result "llama, the losses of ddp" $?
+good "llama, bf16" "step +20  loss [0-4]\." $llama --precision bf16 --ranks 3 --strategy zero3
+bad "llama, unknown flag" 'the flag "--layers" is not one of: --data' $llama --layers 3
+bad "llama, missing weights" 'none/config.json: No such file' $llama --import "$tmp/none"
 good "own_operation, 2 ranks" "step 199  loss 0.0[0-9]" "$build/own_operation"
 bytes() { head -c "$1" /dev/zero | tr '\0' "\\$2"; } # bytes COUNT OCTAL
 image() { bytes 1 "$1"; bytes $((307 * $2)) 170; bytes 307 377; bytes $((3072 - 307 * ($2 + 1))) 170; } # image LABEL CLASS

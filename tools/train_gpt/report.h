@@ -2,6 +2,7 @@
 #ifndef REPORT_H
 #define REPORT_H
 
+#include "generate.h"
 #include "job.h"
 
 #include <ctype.h>
@@ -211,24 +212,112 @@ static void show_end(dtrain_world *world, const job *j, const dtrain_summary *su
     if (j->stopped) printf("  stopped by a signal: the same command with --resume auto goes on\n");
 }
 
-static void show_byte(int32_t byte)
+/* ---- what the model writes ------------------------------------------------------------------ */
+
+/* Append the tokens of --prompt; without one, the end of text that a text follows in GPT-2's data, or
+ * a new line where the tokens are bytes. */
+static dtrain_result prompt_tokens(const settings *s, token_list *list)
+{
+    const char *at = s->prompt ? s->prompt : s->vocab == 256 ? "\n" : "";
+    const size_t bytes = strlen(at);
+    if (s->tokenizer && bytes) return tokenizer_encode(s->tokenizer, at, bytes, list);
+    if (!token_list_grow(list, bytes + 1)) return tokenizer__memory();
+    if (s->tokenizer && s->tokenizer->end_of_text >= 0)
+        list->at[list->count++] = s->tokenizer->end_of_text;
+    else if (!bytes) list->at[list->count++] = (int32_t)(s->vocab - 1);
+    for (size_t i = 0; i < bytes && s->vocab == 256; i++) list->at[list->count++] = (uint8_t)at[i];
+    for (char *end; s->vocab != 256 && *at; at = end) {
+        const long token = strtol(at, &end, 10);
+        if (end == at || token < 0 || token >= s->vocab)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "--prompt is \"%s\"; without --tokenizer it takes numbers of tokens, 0 "
+                "to %ld",
+                s->prompt, s->vocab - 1);
+        list->at[list->count++] = (int32_t)token;
+        end += strspn(end, " ");
+    }
+    return DTRAIN_OK;
+}
+
+/* Who writes tokens, and how. */
+typedef struct writer {
+    const settings *s;
+    bool prints; /* rank 0 */
+    bool raw;    /* as it is, not indented and printable */
+    int64_t written;
+} writer;
+
+static void show_byte(unsigned char byte)
 {
     if (byte == '\n') printf("\n  ");
     else putchar(isprint(byte) || byte == '\t' || byte >= 128 ? byte : '?');
 }
 
-static void show_id(int32_t token) { printf("%d ", token); }
+/* Print a token. False ends the text: GPT-2's own end of it. */
+static bool show_token(void *user, int32_t token)
+{
+    writer *w = (writer *)user;
+    const char byte = (char)token, *text = &byte;
+    const tokenizer *t = w->s->tokenizer;
+    size_t bytes = 1;
+    if (t && token == t->end_of_text) return false;
+    w->written++;
+    if (!w->prints) return true;
+    if (t) text = tokenizer_text(t, token, &bytes);
+    if (!t && w->s->vocab != 256) printf("%d ", (int)token);
+    else if (w->raw) fwrite(text, 1, bytes, stdout);
+    else
+        for (size_t i = 0; i < bytes; i++) show_byte((unsigned char)text[i]);
+    fflush(stdout);
+    return true;
+}
 
-/* Collective: every rank draws the sample, the first one prints it. */
-static dtrain_result show_sample(const job *j, bool first)
+/* Go on from the prompt. Collective: every rank draws the tokens, and the first one prints them.
+ * w->written becomes their number, without the prompt's. */
+static dtrain_result write_tokens(dtrain_world *world, const job *j, dtrain_tape *tape, long count,
+                                  writer *w, token_list *list)
 {
     const settings *s = j->s;
-    void (*show)(int32_t token) = s->vocab == 256 ? show_byte : show_id;
-    if (first) printf("\na sample, temperature %g:\n  ", s->temperature);
+    const gpt_sampling how = {s->temperature, s->top_p, s->top_k, (uint64_t)s->seed,
+                              s->no_cache != 0};
+    dtrain_result result = prompt_tokens(s, list);
+    const size_t prompt = list->count;
+    if (result == DTRAIN_OK && !token_list_grow(list, (size_t)count)) result = tokenizer__memory();
+    if (result != DTRAIN_OK) return result;
+    for (size_t i = 0; i < prompt && w->raw && s->prompt; i++) (void)show_token(w, list->at[i]);
+    w->written = 0;
+    return gpt_generate(tape, dtrain_world_device(world), &j->model, tape_flags(s), &how, list->at,
+                        (int64_t)prompt, count, show_token, w);
+}
+
+/* Write --generate tokens behind the prompt, as they are, and to stderr how fast that went. */
+static dtrain_result show_generated(dtrain_world *world, const job *j, bool first)
+{
+    writer w = {j->s, first, true, 0};
+    token_list list = {NULL, 0, 0};
+    const double start = dtrain_seconds();
+    const dtrain_result result = write_tokens(world, j, j->tape, j->s->generate, &w, &list);
+    const double seconds = dtrain_seconds() - start;
+    if (first) printf("\n"), fflush(stdout);
+    if (first && result == DTRAIN_OK)
+        fprintf(stderr, "  generated            %10lld tokens %s, %.1f tokens/s\n",
+                (long long)w.written,
+                j->s->no_cache ? "without a cache" : "with a cache of keys and values",
+                (double)w.written / seconds);
+    free(list.at);
+    return result;
+}
+
+static dtrain_result show_sample(dtrain_world *world, const job *j, bool first)
+{
+    writer w = {j->s, first, false, 0};
+    token_list list = {NULL, 0, 0};
+    if (first) printf("\na sample, temperature %g:\n  ", j->s->temperature);
     const dtrain_result result =
-        gpt_generate(dtrain_trainer_tape(j->trainer), &j->model, tape_flags(s), s->sample,
-                     s->temperature, (uint64_t)s->seed, first ? show : NULL);
+        write_tokens(world, j, dtrain_trainer_tape(j->trainer), j->s->sample, &w, &list);
     if (first) printf("\n");
+    free(list.at);
     return result;
 }
 

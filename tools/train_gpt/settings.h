@@ -6,22 +6,27 @@
 #include "tools/config.h"
 #include "tools/flags.h"
 #include "gpt.h"
+#include "tokenizer.h"
 
 typedef struct settings {
     const char *model, *data, *log, *device, *comm, *emulate;
     const char *checkpoints, *resume; /* directories */
     const char *import_from, *export_to;
-    const char *config;  /* a file of flags */
-    const char *command; /* the command line, for manifests */
+    const char *config; /* a file of flags */
+    const char *tokenizer_path, *prompt;
+    const char *tokens; /* the file of what --tokenizer has made of --data; NULL: --data itself */
+    const tokenizer *tokenizer; /* NULL without --tokenizer */
+    const char *command;        /* the command line, for manifests */
     long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, nonfinite,
         verify_every;
     long schedule, lr_scaling, precision, strategy, offload; /* places in the lists below */
-    long param_dtype, reduce_dtype, accum_mode, compression, exchange;
+    long param_dtype, reduce_dtype, export_dtype, accum_mode, compression, exchange;
     long ranks, threads, timeout, node_size, memory_limit, reshard, checkpoint, auto_batch;
     long global_batch;
     long layers, heads, channels, seq, positions, vocab;
     long batch, accum, steps, warmup, seed, init_seed, eval_every, eval_batches, sample, bucket_kib;
-    double lr, min_lr, weight_decay, beta2, clip, dropout, val_split, temperature;
+    double lr, min_lr, weight_decay, beta2, clip, dropout, val_split, temperature, top_p;
+    long generate, top_k, no_cache;
     long deterministic, no_overlap, thread_ranks, graph, tune;
     double topk_ratio, topk_momentum, warmup_ratio;
     long variance_steps, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
@@ -74,6 +79,13 @@ static words exchanges = {"all_gather", "balanced"};      /* dtrain_sparse_excha
 static words nonfinites = {"stop", "skip", "rollback"};   /* the first two: dtrain_nonfinite */
 static words accum_modes = {"default", "last", "every", "shard_every"}; /* dtrain_accumulation */
 
+/* The dtrain_dtype at a place in dtypes. */
+static uint32_t float_type(long place)
+{
+    static const uint32_t types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
+    return types[place];
+}
+
 static const flag flag_table[] = {
     FLAG_GROUP("model"),
     {"--model", 's', &flags.model, 0, 0,
@@ -93,6 +105,10 @@ static const flag flag_table[] = {
     FLAG_GROUP("data and batches"),
     {"--data", 's', &flags.data, 0, 0,
      "file to learn: any file (its bytes) or a token file of llm.c (.bin)", NULL},
+    {"--tokenizer", 's', &flags.tokenizer_path, 0, 0,
+     "GPT-2's tokenizer, for text in --data, --prompt and what is written: a directory with "
+     "vocab.json and merges.txt, or gpt2_tokenizer.bin of llm.c, which cannot encode",
+     NULL},
     {"--val-split", 'f', &flags.val_split, 0.0001, 0.9,
      "share of the data, at its end, that is held out for validation", NULL},
     {"--seed", 'i', &flags.seed, 0, 4294967295.0, "seed of data order, dropout and sampling", NULL},
@@ -105,7 +121,8 @@ static const flag flag_table[] = {
     {"--accum-mode", 'w', &flags.accum_mode, 0, 0,
      "reduce gradients after the last micro-batch only, or after every one", accum_modes},
     FLAG_GROUP("optimization"),
-    {"--steps", 'i', &flags.steps, 1, 1e12, "optimizer steps", NULL},
+    {"--steps", 'i', &flags.steps, 0, 1e12,
+     "optimizer steps; 0 trains nothing: to --export what --import or --resume has", NULL},
     {"--lr", 'f', &flags.lr, 0, 1e3, "peak learning rate; default: see the models below", NULL},
     {"--min-lr", 'f', &flags.min_lr, 0, 1e3, "learning rate at the end; default --lr / 10", NULL},
     {"--warmup", 'i', &flags.warmup, 0, 1e12, "steps in which the learning rate rises to --lr",
@@ -201,13 +218,15 @@ static const flag flag_table[] = {
      "auto: go on from the newest checkpoint of --checkpoint, if there is one; or the path of one",
      NULL},
     {"--import", 's', &flags.import_from, 0, 0,
-     "begin with the weights of a GPT-2 of Hugging Face: model.safetensors, one file or with an "
-     "index",
+     "begin with the weights of a GPT-2: model.safetensors of Hugging Face, one file or with an "
+     "index, or a .bin of llm.c; without --model its sizes are those of the file, or of the "
+     "config.json beside it",
      NULL},
     {"--export", 's', &flags.export_to, 0, 0,
-     "write the weights at the end as such a file; as DIR/model.safetensors with DIR/config.json "
-     "beside it",
+     "write the weights at the end: as llm.c to FILE.bin, else as Hugging Face; as "
+     "DIR/model.safetensors with DIR/config.json beside it",
      NULL},
+    {"--export-dtype", 'w', &flags.export_dtype, 0, 0, "type of the values in that file", dtypes},
     {"--restarts", 'i', &flags.restarts, 0, 1e6,
      "start the ranks again from the last checkpoint when one fails, so many times without "
      "progress",
@@ -229,7 +248,21 @@ static const flag flag_table[] = {
      "batches per rank and validation; 0 = never validate", NULL},
     {"--sample", 'i', &flags.sample, 0, 1e6,
      "tokens to write at the end; 0 = none; default: see the models below", NULL},
-    {"--temperature", 'f', &flags.temperature, 0.01, 100, "temperature of that sample", NULL},
+    {"--generate", 'i', &flags.generate, 1, 1e9,
+     "train nothing, and write so many tokens with the model of --import or --resume", NULL},
+    {"--prompt", 's', &flags.prompt, 0, 0,
+     "text that --sample and --generate go on from; without a tokenizer, and with a vocabulary "
+     "that "
+     "is not that of bytes, numbers of tokens with blanks between them",
+     NULL},
+    {"--temperature", 'f', &flags.temperature, 0, 100,
+     "of --sample and --generate; 0 = always the most likely token", NULL},
+    {"--top-k", 'i', &flags.top_k, 0, 1e8, "draw from so many of the most likely tokens; 0 = all",
+     NULL},
+    {"--top-p", 'f', &flags.top_p, 0, 1,
+     "draw from the most likely tokens that together have this probability; 0 = all", NULL},
+    {"--no-cache", 'b', &flags.no_cache, 0, 0,
+     "compute each token from all before it, without their keys and values: to compare", NULL},
     {"--log", 's', &flags.log, 0, 0, "file for one JSON object per step", NULL},
     {"--deterministic", 'b', &flags.deterministic, 0, 0,
      "refuse whatever could change the bits from run to run; compare the replicas and print a hash "
@@ -271,19 +304,42 @@ static bool given(const char *name)
     return at >= 0 && flags_given[at];
 }
 
+/* Whether there is anything to train; if not, a model is exported or writes. */
+static bool trains(const settings *s) { return s->steps > 0 && !s->generate; }
+
+/* Choose the preset for what neither flags nor the file of --import give: that of --model, or the
+ * largest that is no wider than the file's model. NULL: there is none of that name. */
+static const gpt_preset *choose_preset(settings *s)
+{
+    const gpt_preset *preset = gpt_preset_at(0), *next;
+    if (given("--model") || !s->positions) return gpt_preset_find(s->model);
+    for (size_t i = 1; (next = gpt_preset_at(i)) != NULL; i++)
+        if (next->config.channels <= s->channels) preset = next;
+    s->model = s->import_from;
+    return preset;
+}
+
 /* Fill in what the flags leave to the preset. */
 static int apply_preset(settings *s)
 {
-    const gpt_preset *p = gpt_preset_find(s->model);
+    const gpt_preset *p = choose_preset(s);
     if (!p) return BAD("--model is \"%s\"; it takes " GPT_PRESETS, s->model);
+    const long room = s->positions; /* of the file */
+    if (room && s->seq > room)
+        return BAD("--seq is %ld, and %s has %ld positions", s->seq, s->import_from, room);
     if (!s->layers) s->layers = p->config.layers;
     if (!s->heads) s->heads = p->config.heads;
     if (!s->channels) s->channels = p->config.channels;
-    if (!s->seq) s->seq = p->config.seq;
+    if (!s->seq) s->seq = room && room < p->config.seq ? room : p->config.seq;
     if (!s->batch) s->batch = s->auto_batch ? 512 : p->batch;
     if (!s->vocab) s->vocab = p->config.vocab;
+    if (!s->vocab && s->tokenizer) s->vocab = s->tokenizer->count;
+    if (!s->vocab && !trains(s)) s->vocab = 256;
+    if (s->tokenizer && s->tokenizer->count > s->vocab)
+        return BAD("--tokenizer %s has %d tokens, and the model a vocabulary of %ld",
+                   s->tokenizer_path, (int)s->tokenizer->count, s->vocab);
     if (s->sample < 0) s->sample = p->sample;
-    s->positions = p->config.positions > s->seq ? p->config.positions : s->seq;
+    if (!room) s->positions = p->config.positions > s->seq ? p->config.positions : s->seq;
     if (s->lr < 0) s->lr = p->lr;
     if (s->min_lr < 0) s->min_lr = s->lr / 10;
     return 0;
