@@ -40,7 +40,7 @@
        src/tape/ops.h                       Operations
        src/optim/scaler.h                   Loss scaling and clipping
        src/optim/optimizer.h                Optimizers and learning rates
-       src/train/data.h                     Data: samplers, token files, loaders
+       src/train/data.h                     Data: samplers, datasets, loaders
        src/train/trainer.h                  Trainer
        src/train/metrics.h                  Metrics
        src/state/state.h                    State
@@ -123,9 +123,13 @@
        src/optim/muon.c                     Muon
        src/optim/schedule.c                 Learning rates
        src/train/sampler.c                  Samplers
-       src/train/data_internal.h            An open token file, and a loader of one
-       src/train/dataset.c                  Token files
+       src/train/data_internal.h            An open dataset, its files, and a loader of one
+       src/train/dataset.c                  Datasets
        src/train/loader.c                   Loaders
+       src/train/prefetch.c                 Threads that read batches ahead
+       src/train/tokens.c                   Token files
+       src/train/images.c                   Image files
+       src/train/files.c                    Files of a dataset
        src/train/trainer.c                  Trainer
        src/train/trainer_internal.h         The trainer's structure
        src/train/queued_step.c              A step without the host: recorded and replayed
@@ -1930,10 +1934,10 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/data.h
  * ==============================================================================================*/
 
-/* Data: samplers, token files, loaders
+/* Data: samplers, datasets, loaders
  *
- * A sampler says which index comes when, a dataset what a file of tokens holds, a loader which
- * tokens make a sample. Nothing here communicates: every rank reads its own share. */
+ * A sampler says which index comes when, a dataset what files or a source of the host's own hold, a
+ * loader which of it makes a batch. Nothing here communicates: every rank reads its own share. */
 
 /* Says which of item_count items one rank gets: number by number those of
  * torch.utils.data.DistributedSampler. */
@@ -1951,61 +1955,115 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
 
 typedef struct dtrain_dataset dtrain_dataset;
 
-/* A stream of tokens: any file as bytes (vocabulary 256), or a llm.c .bin file (uint16 tokens,
- * magic 20240520 version 1; uint32 tokens, magic 20240801 version 7) whose header counts exactly
- * the tokens that are there. world may be NULL here and for loaders: one rank, malloc. */
+/* What the files of a dataset are. Their items are tokens, or samples: an image and its label. */
+typedef enum dtrain_data_format {
+    DTRAIN_DATA_AUTO = 0,  /* by magic: BIN, otherwise BYTES */
+    DTRAIN_DATA_BYTES = 1, /* any file; its bytes are the tokens, vocabulary 256 */
+    /* llm.c's .bin: uint16 tokens (magic 20240520, version 1) or uint32 ones (20240801, 7) behind a
+     * header that counts exactly the tokens that are there; vocabulary 50257 */
+    DTRAIN_DATA_BIN = 2,
+    DTRAIN_DATA_U16 = 3,      /* nanoGPT's .bin: uint16 tokens without a header; vocabulary 50257 */
+    DTRAIN_DATA_CIFAR10 = 4,  /* the binary version: (3, 32, 32) bytes, red first; labels 0 to 9 */
+    DTRAIN_DATA_CIFAR100 = 5, /* likewise; of its two labels the fine one, 0 to 99 */
+    DTRAIN_DATA_IDX = 6 /* MNIST's: images of 2 to 4 axes of bytes, labels 0 to 9 beside them */
+} dtrain_data_format;
+
+/* Read `count` items from item `first` on: tokens (count) as int32_t, or samples (count,
+ * item_bytes) and their labels (count). labels is NULL for tokens, and where nobody wants them.
+ * Items depend on nothing but their number. Workers of a loader call it at the same time. */
+typedef dtrain_result (*dtrain_read_fn)(void *user, int64_t first, int64_t count, void *items,
+                                        int32_t *labels);
+
+/* A dataset is one or many files, one behind the other: how tokens are cut into files changes no
+ * sample. Or it is a source of the host's own: `read`, with path NULL. */
 typedef struct dtrain_dataset_desc {
-    uint32_t format;     /* 0 = by magic: a .bin header, otherwise bytes; 1 = bytes; 2 = .bin */
-    int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
+    uint32_t format;     /* dtrain_data_format */
+    int64_t vocab_count; /* ids of tokens, or labels, from here on are errors; 0 = the format's, or
+                            2^31 for a source of the host's own */
+    /* A file; a folder: all files in it but hidden ones; a pattern, "shards/train_*.bin"; several
+     * of these with commas between. Within a folder the order is that of names, by strcmp. */
     const char *path;
+    const char *labels;  /* IDX: the files of labels, as many as path has of images */
+    int64_t item_count;  /* of a source of the host's own */
+    size_t item_bytes;   /* likewise: of a sample; 0: items are tokens */
+    dtrain_read_fn read; /* likewise; not called during open */
+    void *user;          /* of read */
 } dtrain_dataset_desc;
-/* Open a token file. Only its header is read: ids are checked when they are read. */
+/* Open a dataset. Headers and sizes of all its files are checked, ids and labels when they are
+ * read. world may be NULL here and for loaders: one rank, malloc. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
-/* Close a token file; NULL is ignored. Loaders that read it are destroyed before. */
+/* Close a dataset; NULL is ignored. Loaders that read it are destroyed before. */
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
 
 typedef struct dtrain_dataset_info {
-    int64_t token_count, vocab_count;
+    int64_t item_count, vocab_count; /* tokens or samples; ids or labels */
+    size_t item_bytes;               /* of a sample; 0: items are tokens */
+    int64_t shape[3];                /* of an image in a file: channels, rows, columns */
+    size_t file_count;
 } dtrain_dataset_info;
 /* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
-/* Read tokens (count), from position first on. */
+/* Read items as a dtrain_read_fn does, from any thread. A file that was changed or cut since it was
+ * opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             int32_t *tokens);
+                                             void *items, int32_t *labels);
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and
- * deals them out. The whole state is one number: samples handed out so far by all ranks together.
- * Sample k is the same for every world size, so the same seed and global batch see the same data.
- * An epoch has (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones,
- * whose borders move from epoch to epoch. */
+/* A sample on its way into a batch. */
+typedef struct dtrain_sample {
+    int64_t item; /* of the dataset */
+    uint64_t epoch;
+    const void *data; /* (item_bytes) */
+    int32_t label;
+} dtrain_sample;
+/* Turn a sample into `output`, by normalising or cropping for example. To draw at random, draw by
+ * item and epoch: then neither ranks nor workers change what comes out. Workers call it at the same
+ * time. */
+typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
+
+/* A loader deals samples out. Of tokens it cuts n = item_count from first_item on into windows of
+ * sequence + 1: (n - 1) / sequence of them an epoch in order, or max(1, n / sequence - 1) shuffled
+ * ones, whose borders move from epoch to epoch. The whole state is one number: samples handed out
+ * so far by all ranks together. Sample k is the same for every world size and number of workers, so
+ * the same seed and global batch see the same data. */
 typedef struct dtrain_loader_desc {
-    uint32_t batch;                   /* samples per call and rank */
-    int64_t sequence;                 /* tokens per sample */
-    int64_t first_token, token_count; /* 0, 0 = all */
+    uint32_t batch;                 /* samples per call and rank */
+    int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */
+    int64_t first_item, item_count; /* the part to read; 0, 0 = all */
     uint64_t seed;
-    bool in_order; /* no shuffling: for evaluation */
+    bool in_order;  /* no shuffling: for evaluation */
+    bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
+    uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
+    uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
+    dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
+    size_t output_bytes;           /* of a sample that is transformed */
+    void *user;                    /* of transform */
 } dtrain_loader_desc;
-/* Create a loader for one rank of the world; the dataset must outlive it. Local. */
+/* Create a loader for one rank of the world; the dataset must outlive it. Local. Its threads belong
+ * to this process: after a fork the child makes a loader of its own. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
-/* Free a loader; NULL is ignored. */
+/* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
- * token later. A call that failed can be repeated. */
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets);
+/* Read the next batch of this rank. Of tokens: inputs and targets (batch, sequence) as int32_t,
+ * targets being inputs one token later. Of samples: inputs (batch, item_bytes or output_bytes) and
+ * labels in targets (batch), which may be NULL. With workers that is a copy of what is there, or a
+ * wait of at most the world's timeout. A worker's error comes with the batch it belongs to; a call
+ * that failed can be repeated. */
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets);
 
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
-    uint64_t position; /* samples handed out so far, by all ranks together */
+    uint64_t position;   /* samples handed out so far, by all ranks together */
+    size_t sample_bytes; /* of inputs */
 } dtrain_loader_info;
 /* Tell the samples of an epoch and the position; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
-/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
+/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one, once reads
+ * under way have ended: what was read ahead is dropped. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
 /* ================================================================================================
@@ -2019,7 +2077,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of five
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of six
  *     numbers per rank, from which every rank makes the same record */
 
 typedef struct dtrain_trainer dtrain_trainer;
@@ -2073,6 +2131,7 @@ typedef struct dtrain_step_record {
     double step_ms;           /* slowest rank */
     double comm_ms;           /* an operation was in flight; mean over ranks */
     double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
+    double data_ms;           /* in next_batch, while nothing was computed; slowest rank */
     uint64_t comm_bytes;      /* this rank sent, by the ring formula */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
@@ -2185,8 +2244,8 @@ typedef struct dtrain_metrics_desc {
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
 /* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
- * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, comm_bytes; with loss scaling
- * loss_scale, skipped_steps. Numbers that are not finite are written as null. */
+ * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, comm_bytes; with loss
+ * scaling loss_scale, skipped_steps. Numbers that are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
@@ -2196,6 +2255,7 @@ typedef struct dtrain_summary {
     double first_loss, last_loss, val_loss;   /* NaN where unknown */
     double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
     double step_ms, comm_ms, exposed_comm_ms; /* medians */
+    double data_ms;                           /* median */
     double scaling;                           /* (step - exposed) / step: an upper estimate */
     uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;
@@ -19658,7 +19718,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/data_internal.h
  * ==============================================================================================*/
 
-/* An open token file, and a loader of one. */
+/* An open dataset, its files, and a loader of one. */
 
 /* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
  * algorithm. */
@@ -19667,30 +19727,125 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 /* train/sampler.c */
 DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
+/* A file, and what it was when it was opened: it must stay that. */
+typedef struct dtrain__data_file {
+    char *path; /* a copy: errors name it long after open */
+    int file;   /* -1: opened for every read */
+    struct stat opened;
+    int64_t header_bytes;
+    int64_t first_item, item_count; /* of the dataset */
+} dtrain__data_file;
+
+typedef struct dtrain__data_files {
+    dtrain__data_file *files;
+    size_t count, room;
+} dtrain__data_files;
+
+/* A row of the table of formats: how a file is understood, and items are read. */
+typedef struct dtrain__format {
+    const char *name;
+    int64_t vocab_count;
+    uint32_t item_bytes; /* in a file, where the format fixes it: labels and all */
+    uint32_t label_bytes;
+    /* Check the beginning and the size of a file; set its header_bytes and item_count. */
+    dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
+    dtrain_read_fn read; /* user: the dataset; first and count lie inside */
+} dtrain__format;
+
 struct dtrain_dataset {
     dtrain_allocator allocator;
-    const char *path; /* a copy behind the struct: errors name it long after open */
-    size_t bytes;     /* of both */
-    int file;
-    uint32_t token_bytes; /* 1, 2, 4 */
-    int64_t file_bytes, header_bytes, token_count, vocab_count;
+    const dtrain__format *format; /* NULL: a source of the host's own */
+    dtrain_read_fn read;
+    void *user;
+    int64_t item_count, vocab_count;
+    size_t item_bytes;    /* of a sample; 0: tokens */
+    uint32_t token_bytes; /* in files: 1, 2, 4 */
+    int64_t shape[3];
+    dtrain__data_files data, labels;
 };
+
+/* Where a sample of a batch lies: its item, or the first token of its window. */
+typedef struct dtrain__pick {
+    int64_t item;
+    uint64_t epoch;
+} dtrain__pick;
+
+/* A batch on its way: what is to be read, memory to read it with and, with workers, to. */
+typedef struct dtrain__batch {
+    dtrain__pick *picks; /* (batch) */
+    void *scratch;       /* of one sample as the dataset has it */
+    void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
+    int32_t *targets;    /* (batch, sequence or 1) */
+    bool ready;          /* read, with this result and sentence */
+    dtrain_result result;
+    char error[DTRAIN__ERROR_BYTES];
+} dtrain__batch;
 
 struct dtrain_loader {
     dtrain_allocator allocator;
-    dtrain_loader_desc desc; /* token_count resolved */
+    dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
-    uint64_t position;    /* samples handed out by all ranks */
-    int64_t window_count; /* per epoch */
-    int64_t shift_count;  /* shifts to choose from */
-    int32_t *window;      /* (sequence + 1) */
+    uint64_t timeout_ns;
+    uint64_t position;         /* samples handed out by all ranks */
+    int64_t window_count;      /* that are shuffled: windows of tokens, or samples */
+    int64_t samples_per_epoch; /* of them, with drop_last */
+    int64_t shift_count;       /* shifts to choose from; 1: none */
+    size_t sample_bytes, target_bytes, scratch_bytes;
+    dtrain__batch *batches; /* (batch_count): one, or those that workers read ahead */
+    size_t batch_count;
+    struct dtrain__prefetch *prefetch; /* NULL: no workers */
 
-    /* The epoch that `order` and `shift` belong to; both stay 0 when in_order. */
+    /* The epoch that order and shift belong to, and its seed; only shuffled ones are entered. With
+     * workers these are for the one that deals. */
     bool entered;
-    uint64_t epoch;
+    uint64_t seed, epoch;
     int64_t shift;
     int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
+
+/* train/loader.c */
+DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
+                                         dtrain__pick *picks);
+DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
+                                                  const dtrain__batch *batch, void *inputs,
+                                                  int32_t *targets);
+
+/* train/prefetch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader);
+DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader);
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
+                                                    int32_t *targets);
+DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader);
+
+/* train/dataset.c */
+DTRAIN__PRIVATE const char *dtrain__dataset_name(const dtrain_dataset *dataset);
+
+/* train/files.c */
+DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
+                                                      const char *paths, dtrain__data_files *files);
+DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
+                                              dtrain__data_files *files);
+DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
+                                                     void *buffer, size_t bytes);
+DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
+                                                              int64_t item);
+DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
+
+/* train/tokens.c */
+DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__u16_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count,
+                                                  void *items, int32_t *labels);
+
+/* train/images.c */
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count,
+                                                 void *items, int32_t *labels);
+DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count,
+                                               void *items, int32_t *labels);
 
 #define DTRAIN__MT_COUNT 624 /* words of the generator's state */
 
@@ -19769,192 +19924,192 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
  * src/train/dataset.c
  * ==============================================================================================*/
 
-/* Token files
+/* Datasets
  *
- *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
- *     .bin     | magic | version | count | 0 ... | t | t | ...
- *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
- *
- * Files are read with pread into a small buffer, never mapped: a file that is truncated during the
- * run is then a short read, which becomes an error sentence, and not a SIGBUS, which ends the rank.
- */
+ * A dataset is a number of items and a function that reads them, dtrain_read_fn. Files are
+ * read by the functions of a format, a row of the table below; a host's own source brings its
+ * own. What loaders and programs call is the same for all: it checks the range before, and ids and
+ * labels behind. */
 
-#define DTRAIN__FORMAT_BYTES 1u
-#define DTRAIN__FORMAT_BIN 2u
-#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
-#define DTRAIN__BIN_MAGIC_U16 20240520u
-#define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__READ_TOKENS 2048 /* read at once, into 8 KiB of stack */
+#define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
 
-static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset);
-static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format);
-static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
-                                           unsigned char *buffer, size_t bytes);
-static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
+/* In the order of dtrain_data_format. */
+static const dtrain__format dtrain__formats[] = {
+    {"auto", 0, 0, 0, NULL, NULL},
+    {"bytes", 256, 0, 0, dtrain__bytes_learn, dtrain__tokens_read},
+    {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
+    {"uint16 tokens", 50257, 0, 0, dtrain__u16_learn, dtrain__tokens_read},
+    {"CIFAR-10", 10, 1 + 3072, 1, dtrain__cifar_learn, dtrain__cifar_read},
+    {"CIFAR-100", 100, 2 + 3072, 2, dtrain__cifar_learn, dtrain__cifar_read},
+    {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__idx_read},
+};
 
-/* Open the file and learn what it is. The path is kept behind the struct, in one allocation. */
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
+static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset,
+                                           const dtrain_dataset_desc *desc);
+
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
-    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
     if (out) *out = NULL;
-    if (!out || !desc || !desc->path || !desc->path[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: out, desc or its path is NULL or empty");
-    if (desc->format > DTRAIN__FORMAT_BIN || desc->vocab_count < 0 || desc->vocab_count > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: expected format 0 (by magic), 1 (bytes) or 2 "
-                           "(.bin) and vocab_count 0 to 2^31, found %u and %lld",
-                           (unsigned)desc->format, (long long)desc->vocab_count);
+    if (!out || !desc)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out or desc is NULL");
+    DTRAIN__TRY(dtrain__dataset_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
-    const size_t path_bytes = strlen(desc->path) + 1, bytes = sizeof(dtrain_dataset) + path_bytes;
-    dtrain_dataset *dataset = (dtrain_dataset *)dtrain__alloc(&allocator, bytes, 1, "a dataset");
+    dtrain_dataset *dataset =
+        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
     if (!dataset) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = DTRAIN_OK;
     dataset->allocator = allocator;
-    dataset->bytes = bytes;
-    dataset->path = (char *)memcpy(dataset + 1, desc->path, path_bytes);
-    dtrain_result result = dtrain__dataset_file(dataset);
-    if (result == DTRAIN_OK) result = dtrain__dataset_format(dataset, desc->format);
-    dataset->vocab_count = desc->vocab_count          ? desc->vocab_count
-                           : dataset->token_bytes > 1 ? 50257
-                                                      : 256;
+    dataset->vocab_count = desc->vocab_count;
+    if (desc->path) result = dtrain__dataset_files(dataset, desc);
+    else {
+        dataset->item_count = desc->item_count;
+        dataset->item_bytes = desc->item_bytes;
+        dataset->read = desc->read;
+        dataset->user = desc->user;
+        if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
+    }
     if (result == DTRAIN_OK) *out = dataset;
     else dtrain_dataset_close(dataset);
     return result;
 }
 
-/* Open the file and learn its size. Without O_NONBLOCK a pipe would wait for its writer here. */
-static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
 {
-    struct stat info;
-    dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           dataset->path, strerror(errno));
-    if (!S_ISREG(info.st_mode) || info.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a file of tokens",
-                           dataset->path, S_ISREG(info.st_mode) ? "empty" : "no regular file");
-    dataset->file_bytes = (int64_t)info.st_size;
-    return DTRAIN_OK;
+    const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
+    if (desc->format > last || desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: expected a dtrain_data_format, 0 to %u, and "
+                           "vocab_count 0 to 2^31, found %u and %lld",
+                           last, (unsigned)desc->format, (long long)desc->vocab_count);
+    if ((desc->path && !*desc->path) || !desc->path == !desc->read)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: expected a path, or read and item_count for a "
+                           "source of the host's own, found %s",
+                           desc->path && desc->read ? "both"
+                           : desc->path             ? "an empty path"
+                                                    : "neither");
+    if (desc->path && (desc->item_count || desc->item_bytes || desc->user))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: item_count, item_bytes and user are for a source "
+                           "of the host's own; files say what is in them");
+    if (!desc->labels != (desc->format != DTRAIN_DATA_IDX))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           desc->labels
+                               ? "dtrain_dataset_open: labels is for DTRAIN_DATA_IDX: other "
+                                 "formats have no files of labels"
+                               : "dtrain_dataset_open: DTRAIN_DATA_IDX needs labels, the files "
+                                 "with labels of the images in path");
+    if (desc->path) return DTRAIN_OK;
+    if (desc->item_count > 0 && desc->item_bytes <= SIZE_MAX / 2 && !desc->format) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_dataset_open: a source of the host's own has no format and at "
+                       "least 1 item, found %u and %lld items of %zu bytes",
+                       (unsigned)desc->format, (long long)desc->item_count, desc->item_bytes);
 }
 
-/* Decide what the file is. Format 0 goes by the magic, which no text begins with. The count of a
- * .bin header must fit exactly, as llm.c demands: a longer file is as suspect as a shorter one (two
- * files glued together, a count that overflowed). */
-static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
+/* Open files and learn what they are, in order: each begins where the one before ends. */
+static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
 {
-    unsigned char head[DTRAIN__BIN_HEADER] = {0};
-    const int64_t have = dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, (size_t)have));
-    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
-    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
-    const bool is_bin = narrow || magic == DTRAIN__BIN_MAGIC_U32;
-    if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
-        dataset->token_bytes = 1;
-        dataset->token_count = dataset->file_bytes;
-        return DTRAIN_OK;
+    uint32_t format = desc->format;
+    DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->path, &dataset->data));
+    if (desc->labels)
+        DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->labels, &dataset->labels));
+    const bool bin = format == DTRAIN_DATA_AUTO && dtrain__is_bin(dataset->data.files);
+    if (format == DTRAIN_DATA_AUTO) format = bin ? DTRAIN_DATA_BIN : DTRAIN_DATA_BYTES;
+    dataset->format = &dtrain__formats[format];
+    dataset->read = dataset->format->read;
+    dataset->user = dataset;
+    for (size_t i = 0; i < dataset->data.count; i++) {
+        dtrain__data_file *file = &dataset->data.files[i];
+        file->first_item = dataset->item_count;
+        if (desc->format == DTRAIN_DATA_AUTO && dtrain__is_bin(file) != bin)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s is %s and %s is not: name the format, or "
+                               "leave one of them out",
+                               bin ? dataset->data.files->path : file->path,
+                               dtrain__formats[DTRAIN_DATA_BIN].name,
+                               bin ? file->path : dataset->data.files->path);
+        DTRAIN__TRY(dataset->format->learn(dataset, file));
+        dataset->item_count += file->item_count;
     }
-    if (!is_bin || have < DTRAIN__BIN_HEADER || version != (narrow ? 1 : 7))
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
-                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
-                           "bytes, %u and %u; use format 1 for plain bytes, and note that "
-                           "nanoGPT's .bin files lack the header",
-                           dataset->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
-                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
-    dataset->token_bytes = narrow ? 2 : 4;
-    dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = dtrain__le(head + 8, 4);
-    const int64_t bytes = DTRAIN__BIN_HEADER + dataset->token_count * dataset->token_bytes;
-    if (dataset->token_count > 0 && bytes == dataset->file_bytes) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
-                       "has %lld: is it cut off?",
-                       dataset->path, (long long)dataset->token_count, (long long)bytes,
-                       (long long)dataset->file_bytes);
+    if (!dataset->vocab_count) dataset->vocab_count = dataset->format->vocab_count;
+    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
 {
     if (!dataset) return;
     dtrain_allocator allocator = dataset->allocator;
-    if (dataset->file >= 0) close(dataset->file);
-    dtrain__free(&allocator, dataset, dataset->bytes, 1);
+    dtrain__data_files_close(&allocator, &dataset->data);
+    dtrain__data_files_close(&allocator, &dataset->labels);
+    dtrain__free(&allocator, dataset, 1, sizeof *dataset);
 }
 
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
 {
     if (!info) return;
-    info->token_count = dataset ? dataset->token_count : 0;
-    info->vocab_count = dataset ? dataset->vocab_count : 0;
+    memset(info, 0, sizeof *info);
+    if (!dataset) return;
+    info->item_count = dataset->item_count;
+    info->vocab_count = dataset->vocab_count;
+    info->item_bytes = dataset->item_bytes;
+    memcpy(info->shape, dataset->shape, sizeof info->shape);
+    info->file_count = dataset->data.count;
 }
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
-/* Read tokens piece by piece through a small buffer. Every id is checked here, on use, because
- * checking a file of 100 GB at open would take minutes. */
+/* Return what to call a dataset in a sentence: its file, or the first of them. */
+DTRAIN__PRIVATE const char *dtrain__dataset_name(const dtrain_dataset *dataset)
+{
+    return dataset->data.count ? dataset->data.files->path : "the host's own source";
+}
+
+/* Check ids of tokens, or labels. They are checked on use, because a dataset of 100 GB would take
+ * minutes to check at open. */
+static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t first, int64_t count,
+                                       const int32_t *ids)
+{
+    const uint32_t most = (uint32_t)dataset->vocab_count;
+    uint32_t bad = 0;
+    for (int64_t i = 0; i < count; i++) bad |= (uint32_t)ids[i] >= most;
+    if (!bad) return DTRAIN_OK;
+    int64_t i = 0;
+    while ((uint32_t)ids[i] < most) i++;
+    const bool tokens = dataset->item_bytes == 0;
+    const dtrain__data_file *file =
+        dataset->data.count ? dtrain__data_file_of(&dataset->data, first + i) : NULL;
+    return dtrain_fail(
+        DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
+        file ? file->path : dtrain__dataset_name(dataset), tokens ? "token" : "sample",
+        (long long)(first + i - (file ? file->first_item : 0)), tokens ? "id" : "label",
+        (unsigned)ids[i], tokens ? "the vocabulary has" : "there are", (long long)most,
+        tokens ? "was the file made by another tokenizer?"
+               : "has the file another format, or desc->vocab_count to be larger?");
+}
+
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             int32_t *tokens)
+                                             void *items, int32_t *labels)
 {
-    unsigned char raw[DTRAIN__READ_TOKENS * 4];
-    if (!dataset || count < 0 || (count > 0 && !tokens))
+    if (!dataset || count < 0 || (count > 0 && !items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
-    if (first < 0 || first > dataset->token_count - count)
+                           "dtrain_dataset_read: dataset or items is NULL, or count is negative");
+    const bool tokens = dataset->item_bytes == 0;
+    if (tokens && labels)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
-                           "%lld",
-                           (long long)count, (long long)first, dataset->path,
-                           (long long)dataset->token_count);
-    const uint32_t width = dataset->token_bytes;
-    for (int64_t done = 0; done < count;) {
-        const int64_t some = dtrain__min(count - done, DTRAIN__READ_TOKENS);
-        DTRAIN__TRY(dtrain__dataset_pread(dataset, dataset->header_bytes + (first + done) * width,
-                                          raw, (size_t)some * width));
-        for (int64_t i = 0; i < some; i++, done++) {
-            const uint32_t id = dtrain__le(raw + i * width, width);
-            if ((int64_t)id >= dataset->vocab_count)
-                return dtrain_fail(DTRAIN_ERROR_DATA,
-                                   "%s: token %lld has id %u, but the vocabulary has %lld: was the "
-                                   "file made by another tokenizer?",
-                                   dataset->path, (long long)(first + done), (unsigned)id,
-                                   (long long)dataset->vocab_count);
-            tokens[done] = (int32_t)id;
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Read all `bytes` at `offset`, or fail. A read may be short or interrupted at any time; only 0 is
- * the end of the file, and there the file must have shrunk, because offsets were checked. */
-static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
-                                           unsigned char *buffer, size_t bytes)
-{
-    while (bytes > 0) {
-        ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
-                               dataset->path, (long long)offset, strerror(errno));
-        if (got == 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "%s ended at byte %lld, but had %lld bytes when it was opened: was "
-                               "it truncated or written again during the run?",
-                               dataset->path, (long long)offset, (long long)dataset->file_bytes);
-        buffer += got;
-        bytes -= (size_t)got;
-        offset += got;
-    }
-    return DTRAIN_OK;
-}
-
-/* Return the little-endian number of `width` bytes, whatever the host's order. */
-static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
-{
-    uint32_t value = 0;
-    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
-    return value;
+                           "dtrain_dataset_read: labels of tokens were asked for, in %s",
+                           dtrain__dataset_name(dataset));
+    if (first < 0 || first > dataset->item_count - count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: %lld %s from %lld on were asked for, %s has %lld",
+                           (long long)count, tokens ? "tokens" : "samples", (long long)first,
+                           dtrain__dataset_name(dataset), (long long)dataset->item_count);
+    if (count == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
+    if (!tokens && !labels) return DTRAIN_OK;
+    return dtrain__ids_check(dataset, first, count, tokens ? (const int32_t *)items : labels);
 }
 
 /* ================================================================================================
@@ -19963,9 +20118,9 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
 
 /* Loaders
  *
- * A loader cuts the stream into windows that share one border token (target of one, input of the
- * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
- * seen behind the same context:
+ * Of tokens a loader cuts windows that share one border token (target of one, input of the next).
+ * When shuffling, the grid moves by a new shift every epoch, so that a token is not always seen
+ * behind the same context:
  *
  *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
  *               shift  0       1       2    +1 target
@@ -19975,63 +20130,126 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
  *
  * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
  * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
- * that every shift in [0, sequence) leaves them room (but never fewer than one). */
+ * that every shift in [0, sequence) leaves them room (but never fewer than one). Where items are
+ * samples, each is a window of its own, and there is no shift. With drop_last an epoch has the
+ * largest number of windows that B R divides.
+ *
+ * A batch comes in two steps: it is dealt, which enters epochs and is done in order, and read,
+ * which looks at nothing that changes. So threads may read batches ahead (prefetch.c) without
+ * changing any. */
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
+#define DTRAIN__MOST_WORKERS 64
+#define DTRAIN__MOST_PREFETCH 65536
+#define DTRAIN__NEXT_TIMEOUT_NS \
+    UINT64_C(600000000000) /* without a world: ten minutes, as its default */
 
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch);
+static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
+static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
 
-/* Fill a batch, sample by sample. Inputs and targets of a sample are both cut from `window`: its
- * tokens are used twice and read once. */
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets)
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
-    if (!loader || !inputs || !targets)
+    if (!loader || !inputs || (loader->desc.sequence && !targets))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_next: loader, inputs or targets is NULL");
-    const dtrain_loader_desc *desc = &loader->desc;
-    const size_t row = (size_t)desc->sequence;
-    const uint64_t windows = (uint64_t)loader->window_count;
-    for (uint32_t i = 0; i < desc->batch; i++) {
-        const uint64_t k = loader->position + i * loader->ranks + loader->rank;
-        if (!desc->in_order) dtrain__loader_enter(loader, k / windows);
-        const int64_t place = (int64_t)(k % windows);
-        const int64_t index = desc->in_order ? place : loader->order[place];
-        const int64_t first = desc->first_token + loader->shift + index * desc->sequence;
-        DTRAIN__TRY(dtrain_dataset_read(desc->dataset, first, desc->sequence + 1, loader->window));
-        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
-        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
+    if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
+    else {
+        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
+        DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
     }
     /* Only now: a call that failed can be repeated. */
-    loader->position += desc->batch * loader->ranks;
+    loader->position += loader->desc.batch * loader->ranks;
     return DTRAIN_OK;
+}
+
+/* Find the samples of this rank's batch at `position`, entering their epochs. */
+DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
+                                         dtrain__pick *picks)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const uint64_t samples = (uint64_t)loader->samples_per_epoch;
+    const int64_t stride = desc->sequence ? desc->sequence : 1;
+    for (uint32_t i = 0; i < desc->batch; i++) {
+        const uint64_t k = position + i * loader->ranks + loader->rank;
+        picks[i].epoch = k / samples;
+        if (!desc->in_order) dtrain__loader_enter(loader, seed, picks[i].epoch);
+        const int64_t place = (int64_t)(k % samples);
+        const int64_t index = desc->in_order ? place : loader->order[place];
+        picks[i].item = desc->first_item + loader->shift + index * stride;
+    }
 }
 
 /* Make order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
  * growing k, so a batch across a border enters each epoch once. */
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
 {
     uint32_t random[4];
-    if (loader->entered && loader->epoch == epoch) return;
-    dtrain__randperm(loader->desc.seed + epoch, loader->window_count, loader->order);
-    dtrain__philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    if (loader->entered && loader->epoch == epoch && loader->seed == seed) return;
+    dtrain__randperm(seed + epoch, loader->window_count, loader->order);
+    dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
     loader->epoch = epoch;
+    loader->seed = seed;
     loader->entered = true;
+}
+
+/* Read a sample with its label, and transform it into `output`. */
+static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtrain__pick *pick,
+                                         void *scratch, void *output, int32_t *label)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    if (!desc->transform) return dtrain_dataset_read(desc->dataset, pick->item, 1, output, label);
+    dtrain_sample sample;
+    memset(&sample, 0, sizeof sample);
+    sample.item = pick->item;
+    sample.epoch = pick->epoch;
+    sample.data = scratch;
+    DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
+    if (label) *label = sample.label;
+    return desc->transform(desc->user, &sample, output);
+}
+
+/* Read a batch that has been dealt, sample by sample. Inputs and targets of a window are both cut
+ * from the scratch: its tokens are used twice and read once. */
+DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
+                                                  const dtrain__batch *batch, void *inputs,
+                                                  int32_t *targets)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const size_t row = (size_t)desc->sequence;
+    unsigned char *to = (unsigned char *)inputs;
+    for (uint32_t i = 0; i < desc->batch; i++, to += loader->sample_bytes) {
+        const dtrain__pick *pick = &batch->picks[i];
+        if (desc->sequence) {
+            const int32_t *window = (const int32_t *)batch->scratch;
+            DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, desc->sequence + 1,
+                                            batch->scratch, NULL));
+            memcpy(to, window, loader->sample_bytes);
+            memcpy(targets + i * row, window + 1, loader->sample_bytes);
+        } else {
+            int32_t *label = targets ? targets + i : NULL;
+            DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
+        }
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
     if (!info) return;
-    info->samples_per_epoch = loader ? loader->window_count : 0;
+    info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
     info->position = loader ? loader->position : 0;
+    info->sample_bytes = loader ? loader->sample_bytes : 0;
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
-    if (loader) loader->position = position;
+    if (!loader) return;
+    dtrain__prefetch_rest(loader);
+    loader->position = position;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -20043,6 +20261,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     if (!out || !desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
     *out = NULL;
+    DTRAIN__TRY(dtrain__loader_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
@@ -20051,66 +20270,884 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->desc = *desc;
     loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
     loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
+    if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
     dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) {
-        loader->window = (int32_t *)dtrain__alloc(&allocator, (size_t)desc->sequence + 1,
-                                                  sizeof *loader->window, "a loader's window");
-        if (!desc->in_order)
-            loader->order = (int64_t *)dtrain__alloc(&allocator, (size_t)loader->window_count,
-                                                     sizeof *loader->order, "a loader's order");
-        if (!loader->window || !(loader->order || desc->in_order)) result = DTRAIN_ERROR_MEMORY;
-    }
+    if (result == DTRAIN_OK) result = dtrain__loader_memory(loader);
+    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_create(loader);
     if (result == DTRAIN_OK) *out = loader;
     else dtrain_loader_destroy(loader);
     return result;
 }
 
-/* Check the desc, resolve token_count, and count the windows of an epoch and the shifts to choose
- * from, by the rule at the top. Written with subtractions only: nothing overflows. */
-static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
+/* Refuse what does not go together. */
+static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
-    dtrain_loader_desc *desc = &loader->desc;
-    if (!desc->dataset || desc->batch == 0 || desc->sequence <= 0)
+    const bool tokens = desc->dataset && desc->dataset->item_bytes == 0;
+    if (!desc->dataset || desc->batch == 0 || desc->sequence < 0 || (tokens && !desc->sequence))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
                            "least 1, found %s, %u and %lld",
                            desc->dataset ? "one" : "none", (unsigned)desc->batch,
                            (long long)desc->sequence);
-    const int64_t have = desc->dataset->token_count;
-    if (desc->first_token < 0 || desc->first_token > have || desc->token_count < 0 ||
-        desc->token_count > have - desc->first_token)
+    if (!tokens && desc->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: %lld tokens from %lld on were asked for, %s has "
+                           "dtrain_loader_create: sequence is %lld, but %s holds samples, which "
+                           "are not cut: expected 0",
+                           (long long)desc->sequence, dtrain__dataset_name(desc->dataset));
+    if (!desc->transform != !desc->output_bytes || (desc->user && !desc->transform) ||
+        (desc->transform && tokens))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: %s",
+                           desc->transform && tokens ? "transform is for samples, not for tokens"
+                           : desc->transform         ? "transform needs output_bytes"
+                                                     : "output_bytes and user are for a transform");
+    if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
+        (desc->prefetch && !desc->workers))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: workers is %u and prefetch %u; expected at most "
+                           "%d and %d, and no prefetch without workers",
+                           (unsigned)desc->workers, (unsigned)desc->prefetch, DTRAIN__MOST_WORKERS,
+                           DTRAIN__MOST_PREFETCH);
+    return DTRAIN_OK;
+}
+
+/* Resolve item_count, and count the windows of an epoch and the shifts to choose from, by the rule
+ * at the top. Written with subtractions only: nothing overflows. */
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
+{
+    dtrain_loader_desc *desc = &loader->desc;
+    const bool tokens = desc->sequence != 0;
+    const char *name = dtrain__dataset_name(desc->dataset);
+    const int64_t have = desc->dataset->item_count;
+    if (desc->first_item < 0 || desc->first_item > have || desc->item_count < 0 ||
+        desc->item_count > have - desc->first_item)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: %lld %s from %lld on were asked for, %s has "
                            "%lld",
-                           (long long)desc->token_count, (long long)desc->first_token,
-                           desc->dataset->path, (long long)have);
-    if (desc->token_count == 0) desc->token_count = have - desc->first_token;
-    const int64_t tokens = desc->token_count, sequence = desc->sequence;
-    if (tokens <= sequence)
+                           (long long)desc->item_count, tokens ? "tokens" : "samples",
+                           (long long)desc->first_item, name, (long long)have);
+    if (desc->item_count == 0) desc->item_count = have - desc->first_item;
+    const int64_t items = desc->item_count, sequence = desc->sequence;
+    if (items <= sequence)
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_loader_create: %s has %lld tokens here, but a window of %lld + "
-                           "1 needs %llu: use a shorter sequence or a larger file",
-                           desc->dataset->path, (long long)tokens, (long long)sequence,
+                           tokens ? "dtrain_loader_create: %s has %lld tokens here, but a window "
+                                    "of %lld + 1 needs %llu: use a shorter sequence or a larger "
+                                    "file"
+                                  : "dtrain_loader_create: %s has %lld samples here",
+                           name, (long long)items, (long long)sequence,
                            (unsigned long long)sequence + 1);
-    loader->window_count =
-        desc->in_order ? (tokens - 1) / sequence : dtrain__max(1, tokens / sequence - 1);
-    loader->shift_count = dtrain__min(sequence, tokens - loader->window_count * sequence);
+    loader->window_count = !tokens          ? items
+                           : desc->in_order ? (items - 1) / sequence
+                                            : dtrain__max(1, items / sequence - 1);
+    loader->shift_count =
+        tokens ? dtrain__min(sequence, items - loader->window_count * sequence) : 1;
+    const int64_t step = (int64_t)((uint64_t)desc->batch * loader->ranks); /* < 2^63 */
+    loader->samples_per_epoch =
+        loader->window_count - (desc->drop_last ? loader->window_count % step : 0);
+    if (loader->samples_per_epoch == 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_loader_create: with drop_last nothing is left of %s: it has "
+                           "%lld samples here, and %d ranks take batches of %u",
+                           name, (long long)loader->window_count, (int)loader->ranks,
+                           (unsigned)desc->batch);
     if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
                        "expected fewer than %lld: use a longer sequence or a part of the file",
-                       (long long)loader->window_count, (long long)sequence,
+                       (long long)loader->window_count, (long long)dtrain__max(1, sequence),
                        (long long)DTRAIN__RANDPERM_LIMIT);
+}
+
+/* Allocate the order of an epoch, and batches: one without workers, whose inputs and targets are
+ * then the caller's. */
+static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const dtrain_allocator *allocator = &loader->allocator;
+    const size_t row =
+        (size_t)desc->sequence; /* tokens fit in memory as bytes, maybe not as int32 */
+    if (row > SIZE_MAX / sizeof(int32_t) - 1)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
+    loader->sample_bytes = row               ? row * sizeof(int32_t)
+                           : desc->transform ? desc->output_bytes
+                                             : desc->dataset->item_bytes;
+    loader->target_bytes = (row ? row : 1) * sizeof(int32_t);
+    loader->scratch_bytes = row ? (row + 1) * sizeof(int32_t) : desc->dataset->item_bytes;
+    if (!desc->in_order) {
+        loader->order = (int64_t *)dtrain__alloc(allocator, (size_t)loader->window_count,
+                                                 sizeof *loader->order, "a loader's order");
+        if (!loader->order) return DTRAIN_ERROR_MEMORY;
+    }
+    loader->batch_count = desc->workers ? desc->prefetch : 1;
+    loader->batches = (dtrain__batch *)dtrain__alloc(allocator, loader->batch_count,
+                                                     sizeof *loader->batches, "a loader's batches");
+    for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
+        dtrain__batch *batch = &loader->batches[i];
+        batch->picks = (dtrain__pick *)dtrain__alloc(allocator, desc->batch, sizeof *batch->picks,
+                                                     "the samples of a batch");
+        batch->scratch = dtrain__alloc(allocator, loader->scratch_bytes, 1, "a sample");
+        if (!batch->picks || !batch->scratch) return DTRAIN_ERROR_MEMORY;
+        if (!desc->workers) continue;
+        batch->inputs =
+            dtrain__alloc(allocator, desc->batch, loader->sample_bytes, "a batch's inputs");
+        batch->targets = (int32_t *)dtrain__alloc(allocator, desc->batch, loader->target_bytes,
+                                                  "a batch's targets");
+        if (!batch->inputs || !batch->targets) return DTRAIN_ERROR_MEMORY;
+    }
+    return loader->batches ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;
     dtrain_allocator allocator = loader->allocator;
-    dtrain__free(&allocator, loader->window, (size_t)loader->desc.sequence + 1,
-                 sizeof *loader->window);
+    const uint32_t count = loader->desc.batch;
+    dtrain__prefetch_destroy(loader);
+    for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
+        dtrain__batch *batch = &loader->batches[i];
+        dtrain__free(&allocator, batch->picks, count, sizeof *batch->picks);
+        dtrain__free(&allocator, batch->scratch, loader->scratch_bytes, 1);
+        dtrain__free(&allocator, batch->inputs, count, loader->sample_bytes);
+        dtrain__free(&allocator, batch->targets, count, loader->target_bytes);
+    }
+    dtrain__free(&allocator, loader->batches, loader->batch_count, sizeof *loader->batches);
     dtrain__free(&allocator, loader->order, (size_t)loader->window_count, sizeof *loader->order);
     dtrain__free(&allocator, loader, 1, sizeof *loader);
+}
+
+/* ================================================================================================
+ * src/train/prefetch.c
+ * ==============================================================================================*/
+
+/* Threads that read batches ahead
+ *
+ * Workers take batches in turn, 0, 1, 2, ... from where the loader stands, and read each into its
+ * place in a ring. The loader copies them out in the same order, so how many workers there are and
+ * which of them is slow changes no batch:
+ *
+ *     batches         0 1 2 | 3 . 5 . | 7 ...           . read by a worker at the moment
+ *                     taken   |<----->|                 no more than batch_count from here on
+ *                             next out    next claimed
+ *
+ * `deal` is held by the worker whose turn it is, also while it waits for a free place: epochs are
+ * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, for
+ * some lines at a time.
+ *
+ * A seek, a failed batch and a loaded checkpoint are one thing: workers come to rest, what they
+ * have read is dropped, and the next call starts them from the position that the loader has then.
+ * Work starts with the first call, not with creation. */
+
+typedef struct dtrain__prefetch {
+    pthread_mutex_t deal, mutex;
+    pthread_cond_t room;  /* workers wait for it */
+    pthread_cond_t ready; /* the loader waits for a batch, or for workers to rest */
+    pid_t process;        /* that has the threads: a child of it has none */
+    int rank;             /* to be named in error sentences */
+    pthread_t *threads;   /* (thread_count) of (desc.workers) */
+    uint32_t thread_count;
+
+    /* Under mutex. Batch n begins at position + n * batch * ranks and lies at n % batch_count. */
+    bool running, ending;
+    uint64_t seed, position;
+    uint64_t claimed, taken;
+    uint32_t busy; /* batches that are claimed and not ready */
+} dtrain__prefetch;
+
+/* ---- a worker ---------------------------------------------------------------------------------*/
+
+/* Wait for a place, claim the next batch and deal it; NULL at the end. */
+static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    dtrain__batch *batch = NULL;
+    uint64_t seed = 0, position = 0;
+    pthread_mutex_lock(&p->deal);
+    pthread_mutex_lock(&p->mutex);
+    while (!p->ending && !(p->running && p->claimed - p->taken < loader->batch_count))
+        pthread_cond_wait(&p->room, &p->mutex);
+    if (!p->ending) {
+        seed = p->seed;
+        position = p->position + p->claimed * loader->desc.batch * loader->ranks;
+        batch = &loader->batches[p->claimed % loader->batch_count];
+        p->claimed++;
+        p->busy++;
+    }
+    pthread_mutex_unlock(&p->mutex);
+    if (batch) dtrain__loader_deal(loader, seed, position, batch->picks);
+    pthread_mutex_unlock(&p->deal);
+    return batch;
+}
+
+static void *dtrain__prefetch_worker(void *argument)
+{
+    dtrain_loader *loader = (dtrain_loader *)argument;
+    dtrain__prefetch *p = loader->prefetch;
+    dtrain__batch *batch;
+    dtrain__set_thread_rank(p->rank);
+    while ((batch = dtrain__prefetch_claim(loader)) != NULL) {
+        batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
+        if (batch->result != DTRAIN_OK)
+            snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
+        pthread_mutex_lock(&p->mutex);
+        batch->ready = true;
+        p->busy--;
+        pthread_cond_signal(&p->ready);
+        pthread_mutex_unlock(&p->mutex);
+    }
+    return NULL;
+}
+
+/* ---- the loader's thread ----------------------------------------------------------------------*/
+
+/* Wait for the next batch, at most until the deadline; false: it has passed. */
+static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *batch)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    const uint64_t end = dtrain__now_ns() + loader->timeout_ns;
+    struct timespec deadline;
+    deadline.tv_sec = (time_t)(end / 1000000000u);
+    deadline.tv_nsec = (long)(end % 1000000000u);
+    int error = 0;
+    while (!batch->ready && error == 0)
+        error = pthread_cond_timedwait(&p->ready, &p->mutex, &deadline);
+    return batch->ready;
+}
+
+/* Take the next batch out of the ring, as a copy. One that failed leaves the workers at rest, to
+ * begin with it again. */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
+                                                    int32_t *targets)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    const size_t count = loader->desc.batch;
+    if (p->process != getpid())
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_loader_next: this loader's workers live in process %ld, from "
+                           "which this one was forked: create loaders after the fork",
+                           (long)p->process);
+    pthread_mutex_lock(&p->mutex);
+    if (!p->running) {
+        p->running = true;
+        p->seed = loader->desc.seed;
+        p->position = loader->position;
+        pthread_cond_signal(&p->room); /* one alone waits for it: the others wait for deal */
+    }
+    dtrain__batch *batch = &loader->batches[p->taken % loader->batch_count];
+    const bool there = dtrain__prefetch_await(loader, batch);
+    pthread_mutex_unlock(&p->mutex);
+    if (!there)
+        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                           "dtrain_loader_next: the batch at sample %llu of %s has not been read "
+                           "within %.1f s: is its storage there?",
+                           (unsigned long long)loader->position,
+                           dtrain__dataset_name(loader->desc.dataset),
+                           1e-9 * (double)loader->timeout_ns);
+    if (batch->result != DTRAIN_OK) {
+        const dtrain_result result = batch->result;
+        dtrain__set_last_error(batch->error);
+        dtrain__prefetch_rest(loader);
+        return result;
+    }
+    memcpy(inputs, batch->inputs, count * loader->sample_bytes);
+    if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
+    pthread_mutex_lock(&p->mutex);
+    batch->ready = false;
+    p->taken++;
+    pthread_cond_signal(&p->room);
+    pthread_mutex_unlock(&p->mutex);
+    return DTRAIN_OK;
+}
+
+/* Let workers finish the batches that they are reading, and drop all. */
+DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    if (!p || p->process != getpid()) return;
+    pthread_mutex_lock(&p->mutex);
+    p->running = false;
+    while (p->busy > 0) pthread_cond_wait(&p->ready, &p->mutex);
+    p->claimed = p->taken = 0;
+    for (size_t i = 0; i < loader->batch_count; i++) loader->batches[i].ready = false;
+    pthread_mutex_unlock(&p->mutex);
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+/* Start the workers, in which no signal of the host's is handled. After a failure
+ * prefetch_destroy ends those that have started. */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader)
+{
+    pthread_condattr_t attributes;
+    sigset_t all, before;
+    dtrain__prefetch *p =
+        (dtrain__prefetch *)dtrain__alloc(&loader->allocator, 1, sizeof *p, "a loader's workers");
+    if (!p) return DTRAIN_ERROR_MEMORY;
+    p->process = getpid();
+    p->rank = dtrain__rank_of_thread();
+    pthread_mutex_init(&p->deal, NULL);
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&p->room, &attributes);
+    pthread_cond_init(&p->ready, &attributes);
+    pthread_condattr_destroy(&attributes);
+    loader->prefetch = p;
+    p->threads = (pthread_t *)dtrain__alloc(&loader->allocator, loader->desc.workers,
+                                            sizeof *p->threads, "a loader's threads");
+    if (!p->threads) return DTRAIN_ERROR_MEMORY;
+    int error = 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (p->thread_count < loader->desc.workers && error == 0) {
+        error = pthread_create(&p->threads[p->thread_count], NULL, dtrain__prefetch_worker, loader);
+        if (error == 0) p->thread_count++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_loader_create: worker %u of %u could not be started: %s",
+                       p->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
+}
+
+/* End the workers behind the reads that they are in. A forked child has only their memory. */
+DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    if (!p) return;
+    if (p->process == getpid()) {
+        pthread_mutex_lock(&p->mutex);
+        p->ending = true;
+        pthread_cond_broadcast(&p->room);
+        pthread_mutex_unlock(&p->mutex);
+        for (uint32_t i = 0; i < p->thread_count; i++) pthread_join(p->threads[i], NULL);
+        pthread_cond_destroy(&p->ready);
+        pthread_cond_destroy(&p->room);
+        pthread_mutex_destroy(&p->mutex);
+        pthread_mutex_destroy(&p->deal);
+    }
+    dtrain__free(&loader->allocator, p->threads, loader->desc.workers, sizeof *p->threads);
+    dtrain__free(&loader->allocator, p, 1, sizeof *p);
+    loader->prefetch = NULL;
+}
+
+/* ================================================================================================
+ * src/train/tokens.c
+ * ==============================================================================================*/
+
+/* Token files
+ *
+ *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
+ *     .bin     | magic | version | count | 0 ... | t | t | ...
+ *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
+ *     u16      | t | t | t | ...                                      2 bytes, little endian
+ *
+ * The tokens of all files are one stream: what is cut out of it may begin in one file and end in
+ * the next. */
+
+#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
+#define DTRAIN__BIN_MAGIC_U16 20240520u
+#define DTRAIN__BIN_MAGIC_U32 20240801u
+#define DTRAIN__READ_BYTES 16384 /* read at once, into the stack */
+
+/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. One that cannot
+ * be read is none: learning it will say why. */
+DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
+{
+    unsigned char head[4];
+    if (file->opened.st_size < 4 || dtrain__data_file_read(file, 0, head, sizeof head) != DTRAIN_OK)
+        return false;
+    const uint32_t magic = dtrain__le(head, 4);
+    return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    dataset->token_bytes = 1;
+    file->item_count = (int64_t)file->opened.st_size;
+    return DTRAIN_OK;
+}
+
+/* The count of a header must fit exactly, as llm.c demands: a longer file is as suspect as a
+ * shorter one (two files glued together, a count that overflowed). */
+DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    unsigned char head[DTRAIN__BIN_HEADER] = {0};
+    const int64_t size = (int64_t)file->opened.st_size;
+    const int64_t have = dtrain__min(size, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
+    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
+    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
+    if ((!narrow && magic != DTRAIN__BIN_MAGIC_U32) || have < DTRAIN__BIN_HEADER ||
+        version != (narrow ? 1 : 7))
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
+                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
+                           "bytes, %u and %u; nanoGPT's .bin files lack the header: they are "
+                           "DTRAIN_DATA_U16, and text is DTRAIN_DATA_BYTES",
+                           file->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
+                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
+    const uint32_t token_bytes = narrow ? 2 : 4;
+    if (dataset->token_bytes && dataset->token_bytes != token_bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has tokens of %u bytes and %s of %u: files of "
+                           "one dataset have one size of token",
+                           file->path, token_bytes, dataset->data.files->path,
+                           dataset->token_bytes);
+    dataset->token_bytes = token_bytes;
+    file->header_bytes = DTRAIN__BIN_HEADER;
+    file->item_count = dtrain__le(head + 8, 4);
+    const int64_t bytes = DTRAIN__BIN_HEADER + file->item_count * token_bytes;
+    if (file->item_count > 0 && bytes == size) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
+                       "has %lld: is it cut off?",
+                       file->path, (long long)file->item_count, (long long)bytes, (long long)size);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__u16_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    if (dtrain__is_bin(file))
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s begins with the header of an llm.c token file: "
+                           "it is DTRAIN_DATA_BIN, not DTRAIN_DATA_U16",
+                           file->path);
+    if (file->opened.st_size % 2)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has %lld bytes, no whole number of uint16 "
+                           "tokens: is it cut off?",
+                           file->path, (long long)file->opened.st_size);
+    dataset->token_bytes = 2;
+    file->item_count = (int64_t)file->opened.st_size / 2;
+    return DTRAIN_OK;
+}
+
+/* Write tokens of 1, 2 or 4 bytes as int32. */
+static void dtrain__widen(const unsigned char *raw, uint32_t width, int64_t count, int32_t *tokens)
+{
+    if (width == 1)
+        for (int64_t i = 0; i < count; i++) tokens[i] = raw[i];
+    else if (width == 2)
+        for (int64_t i = 0; i < count; i++) tokens[i] = raw[2 * i] | raw[2 * i + 1] << 8;
+    else
+        for (int64_t i = 0; i < count; i++) tokens[i] = (int32_t)dtrain__le(raw + 4 * i, 4);
+}
+
+/* Read tokens through a small buffer, file after file. */
+DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count,
+                                                  void *items, int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const uint32_t width = dataset->token_bytes;
+    unsigned char raw[DTRAIN__READ_BYTES];
+    (void)labels; /* tokens have none */
+    for (int64_t done = 0; done < count;) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);
+        const int64_t at = first + done - file->first_item;
+        const int64_t some = dtrain__min(dtrain__min(count - done, file->item_count - at),
+                                         (int64_t)(sizeof raw / width));
+        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * width, raw,
+                                           (size_t)some * width));
+        dtrain__widen(raw, width, some, (int32_t *)items + done);
+        done += some;
+    }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/train/images.c
+ * ==============================================================================================*/
+
+/* Image files
+ *
+ *     CIFAR-10    | label | 3072 pixels | label | 3072 pixels | ...    planes of red, green, blue,
+ *     CIFAR-100   | coarse | fine | 3072 pixels | ...                  32 rows of 32 each
+ *     IDX         | 0 | 0 | 8 | axes | length of axis 1, 2, ... | bytes ...       in two files:
+ *                 |<- 4 bytes ------>|<- 4 bytes each, big endian         images, and their labels
+ */
+
+#define DTRAIN__CIFAR_PIXELS 3072
+#define DTRAIN__IDX_AXES 4
+#define DTRAIN__IDX_BYTES 8u /* the type: unsigned bytes */
+
+/* ---- CIFAR ------------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const dtrain__format *format = dataset->format;
+    dataset->item_bytes = DTRAIN__CIFAR_PIXELS;
+    dataset->shape[0] = 3;
+    dataset->shape[1] = dataset->shape[2] = 32;
+    file->item_count = (int64_t)file->opened.st_size / format->item_bytes;
+    if (file->opened.st_size % format->item_bytes == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s has %lld bytes, no whole number of records of %u: "
+                       "is it the binary version of %s, and not cut off?",
+                       file->path, (long long)file->opened.st_size, format->item_bytes,
+                       format->name);
+}
+
+/* Read records one by one: a label or two, then pixels. */
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count,
+                                                 void *items, int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const uint32_t record_bytes = dataset->format->item_bytes,
+                   label_bytes = dataset->format->label_bytes;
+    unsigned char record[2 + DTRAIN__CIFAR_PIXELS];
+    for (int64_t i = 0; i < count; i++) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
+        const int64_t at = first + i - file->first_item;
+        DTRAIN__TRY(dtrain__data_file_read(file, at * record_bytes, record, record_bytes));
+        memcpy((unsigned char *)items + i * DTRAIN__CIFAR_PIXELS, record + label_bytes,
+               DTRAIN__CIFAR_PIXELS);
+        if (labels) labels[i] = record[label_bytes - 1]; /* the last one is the fine one */
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- IDX --------------------------------------------------------------------------------------*/
+
+/* Check the header of an IDX file of bytes with `least` to `most` axes. The lengths of its axes,
+ * behind each other, must make exactly the bytes that are there. */
+static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
+                                        int64_t lengths[DTRAIN__IDX_AXES])
+{
+    unsigned char head[4 + 4 * DTRAIN__IDX_AXES] = {0};
+    const int64_t size = (int64_t)file->opened.st_size;
+    const int64_t have = dtrain__min(size, (int64_t)sizeof head);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
+    const uint32_t axes = head[3];
+    if (have < 8 || head[0] || head[1] || head[2] != DTRAIN__IDX_BYTES || axes < least ||
+        axes > most || have < 4 + 4 * (int64_t)axes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is no IDX file of %s: expected bytes 0 0 8 and "
+                           "%u%s axes at its beginning, found %u %u %u %u in %lld bytes%s",
+                           file->path, most > 1 ? "images" : "labels", least,
+                           most > least ? " to 4" : "", head[0], head[1], head[2], head[3],
+                           (long long)size,
+                           head[0] == 0x1f && head[1] == 0x8b ? ": gunzip it first" : "");
+    int64_t bytes = 1; /* of the data: no more than size, which bounds every product below */
+    bool fits = true;
+    for (uint32_t i = 0; i < axes; i++) {
+        const unsigned char *big = head + 4 + 4 * i;
+        lengths[i] = (int64_t)big[0] << 24 | big[1] << 16 | big[2] << 8 | big[3];
+        fits = fits && lengths[i] > 0 && lengths[i] <= size / bytes;
+        if (fits) bytes *= lengths[i];
+    }
+    file->header_bytes = 4 + 4 * (int64_t)axes;
+    file->item_count = lengths[0];
+    if (fits && file->header_bytes + bytes == size) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s announces %lld items in %u axes, which does not "
+                       "make its %lld bytes: is it cut off?",
+                       file->path, (long long)lengths[0], axes, (long long)size);
+}
+
+/* Learn a file of images, and the file of labels in the same place of the other list. Two axes make
+ * one row an image, three are (images, rows, columns), four have channels behind the first. */
+DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const size_t at = (size_t)(file - dataset->data.files);
+    int64_t lengths[DTRAIN__IDX_AXES], shape[3] = {1, 1, 1}, label_count[DTRAIN__IDX_AXES];
+    if (dataset->labels.count != dataset->data.count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_dataset_open: %zu IDX files of images and %zu of labels; expected "
+            "as many in desc->labels as in desc->path",
+            dataset->data.count, dataset->labels.count);
+    dtrain__data_file *beside = &dataset->labels.files[at];
+    DTRAIN__TRY(dtrain__idx_header(file, 2, DTRAIN__IDX_AXES, lengths));
+    DTRAIN__TRY(dtrain__idx_header(beside, 1, 1, label_count));
+    beside->first_item = file->first_item;
+    if (file->item_count != beside->item_count)
+        return dtrain_fail(
+            DTRAIN_ERROR_DATA, "dtrain_dataset_open: %s has %lld images and %s %lld labels",
+            file->path, (long long)file->item_count, beside->path, (long long)beside->item_count);
+    const int64_t axes = (file->header_bytes - 4) / 4;
+    for (int64_t i = 1; i < axes; i++) shape[3 - axes + i] = lengths[i];
+    if (at > 0 && memcmp(shape, dataset->shape, sizeof shape) != 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: images of %s are (%lld, %lld, %lld), those of %s "
+                           "(%lld, %lld, %lld)",
+                           file->path, (long long)shape[0], (long long)shape[1],
+                           (long long)shape[2], dataset->data.files->path,
+                           (long long)dataset->shape[0], (long long)dataset->shape[1],
+                           (long long)dataset->shape[2]);
+    memcpy(dataset->shape, shape, sizeof shape);
+    dataset->item_bytes = (size_t)(shape[0] * shape[1] * shape[2]);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count,
+                                               void *items, int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const size_t bytes = dataset->item_bytes;
+    for (int64_t i = 0; i < count; i++) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
+        const int64_t at = first + i - file->first_item;
+        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * (int64_t)bytes,
+                                           (unsigned char *)items + (size_t)i * bytes, bytes));
+        if (!labels) continue;
+        const dtrain__data_file *beside = dtrain__data_file_of(&dataset->labels, first + i);
+        unsigned char label;
+        DTRAIN__TRY(dtrain__data_file_read(beside, beside->header_bytes + at, &label, 1));
+        labels[i] = label;
+    }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/train/files.c
+ * ==============================================================================================*/
+
+/* Files of a dataset
+ *
+ * Files are read with pread into the caller's memory, never mapped. A mapping of a file that
+ * another process cuts off ends this one with SIGBUS, which only a signal handler could stop, and
+ * what that process writes into the file shows up in the middle of an item. A read is short
+ * instead, and after each one the file must still have the size and the time of its last change
+ * that it was opened with: else it is an error that names it. The page cache serves both ways
+ * alike; bench_data has what a read costs. */
+
+#include <dirent.h>
+#include <fnmatch.h>
+
+#define DTRAIN__OPEN_FILES \
+    64 /* stay open; any more are opened for each read: descriptors are few */
+
+/* Paths that are collected: while a folder is listed, and then in order of their names. */
+typedef struct dtrain__data_search {
+    const dtrain_allocator *allocator;
+    dtrain__data_files *files;
+    char path[PATH_MAX]; /* of the part of `paths` that is looked at */
+} dtrain__data_search;
+
+static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths);
+static dtrain_result dtrain__data_file_open(dtrain__data_file *file, bool stays);
+
+/* Find the files that `paths` names, and open each. After a failure files_close frees what is
+ * there. */
+DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
+                                                      const char *paths, dtrain__data_files *files)
+{
+    dtrain__data_search search;
+    memset(&search, 0, sizeof search);
+    search.allocator = allocator;
+    search.files = files;
+    DTRAIN__TRY(dtrain__data_files_find(&search, paths));
+    for (size_t i = 0; i < files->count; i++)
+        DTRAIN__TRY(dtrain__data_file_open(&files->files[i], i < DTRAIN__OPEN_FILES));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
+                                              dtrain__data_files *files)
+{
+    for (size_t i = 0; i < files->count; i++) {
+        dtrain__data_file *file = &files->files[i];
+        if (file->file >= 0) close(file->file);
+        dtrain__free(allocator, file->path, strlen(file->path) + 1, 1);
+    }
+    dtrain__free(allocator, files->files, files->room, sizeof *files->files);
+    memset(files, 0, sizeof *files);
+}
+
+/* Return the file that holds an item of the dataset. */
+DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
+                                                              int64_t item)
+{
+    size_t low = 0, high = files->count; /* it is one of [low, high) */
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        if (files->files[middle].first_item <= item) low = middle;
+        else high = middle;
+    }
+    return &files->files[low];
+}
+
+/* Return the little-endian number of `width` bytes, whatever the host's order. */
+DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
+{
+    uint32_t value = 0;
+    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
+    return value;
+}
+
+/* ---- reading ----------------------------------------------------------------------------------*/
+
+/* Open a file. Without O_NONBLOCK a pipe would wait for its writer here. */
+static int dtrain__data_open(const char *path)
+{
+    int file;
+    do file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    while (file < 0 && errno == EINTR);
+    return file;
+}
+
+/* Check that the file is the one that was opened, unchanged. Two changes within one tick of the
+ * kernel's clock, a few ms, that leave the size alone look like one. */
+static dtrain_result dtrain__data_file_check(const dtrain__data_file *file, int descriptor)
+{
+    const struct stat *then = &file->opened;
+    struct stat now;
+    if (fstat(descriptor, &now) != 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be looked at: %s", file->path,
+                           strerror(errno));
+    if (now.st_size == then->st_size && now.st_mtim.tv_sec == then->st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == then->st_mtim.tv_nsec && now.st_ino == then->st_ino &&
+        now.st_dev == then->st_dev)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE,
+                       "%s changed while it was in use: it had %lld bytes when it was opened and "
+                       "has %lld now, %s; open the dataset again when nobody writes to its files",
+                       file->path, (long long)then->st_size, (long long)now.st_size,
+                       now.st_ino != then->st_ino    ? "being another file"
+                       : now.st_size < then->st_size ? "having been cut"
+                                                     : "having been written to");
+}
+
+static dtrain_result dtrain__data_file_pread(const dtrain__data_file *file, int descriptor,
+                                             int64_t offset, void *buffer, size_t bytes)
+{
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t got = pread(descriptor, (unsigned char *)buffer + done, bytes - done,
+                                  (off_t)(offset + (int64_t)done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s", file->path,
+                               (long long)offset + (long long)done, strerror(errno));
+        if (got == 0) { /* offsets lie inside the size that it had */
+            DTRAIN__TRY(dtrain__data_file_check(file, descriptor));
+            return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
+                               (long long)offset + (long long)done,
+                               (long long)file->opened.st_size);
+        }
+        done += (size_t)got;
+    }
+    return dtrain__data_file_check(file, descriptor);
+}
+
+/* Read all `bytes` at `offset`, from a file that is as it was when it was opened, or fail. */
+DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
+                                                     void *buffer, size_t bytes)
+{
+    if (file->file >= 0) return dtrain__data_file_pread(file, file->file, offset, buffer, bytes);
+    const int descriptor = dtrain__data_open(file->path);
+    if (descriptor < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened again: %s", file->path,
+                           strerror(errno));
+    const dtrain_result result = dtrain__data_file_pread(file, descriptor, offset, buffer, bytes);
+    close(descriptor);
+    return result;
+}
+
+/* Open a file to learn its size, and keep it open if it `stays`. */
+static dtrain_result dtrain__data_file_open(dtrain__data_file *file, bool stays)
+{
+    file->file = dtrain__data_open(file->path);
+    if (file->file < 0 || fstat(file->file, &file->opened) != 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                           file->path, strerror(errno));
+    if (!S_ISREG(file->opened.st_mode) || file->opened.st_size == 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_dataset_open: %s is %s, expected a file of data", file->path,
+                           S_ISREG(file->opened.st_mode) ? "empty" : "no regular file");
+    if (stays) return DTRAIN_OK;
+    close(file->file);
+    file->file = -1;
+    return DTRAIN_OK;
+}
+
+/* ---- finding ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__data_files_add(dtrain__data_search *search, const char *path)
+{
+    dtrain__data_files *files = search->files;
+    void *array = files->files;
+    const size_t bytes = strlen(path) + 1;
+    const bool room = dtrain__grow(search->allocator, &array, files->count, &files->room,
+                                   sizeof *files->files, "a dataset's files");
+    files->files = (dtrain__data_file *)array;
+    char *copy = room ? (char *)dtrain__alloc(search->allocator, bytes, 1, "a path") : NULL;
+    if (!copy) return DTRAIN_ERROR_MEMORY;
+    dtrain__data_file *file = &files->files[files->count++];
+    memset(file, 0, sizeof *file);
+    file->path = (char *)memcpy(copy, path, bytes);
+    file->file = -1;
+    return DTRAIN_OK;
+}
+
+static int dtrain__compare_data_files(const void *a, const void *b)
+{
+    return strcmp(((const dtrain__data_file *)a)->path, ((const dtrain__data_file *)b)->path);
+}
+
+/* Add the regular files of a folder whose names fit the pattern, in the order of their names. */
+static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const char *folder,
+                                             const char *pattern)
+{
+    const size_t before = search->files->count;
+    dtrain_result result = DTRAIN_OK;
+    DIR *directory = opendir(*folder ? folder : ".");
+    if (!directory)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                           *folder ? folder : ".", strerror(errno));
+    const size_t length = strlen(folder);
+    const char *slash = length && folder[length - 1] != '/' ? "/" : "";
+    for (const struct dirent *entry; result == DTRAIN_OK && (entry = readdir(directory));) {
+        char path[PATH_MAX + 1 + NAME_MAX + 1];
+        struct stat info;
+        if (fnmatch(pattern, entry->d_name, FNM_PERIOD) != 0) continue;
+        snprintf(path, sizeof path, "%s%s%s", folder, slash, entry->d_name);
+        if (stat(path, &info) == 0 && S_ISREG(info.st_mode))
+            result = dtrain__data_files_add(search, path);
+    }
+    closedir(directory);
+    DTRAIN__TRY(result);
+    if (search->files->count == before)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_dataset_open: the folder %s has no file whose name fits \"%s\"",
+                           *folder ? folder : ".", pattern);
+    qsort(search->files->files + before, search->files->count - before,
+          sizeof *search->files->files, dtrain__compare_data_files);
+    return DTRAIN_OK;
+}
+
+/* Add the file, the folder's files or those that fit the pattern of search->path. What exists is
+ * taken as it is, whatever characters are in its name. */
+static dtrain_result dtrain__data_files_find_one(dtrain__data_search *search)
+{
+    struct stat info;
+    char *path = search->path;
+    const bool exists = stat(path, &info) == 0;
+    if (exists && S_ISDIR(info.st_mode)) return dtrain__data_files_list(search, path, "*");
+    if (exists || !strpbrk(path, "*?[")) return dtrain__data_files_add(search, path);
+    char *slash = strrchr(path, '/');
+    if (!slash) return dtrain__data_files_list(search, "", path);
+    char pattern[NAME_MAX + 1];
+    snprintf(pattern, sizeof pattern, "%s", slash + 1);
+    slash[slash == path] = 0; /* the root keeps its slash */
+    return dtrain__data_files_list(search, path, pattern);
+}
+
+/* Find all files: `paths` is one that exists, or several with commas between. */
+static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths)
+{
+    struct stat info;
+    const bool whole = stat(paths, &info) == 0;
+    for (const char *at = paths;;) {
+        const size_t length = whole ? strlen(at) : strcspn(at, ",");
+        if (length == 0 || length >= sizeof search->path)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_dataset_open: a path in \"%.200s\" is %s", paths,
+                               length ? "too long" : "empty");
+        memcpy(search->path, at, length);
+        search->path[length] = 0;
+        DTRAIN__TRY(dtrain__data_files_find_one(search));
+        if (!at[length]) return DTRAIN_OK;
+        at += length + 1;
+    }
 }
 
 /* ================================================================================================
@@ -20122,7 +21159,7 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
  * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
  *
- *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 5 words
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 6 words
  *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
@@ -20134,7 +21171,8 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
  * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
  * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
- * in the record's own all-gather is in no figure. */
+ * in the record's own all-gather is in no figure. Waiting for data counts as compute time, so that
+ * a rank with a slow disk is found; how much of it that was is a figure of its own. */
 
 /* ================================================================================================
  * src/train/trainer_internal.h
@@ -20152,6 +21190,7 @@ enum {
     DTRAIN__WORD_COMM,
     DTRAIN__WORD_EXPOSED,
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
+    DTRAIN__WORD_DATA, /* seconds in next_batch */
     DTRAIN__WORD_COUNT
 };
 
@@ -20173,6 +21212,7 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
+    double data;       /* seconds that this call of step has spent in next_batch */
     float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute;   /* (ranks) seconds, for the median */
     int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
@@ -20196,6 +21236,7 @@ typedef struct dtrain__queue {
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
 /* train/trainer.c */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
                                                     dtrain_tensor **loss);
@@ -20234,6 +21275,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
     dtrain__strategy_comm_info(trainer->desc.strategy, &before);
     const double start = dtrain_seconds();
+    trainer->data = 0;
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
     own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
@@ -20246,6 +21288,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_EXPOSED] = (float)exposed;
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
+    own[DTRAIN__WORD_DATA] = (float)trainer->data;
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
     trainer->step++;
@@ -20276,7 +21319,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
     const uint32_t micro = trainer->micro;
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
-    if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
+    if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
@@ -20285,6 +21328,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
     result = dtrain_strategy_finish(desc->strategy);
     trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
+    return result;
+}
+
+/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
+{
+    const double start = dtrain_seconds();
+    const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
+    trainer->data += dtrain_seconds() - start;
     return result;
 }
 
@@ -20367,12 +21419,13 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
 {
     const bool overflow = !dtrain_is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT], seconds = 0;
+    double mean[DTRAIN__WORD_COUNT], seconds = 0, data = 0;
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     for (int r = 0; r < trainer->ranks; r++) {
-        const double one = (double)trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_STEP];
-        if (one > seconds) seconds = one;
+        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
+        if ((double)words[DTRAIN__WORD_DATA] > data) data = (double)words[DTRAIN__WORD_DATA];
     }
     record->skipped_steps = trainer->skipped;
     if (trainer->scaling) {
@@ -20389,6 +21442,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     record->step_ms = 1e3 * seconds;
     record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
     record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
+    record->data_ms = 1e3 * data;
     record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;
@@ -20647,7 +21701,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
-        if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
             dtrain__feed_fill(&feed->items[i]);
         feed->filled = true;
@@ -21188,6 +22242,7 @@ static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_reco
     dtrain__line_number(&line, "step_ms", record->step_ms);
     dtrain__line_number(&line, "comm_ms", record->comm_ms);
     dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
+    dtrain__line_number(&line, "data_ms", record->data_ms);
     dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
     if (record->loss_scale > 0) {
         dtrain__line_number(&line, "loss_scale", record->loss_scale);
@@ -21217,6 +22272,7 @@ static void dtrain__metrics_json_final(dtrain_metrics *metrics)
     dtrain__line_number(&line, "step_ms", s.step_ms);
     dtrain__line_number(&line, "comm_ms", s.comm_ms);
     dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
+    dtrain__line_number(&line, "data_ms", s.data_ms);
     dtrain__line_number(&line, "scaling", s.scaling);
     dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
     dtrain__metrics_write(metrics, &line);
@@ -21252,6 +22308,7 @@ static void dtrain__progress_draw(const dtrain_metrics *metrics)
     }
     if (dtrain_world_size(metrics->world) > 1)
         dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
     if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
         line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
     fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
@@ -21288,11 +22345,12 @@ static void dtrain__progress_table(const dtrain_metrics *metrics)
     dtrain__line_time_left(&left, metrics);
     if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
     if (first)
-        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s\n", "step", "loss",
-                "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed", "eta");
-    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8s\n",
+        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
+                "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed",
+                "data_ms", "eta");
+    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
             (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
-            r->step_ms, r->comm_ms, r->exposed_comm_ms, left.text);
+            r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
     fflush(metrics->desc.progress);
 }
 
@@ -21406,6 +22464,7 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
     summary->comm_ms = dtrain__median(metrics, offsetof(dtrain_step_record, comm_ms));
     summary->exposed_comm_ms =
         dtrain__median(metrics, offsetof(dtrain_step_record, exposed_comm_ms));
+    summary->data_ms = dtrain__median(metrics, offsetof(dtrain_step_record, data_ms));
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;
@@ -21790,8 +22849,8 @@ DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
     return DTRAIN_OK;
 }
 
-/* Bring values to their mirrors and to the next forward. A loader makes its epoch's order anew, as
- * the seed may be another one; a strategy decides anew how its buckets travel, which with
+/* Bring values to their mirrors and to the next forward. A loader's workers have read ahead of
+ * the old position: that is dropped. A strategy decides anew how its buckets travel, which with
  * compression depends on its step, and forgets micro-batches of a step under way. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
@@ -21803,7 +22862,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
                                         (size_t)tensor->count * sizeof(float));
     }
-    if (state->desc.loader) state->desc.loader->entered = false;
+    if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
     dtrain__rewind(state->desc.strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(state->desc.strategy, result));

@@ -190,20 +190,21 @@ static int train(dtrain_world *world, void *user)
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
 
-    CHECK(dtrain_dataset_open(world, &(dtrain_dataset_desc){.path = s->data, .format = 1}, &text));
+    CHECK(dtrain_dataset_open(
+        world, &(dtrain_dataset_desc){.path = s->data, .format = DTRAIN_DATA_BYTES}, &text));
     dtrain_dataset_info info;
     dtrain_dataset_query(text, &info);
-    const int64_t all = info.token_count, part = all - all / 10;
+    const int64_t all = info.item_count, part = all - all / 10;
     dtrain_loader_desc window = {
-        .dataset = text, .batch = (uint32_t)s->batch, .sequence = SEQ, .token_count = part};
+        .dataset = text, .batch = (uint32_t)s->batch, .sequence = SEQ, .item_count = part};
     learn.inputs = malloc(tokens * sizeof *learn.inputs);
     learn.targets = malloc(tokens * sizeof *learn.targets);
     if (!learn.inputs || !learn.targets)
         CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %ld samples", s->batch));
     held_out = learn; /* the last tenth of the text, through the same two arrays */
     CHECK(dtrain_loader_create(world, &window, &learn.loader));
-    window.first_token = part;
-    window.token_count = all - part;
+    window.first_item = part;
+    window.item_count = all - part;
     CHECK(dtrain_loader_create(world, &window, &held_out.loader));
 
     dtrain_strategy_desc where = {0};

@@ -331,8 +331,8 @@ DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
     return DTRAIN_OK;
 }
 
-/* Bring values to their mirrors and to the next forward. A loader makes its epoch's order anew, as
- * the seed may be another one; a strategy decides anew how its buckets travel, which with
+/* Bring values to their mirrors and to the next forward. A loader's workers have read ahead of
+ * the old position: that is dropped. A strategy decides anew how its buckets travel, which with
  * compression depends on its step, and forgets micro-batches of a step under way. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
@@ -344,7 +344,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
                                         (size_t)tensor->count * sizeof(float));
     }
-    if (state->desc.loader) state->desc.loader->entered = false;
+    if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
     dtrain__rewind(state->desc.strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(state->desc.strategy, result));

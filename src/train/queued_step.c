@@ -67,7 +67,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
-        if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
             dtrain__feed_fill(&feed->items[i]);
         feed->filled = true;

@@ -130,7 +130,7 @@ trains "train_gpt, 12 ranks" "$(validation "$tmp/four")" 0.2 $gpt --ranks 12 --s
 # The log: keys as documented, valid JSON where a checker exists, and a last line that says so.
 trains "train_gpt --log" "$usual" 0.0002 $gpt --log "$tmp/log.jsonl" --eval-every 6
 { [ "$(wc -l <"$tmp/log.jsonl")" -eq 13 ] && tail -n 1 "$tmp/log.jsonl" | grep -q '"final": true' &&
-    for key in step loss grad_norm lr tokens tokens_per_second step_ms comm_ms exposed_comm_ms comm_bytes; do
+    for key in step loss grad_norm lr tokens tokens_per_second step_ms comm_ms exposed_comm_ms data_ms comm_bytes; do
         head -n 1 "$tmp/log.jsonl" | grep -q "\"$key\": " || exit 1; done &&
     [ "$(grep -c '"val_loss": [0-9]' "$tmp/log.jsonl")" -ge 2 ]; }
 result "the log has every key" $? "$tmp/log.jsonl"

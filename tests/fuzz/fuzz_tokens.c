@@ -54,7 +54,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (dtrain_dataset_open(NULL, &desc, &dataset) == DTRAIN_OK) {
         dtrain_dataset_info info;
         dtrain_dataset_query(dataset, &info);
-        if (info.token_count > (int64_t)size) abort();
+        if (info.item_count > (int64_t)size) abort();
         fuzz_loader(dataset, 1 + data[1] % 64, file, (off_t)(data[2] * (size - 3) / 255));
         dtrain_dataset_close(dataset);
     }

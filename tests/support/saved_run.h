@@ -182,7 +182,7 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     window.dataset = s->dataset;
     window.batch = (uint32_t)r->batch;
     window.sequence = SAVED_SEQ;
-    window.token_count = 300; /* short: epochs end within a run */
+    window.item_count = 300; /* short: epochs end within a run */
     window.seed = r->seed;
     SAVED_TRY(dtrain_loader_create(world, &window, &s->loader));
     dtrain_strategy_desc where = r->strategy; /* ranks may be threads */

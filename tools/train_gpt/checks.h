@@ -187,7 +187,7 @@ static int encode_data(settings *s)
     size_t bytes = 0;
     uint32_t magic = 0;
     FILE *file = NULL;
-    if (!s->tokenizer) return 0;
+    if (!s->tokenizer || s->data_format >= (long)DTRAIN_DATA_BIN) return 0; /* tokens already */
     dtrain_result result = tokenizer_read_file(s->data, &text, &bytes);
     for (size_t i = 0; i < 4 && i < bytes; i++) magic |= (uint32_t)(uint8_t)text[i] << 8 * i;
     const bool encoded = magic == magics[0] || magic == magics[1];

@@ -36,6 +36,7 @@ static dtrain_dataset_desc dataset_desc(const settings *s)
     dtrain_dataset_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.path = s->tokens ? s->tokens : s->data;
+    desc.format = s->tokens ? (uint32_t)DTRAIN_DATA_BIN : (uint32_t)s->data_format;
     desc.vocab_count = s->vocab;
     return desc;
 }
@@ -51,7 +52,7 @@ static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
 static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, int64_t batch,
                                       bool held_out)
 {
-    const int64_t tokens = dataset_info(dataset).token_count;
+    const int64_t tokens = dataset_info(dataset).item_count;
     int64_t train = tokens - (int64_t)((double)tokens * s->val_split);
     dtrain_loader_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -59,8 +60,9 @@ static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset
     desc.batch = (uint32_t)batch;
     desc.sequence = s->seq;
     desc.seed = (uint64_t)s->seed;
-    desc.first_token = held_out ? train : 0;
-    desc.token_count = held_out ? tokens - train : train;
+    desc.workers = (uint32_t)s->workers;
+    desc.first_item = held_out ? train : 0;
+    desc.item_count = held_out ? tokens - train : train;
     return desc;
 }
 

@@ -135,7 +135,8 @@ static void show_start(dtrain_world *world, const job *j)
 {
     const settings *s = j->s;
     const int ranks = dtrain_world_size(world);
-    const int64_t tokens = dataset_info(j->dataset).token_count;
+    const dtrain_dataset_info data = dataset_info(j->dataset);
+    const int64_t tokens = data.item_count;
     const long batch = (long)j->train.batch.batch;
     const long padding = gpt_columns(&j->model.config) - s->vocab;
     dtrain_strategy_info info;
@@ -146,8 +147,9 @@ static void show_start(dtrain_world *world, const job *j)
            "%.2f M parameters (%llu)\n",
            s->model, s->layers, s->heads, s->channels, s->seq, s->vocab, 1e-6 * (double)elements,
            (unsigned long long)elements);
-    printf("data    %s: %lld tokens, the last %lld held out\n", s->data, (long long)tokens,
-           (long long)((double)tokens * s->val_split));
+    printf("data    %s: %lld tokens", s->data, (long long)tokens);
+    if (data.file_count > 1) printf(" in %zu files", data.file_count);
+    printf(", the last %lld held out\n", (long long)((double)tokens * s->val_split));
     printf("step    %ld x %ld tokens x %u micro-batches x %d ranks = %ld tokens\n", batch, s->seq,
            j->accum, ranks, batch * s->seq * (long)j->accum * ranks);
     show_resumed(j, ranks);
@@ -196,6 +198,8 @@ static void show_end(dtrain_world *world, const job *j, const dtrain_summary *su
     printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n",
            summary->comm_ms, summary->exposed_comm_ms,
            mib(summary->comm_bytes) / (double)(summary->steps ? summary->steps : 1));
+    printf("  data                 %10.3f ms  of a step in wait for batches: %.2f %%\n",
+           summary->data_ms, summary->step_ms > 0 ? 100 * summary->data_ms / summary->step_ms : 0);
     show_sent(&j->s->emulation, &info, summary, dtrain_world_size(world));
     printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n",
            100 * summary->scaling, dtrain_world_size(world));

@@ -20,6 +20,7 @@ typedef struct settings {
     long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, nonfinite,
         verify_every;
     long schedule, lr_scaling, precision, strategy, offload; /* places in the lists below */
+    long data_format, workers;
     long param_dtype, reduce_dtype, export_dtype, accum_mode, compression, exchange;
     long ranks, threads, timeout, node_size, memory_limit, reshard, checkpoint, auto_batch;
     long global_batch;
@@ -39,6 +40,7 @@ typedef struct settings {
 static settings flags = {
     .model = "tiny",
     .data = "dtrain.h",
+    .workers = 1,
     .schedule = 2,
     .device = "cpu",
     .timeout = 600,
@@ -70,6 +72,7 @@ typedef const char *const words[8];                        /* ends with NULL */
 static words schedules = {"constant", "linear", "cosine"}; /* dtrain_schedule_kind */
 static words scalings = {"none", "linear", "sqrt"};        /* dtrain_lr_scaling */
 static words precisions = {"fp32", "tf32", "bf16", "fp16"};
+static words data_formats = {"auto", "bytes", "bin", "u16"}; /* dtrain_data_format */
 static words dtypes = {"fp32", "bf16", "fp16"};
 static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard", /* kind - 1 */
                            "zero3", "hybrid_shard", "auto"};
@@ -104,11 +107,18 @@ static const flag flag_table[] = {
      NULL},
     FLAG_GROUP("data and batches"),
     {"--data", 's', &flags.data, 0, 0,
-     "file to learn: any file (its bytes) or a token file of llm.c (.bin)", NULL},
+     "what to learn: a file, a folder of files, a pattern (\"shards/train_*.bin\"), or several of "
+     "these with commas between",
+     NULL},
+    {"--data-format", 'w', &flags.data_format, 0, 0,
+     "any file as bytes, llm.c's .bin, or nanoGPT's .bin (u16); auto: bin by its magic, else bytes",
+     data_formats},
     {"--tokenizer", 's', &flags.tokenizer_path, 0, 0,
      "GPT-2's tokenizer, for text in --data, --prompt and what is written: a directory with "
      "vocab.json and merges.txt, or gpt2_tokenizer.bin of llm.c, which cannot encode",
      NULL},
+    {"--workers", 'i', &flags.workers, 0, 64,
+     "threads per rank that read batches ahead; the data does not depend on them", NULL},
     {"--val-split", 'f', &flags.val_split, 0.0001, 0.9,
      "share of the data, at its end, that is held out for validation", NULL},
     {"--seed", 'i', &flags.seed, 0, 4294967295.0, "seed of data order, dropout and sampling", NULL},
