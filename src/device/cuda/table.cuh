@@ -19,8 +19,8 @@
 #include "device/cuda/convolution.cuh"
 #include "device/cuda/pooling.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 8,
-              "the table below is that of ABI 8: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 9,
+              "the table below is that of ABI 9: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
