@@ -1635,23 +1635,36 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
-#define DTRAIN_ATTENTION_CAUSAL 1u
-/* Apply multi-head attention, qkv (batch*sequence, 3n) -> (batch*sequence, n): in each head
- * softmax(q k^T / sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags);
-
-/* Apply attention with fewer heads of keys and values than of queries, which divide them: a row of
- * qkv holds `heads` heads of q, kv_heads of k and kv_heads of v side by side, and head h of q meets
- * head h / (heads / kv_heads) of the others (Ainslie et al., "GQA", 2023). The result has the
- * columns of q. With kv_heads = heads it is dtrain_attention. */
-DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
-                                                   int64_t sequence, int64_t heads,
-                                                   int64_t kv_heads, uint32_t flags);
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_attention_desc {
+    int64_t sequence;           /* rows of q in a batch element; no default */
+    int64_t heads;              /* of q; no default */
+    int64_t kv_heads;           /* of k and v, divides heads; 0 = heads */
+    int64_t key_sequence;       /* rows of k and v in a batch element; 0 = sequence */
+    bool causal;                /* row t of q sees the rows 0 to t of k, also where the two are of
+                             different length: PyTorch's is_causal */
+    dtrain_tensor *key_lengths; /* (batch) I32: the first rows of k and v that count in each batch
+                                   element, 0 to key_sequence; the rest is padding. NULL = all */
+    dtrain_tensor *mask;        /* F32, added to the scores; -infinity hides a key. (batch or 1,
+                                   heads or 1, sequence, key_sequence), the first axes may be left
+                                   out. It gets no gradient and may not ask for one. NULL = none */
+} dtrain_attention_desc;
+/* Apply multi-head attention, softmax(q k^T / sqrt(d) + mask) v in each head, as PyTorch's
+ * scaled_dot_product_attention defines it. q is (batch*sequence, heads*d), k and v are
+ * (batch*key_sequence, kv_heads*d), and the result is like q. With k and v NULL a row of q holds
+ * all three side by side: heads heads of queries, kv_heads of keys, kv_heads of values.
+ *
+ * With fewer heads of keys and values than of queries, head h of q meets head h / (heads /
+ * kv_heads) of the others (Ainslie et al., "GQA", 2023). A row that sees no key at all has the
+ * result 0 and passes no gradient. Autocast leaves q, k and v in the type they come in, one for the
+ * three, and adds the mask in fp32. On a GPU flash attention takes causal and key_lengths; a mask
+ * goes the slower way of matrix products, whose scores are in memory. */
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
+                                           dtrain_tensor *v, const dtrain_attention_desc *desc);
 /* Turn pairs of elements by angles that grow with the position, 0 to sequence - 1 (Su et al.,
  * "RoFormer", 2021), in Llama's form: element i of a head of d goes with element i + d/2, and their
  * angle is position * theta^(-2 i / d). x (batch*sequence, heads*d); of its heads the first
- * `rotated` are turned, 0 = all: of a row for dtrain_grouped_attention, those of q and k. */
+ * `rotated` are turned, 0 = all: of a packed row for dtrain_attention, those of q and k. */
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta);
 /* Apply softmax to the last axis. */
@@ -2848,34 +2861,35 @@ typedef struct dtrain_embedding_backward_args {
     dtrain_dtype dtype; /* of d_y */
 } dtrain_embedding_backward_args;
 
-/* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
- * Gimelshein 2018; Dao et al., FlashAttention, 2022). A row of qkv holds q, k, v of all heads side
- * by side, each head d = n/heads elements:
+/* Multi-head attention, y = softmax(q k^T / sqrt(d) + mask) v for each head, without a matrix of
+ * scores in memory: blocks of keys, online softmax (Milakov and Gimelshein 2018; Dao et al.,
+ * FlashAttention, 2022). Rows of q, k and v are a stride apart, so that the three may be columns of
+ * one matrix. With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023)
+ * head h takes those of head h / (heads/kv_heads).
  *
- *     | q: heads * d = n | k: kv_heads * d | v: kv_heads * d |
- *
- * With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023) head h takes
- * those of head h / (heads/kv_heads). Scores are scaled by 1/sqrt(d). lse (batch, heads, sequence)
- * keeps log-sum-exp of each row. */
+ * A query sees the first key_lengths[b] keys of its batch element; if causal, of those the keys up
+ * to its own number. The mask is added to the scores, -infinity hides a key. A query that sees no
+ * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0. */
 typedef struct dtrain_attention_args {
-    int64_t batch, sequence, heads, n;
+    int64_t batch, queries, keys; /* of a batch element */
+    int64_t heads, kv_heads, d;   /* kv_heads divides heads; d elements a head */
     bool causal;
-    const void *qkv;
-    void *y;            /* (batch*sequence, n) */
-    float *lse;         /* (batch, heads, sequence) */
-    dtrain_dtype dtype; /* of qkv and y */
-    int64_t kv_heads;   /* divides heads; 0 = heads */
+    dtrain_dtype dtype;                      /* of q, k, v, y */
+    const void *q;                           /* (batch*queries, heads*d) */
+    const void *k, *v;                       /* (batch*keys, kv_heads*d) */
+    int64_t q_stride, k_stride, v_stride;    /* elements from row to row */
+    const int32_t *key_lengths;              /* (batch), in [0, keys]; NULL: all keys count */
+    const float *mask;                       /* (queries, keys) for each batch element and head */
+    int64_t mask_batch_step, mask_head_step; /* elements from mask to mask; 0: they share one */
+    void *y;                                 /* (batch*queries, heads*d) */
+    float *lse;                              /* (batch, heads, queries): log-sum-exp of each row */
 } dtrain_attention_args;
 
+/* The gradients lie as q, k and v do, and are overwritten; NULL: not wanted. */
 typedef struct dtrain_attention_backward_args {
-    int64_t batch, sequence, heads, n;
-    bool causal;
-    const void *qkv, *y;
-    const float *lse;
+    dtrain_attention_args forward; /* y and lse are read */
     const void *d_y;
-    void *d_qkv;        /* as qkv, overwritten */
-    dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
-    int64_t kv_heads;   /* as above */
+    void *d_q, *d_k, *d_v;
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing
@@ -16892,95 +16906,228 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
  *
  * What a node keeps alive until its backward:
  *
- *     attention       qkv, y, log-sum-exp of each row and head
+ *     attention       q, k, v, mask, key lengths, y, log-sum-exp of each row and head
  *     rotary          nothing: the backward pass turns the gradient back
  *     softmax         y */
 
 /* ---- Attention
  *
- * With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
+ * With p = softmax(q k^T / sqrt(d) + mask), made again block by block from q, k, the mask and lse:
  *
  *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q
  *
- * d_k and d_v of a head that several heads of queries share are sums over those. */
+ * d_k and d_v of a head that several heads of queries share are sums over those. Inputs of the
+ * operation: q or packed rows, key lengths if there are any, k and v unless packed, a mask. */
 
-static dtrain_result dtrain__attention_prepare(dtrain_op *op)
+typedef struct dtrain__attention {
+    dtrain_attention_desc desc;
+    dtrain_attention_args args;
+    uint32_t lengths, k, v, mask; /* numbers of these inputs; 0: there is none */
+    void *aside[3]; /* for the gradient of q, k or v whose tensor is one of the others as well */
+} dtrain__attention;
+
+static dtrain_result dtrain__attention_heads(const dtrain_op *op, dtrain__attention *x)
 {
-    dtrain_attention_args *args = (dtrain_attention_args *)op->args;
-    const dtrain_tensor *qkv = op->inputs[0];
-    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
-    const int64_t heads = args->heads, kv_heads = args->kv_heads, all = heads + 2 * kv_heads;
-    char text[DTRAIN__SHAPE_TEXT];
+    const dtrain_attention_desc *desc = &x->desc;
+    const int64_t heads = desc->heads, kv_heads = desc->kv_heads ? desc->kv_heads : heads;
     if (heads < 1 || kv_heads < 1 || heads % kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: %lld heads of queries cannot share %lld of keys equally",
                            op->desc->name, (long long)heads, (long long)kv_heads);
-    if (args->sequence < 1 || rows % args->sequence || width % all)
+    if (desc->sequence < 1 || desc->key_sequence < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: qkv %s does not divide into sequences of %lld rows and %lld + 2 x "
-                           "%lld heads",
+                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
+                           op->desc->name, (long long)desc->sequence,
+                           (long long)desc->key_sequence);
+    x->args.causal = desc->causal;
+    x->args.heads = heads;
+    x->args.kv_heads = kv_heads;
+    x->args.queries = desc->sequence;
+    x->args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
+    return DTRAIN_OK;
+}
+
+/* Take q, k and v from rows that hold them side by side. */
+static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
+{
+    const dtrain_tensor *qkv = op->inputs[0];
+    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
+    const int64_t all = args->heads + 2 * args->kv_heads;
+    char text[DTRAIN__SHAPE_TEXT];
+    if (rows % args->queries || width % all || args->keys != args->queries)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: rows %s of queries, keys and values side by side do not divide "
+                           "into sequences of %lld queries, as many keys (found %lld) and %lld + "
+                           "2 x %lld heads",
                            op->desc->name, dtrain__shape_text(qkv->shape, text),
-                           (long long)args->sequence, (long long)heads, (long long)kv_heads);
-    args->n = width / all * heads;
-    args->dtype = (dtrain_dtype)qkv->dtype;
-    dtrain__output_like(op, qkv, args->n, args->dtype);
-    args->batch = rows / args->sequence;
-    args->qkv = op->input_data[0];
+                           (long long)args->queries, (long long)args->keys, (long long)args->heads,
+                           (long long)args->kv_heads);
+    args->batch = rows / args->queries;
+    args->d = width / all;
+    const size_t bytes = dtrain_dtype_bytes((dtrain_dtype)qkv->dtype);
+    args->q = op->input_data[0];
+    args->k = (const char *)args->q + (size_t)(args->heads * args->d) * bytes;
+    args->v = (const char *)args->k + (size_t)(args->kv_heads * args->d) * bytes;
+    args->q_stride = args->k_stride = args->v_stride = width;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__attention_separate(dtrain_op *op, dtrain__attention *x)
+{
+    dtrain_attention_args *args = &x->args;
+    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
+    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
+    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
+    args->batch = rows / args->queries;
+    args->d = width / args->heads;
+    args->q = op->input_data[0], args->q_stride = width;
+    args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
+    args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
+    const int64_t kv_width = args->kv_heads * args->d, count = args->batch * args->keys * kv_width;
+    if (rows % args->queries || width % args->heads || args->k_stride != kv_width ||
+        args->v_stride != kv_width || k->count != count || v->count != count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads of q, "
+            "and %lld rows of %lld heads of k and v of the same size",
+            op->desc->name, dtrain__shape_text(q->shape, q_text),
+            dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
+            (long long)args->queries, (long long)args->heads, (long long)args->keys,
+            (long long)args->kv_heads);
+    if (q->dtype != k->dtype || q->dtype != v->dtype)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
+            op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
+            dtrain_dtype_name((dtrain_dtype)k->dtype), dtrain_dtype_name((dtrain_dtype)v->dtype));
+    if (op->needs_grad && k == q) x->aside[1] = dtrain_op_save(op, args->dtype, count);
+    if (op->needs_grad && (v == q || v == k)) x->aside[2] = dtrain_op_save(op, args->dtype, count);
+    return DTRAIN_OK;
+}
+
+/* Take the mask, whose axes count from the last one, and the key lengths. */
+static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__attention *x)
+{
+    dtrain_attention_args *args = &x->args;
+    const dtrain_tensor *lengths = op->inputs[x->lengths], *mask = op->inputs[x->mask];
+    const int64_t full[4] = {args->batch, args->heads, args->queries, args->keys};
+    int64_t shape[4] = {1, 1, 1, 1};
+    char text[DTRAIN__SHAPE_TEXT], full_text[DTRAIN__SHAPE_TEXT];
+    if (x->lengths && lengths->count != args->batch)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %lld key lengths for a batch of %lld",
+                           op->desc->name, (long long)lengths->count, (long long)args->batch);
+    if (x->lengths) args->key_lengths = (const int32_t *)op->input_data[x->lengths];
+    if (!x->mask) return DTRAIN_OK;
+    if (mask->dtype != DTRAIN_DTYPE_F32 || mask->needs_grad)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the mask is %s%s, expected f32 and no gradient, which it does not "
+                           "get",
+                           op->desc->name, dtrain_dtype_name((dtrain_dtype)mask->dtype),
+                           mask->needs_grad ? " and wants a gradient" : "");
+    memcpy(shape + 4 - mask->ndim, mask->shape, mask->ndim * sizeof *shape);
+    if (shape[3] != full[3] || shape[2] != full[2] || (shape[1] != 1 && shape[1] != full[1]) ||
+        (shape[0] != 1 && shape[0] != full[0]))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the mask is %s, expected (batch, heads, queries, keys) = %s, where "
+                           "batch and heads may be 1 or left out",
+                           op->desc->name, dtrain__shape_text(mask->shape, text),
+                           dtrain__shape_text(full, full_text));
+    args->mask = (const float *)op->input_data[x->mask];
+    if (shape[1] > 1) args->mask_head_step = args->queries * args->keys;
+    if (shape[0] > 1) args->mask_batch_step = shape[1] * args->queries * args->keys;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__attention_prepare(dtrain_op *op)
+{
+    dtrain__attention *x = (dtrain__attention *)op->args;
+    dtrain_attention_args *args = &x->args;
+    args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    DTRAIN__TRY(dtrain__attention_heads(op, x));
+    if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
+    else DTRAIN__TRY(dtrain__attention_packed(op, args));
+    DTRAIN__TRY(dtrain__attention_hidden(op, x));
+    dtrain__output_like(op, op->inputs[0], args->heads * args->d, args->dtype);
     args->y = op->output_data[0];
-    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows * heads);
+    args->lse =
+        (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->batch * args->heads * args->queries);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__attention_forward(dtrain_op *op)
 {
-    return op->device->ops->attention(op->device, (const dtrain_attention_args *)op->args);
+    return op->device->ops->attention(op->device, &((const dtrain__attention *)op->args)->args);
 }
 
+/* The kernel writes all gradients at once and can only overwrite. Where two of them belong to one
+ * tensor the later one is made aside, and added. */
 static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
-    const dtrain_attention_args *forward = (const dtrain_attention_args *)op->args;
+    const dtrain__attention *x = (const dtrain__attention *)op->args;
+    const uint32_t inputs[3] = {0, x->k, x->v};
     dtrain_attention_backward_args args;
-    void *d_qkv = dtrain_op_input_grad(op, 0, NULL); /* the kernel can only overwrite */
-    if (!d_qkv) return op->tape->error;
+    void *d[3] = {NULL, NULL, NULL};
+    for (int i = 0; i < (x->k ? 3 : 1); i++)
+        d[i] = x->aside[i] ? x->aside[i] : dtrain_op_input_grad(op, inputs[i], NULL);
+    DTRAIN__TRY(op->tape->error);
+    if (!x->k) {
+        d[1] = (char *)d[0] + ((const char *)x->args.k - (const char *)x->args.q);
+        d[2] = (char *)d[0] + ((const char *)x->args.v - (const char *)x->args.q);
+    }
     memset(&args, 0, sizeof args);
-    args.batch = forward->batch;
-    args.sequence = forward->sequence;
-    args.heads = forward->heads;
-    args.kv_heads = forward->kv_heads;
-    args.n = forward->n;
-    args.causal = forward->causal;
-    args.qkv = forward->qkv;
-    args.y = forward->y;
-    args.lse = forward->lse;
+    args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
-    args.d_qkv = d_qkv;
-    args.dtype = forward->dtype;
-    return op->device->ops->attention_backward(op->device, &args);
+    args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
+    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
+    for (int i = 1; i < 3; i++) {
+        bool accumulate;
+        if (!x->aside[i]) continue;
+        const dtrain_tensor *to = op->inputs[inputs[i]];
+        void *grad =
+            dtrain_op_input_grad(op, inputs[i], &accumulate); /* what is there is added to */
+        DTRAIN__TRY(op->tape->error);
+        if (grad)
+            DTRAIN__TRY(dtrain__tape_add(op->device, to->count, grad, to->dtype, x->aside[i],
+                                         to->dtype, grad));
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
            DTRAIN_CHECKPOINT_ATTENTION, 0, false)
 
-DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
-                                                   int64_t sequence, int64_t heads,
-                                                   int64_t kv_heads, uint32_t flags)
-{
-    dtrain_attention_args args;
-    memset(&args, 0, sizeof args);
-    args.sequence = sequence;
-    args.heads = heads;
-    args.kv_heads = kv_heads;
-    args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
-    if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
-    return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
-}
+/* The same with key lengths, which are its input 1. */
+static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
+                                                                DTRAIN_OP_READS_OUTPUTS,
+                                                            DTRAIN_CHECKPOINT_ATTENTION,
+                                                            1u << 1,
+                                                            false,
+                                                            "dtrain_attention",
+                                                            dtrain__attention_prepare,
+                                                            dtrain__attention_forward,
+                                                            dtrain__attention_backward};
 
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags)
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
+                                           dtrain_tensor *v, const dtrain_attention_desc *desc)
 {
-    return dtrain_grouped_attention(tape, qkv, sequence, heads, heads, flags);
+    dtrain__attention args;
+    dtrain_tensor *inputs[5] = {q};
+    uint32_t count = 1;
+    memset(&args, 0, sizeof args);
+    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
+    if (!desc || !k != !v) {
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: %s",
+                              desc ? "k and v are given together or not at all" : "desc is NULL"));
+        return NULL;
+    }
+    args.desc = *desc;
+    if (desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
+    if (k) inputs[args.k = count++] = k;
+    if (k) inputs[args.v = count++] = v;
+    if (desc->mask) inputs[args.mask = count++] = desc->mask;
+    return dtrain_tape_apply(
+        tape, desc->key_lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op, inputs,
+        count, NULL, 0, &args, sizeof args);
 }
 
 /* ---- Rotary position embedding
@@ -28348,31 +28495,26 @@ typedef struct dtrain__depthwise {
 #define DTRAIN__SMALL 16384
 #endif
 
-/* A call of attention; backward is NULL in the forward pass. */
-typedef struct dtrain__attention_pass {
-    dtrain_attention_args forward;
-    const dtrain_attention_backward_args *backward;
-} dtrain__attention_pass;
-
-/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
- * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
+/* One item of attention: where its head begins in q, k, v (and in their gradients), and in y and
+ * d_y (`at`); the rest is scratch of this thread. */
 typedef struct dtrain__head {
-    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
-    bool causal;
+    const dtrain_attention_args *args;
+    int64_t d, width, y_stride; /* width: d rounded up to a tile */
+    int64_t keys;               /* that count in this batch element */
     float scale;
-    const void *qkv, *y, *d_y;
-    dtrain_dtype dtype;
     int64_t q, k, v, at;        /* elements */
+    const float *mask;          /* (queries, all keys) or NULL */
     float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
-    float *keys;                /* (64, width): K, or V in the forward pass */
+    float *rows;                /* (64, width): K, or V in the forward pass */
     float *scores;              /* (64 keys, 64 queries) */
     float *out;                 /* (64, width): O forward, dQ backward */
     float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
     float *d_out, *d_out_t;     /* (64, width), (width, 64) */
     float *slopes;              /* (64, 64): dS^T */
     float *delta, *lse;         /* (64): rowsum(dO O) */
-    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *d_keys, *d_values;   /* (keys rounded up to 64, width) */
     float *values;              /* (64, width): V of halves, backward */
+    float *mask_rows, *mask_t;  /* (64, 64): a part of the mask, and transposed */
 } dtrain__head;
 
 /* Which part of a product of attention is not zero. */
@@ -29088,67 +29230,66 @@ dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_bac
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
-static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence, bool backward)
+static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool backward)
 {
-    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(n / heads, 32);
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(args->d, 32);
     int64_t floats = 4 * block * width + block * block + 3 * block;
+    if (args->mask) floats += 2 * block * block;
     if (backward) {
         floats += 3 * block * width + block * block + 2 * block;
-        floats += 2 * dtrain__multiple(sequence, block) * width;
+        floats += 2 * dtrain__multiple(args->keys, block) * width;
     }
     return dtrain__multiple(floats, DTRAIN__LINE);
 }
 
-/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head of keys
- * with all the heads of queries that share it. Items are of unequal cost; each thread has the
- * buffers of one. */
+static dtrain_result dtrain__check_attention(const dtrain_attention_args *args)
+{
+    if (args->d < 1 || args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld heads of queries, of %lld elements, cannot share %lld "
+                           "of keys equally",
+                           (long long)args->heads, (long long)args->d, (long long)args->kv_heads);
+    for (int64_t b = 0; b < args->batch && args->key_lengths; b++)
+        if (args->key_lengths[b] < 0 || args->key_lengths[b] > args->keys)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "attention: key length %ld of batch element %lld is outside [0, "
+                               "%lld]",
+                               (long)args->key_lengths[b], (long long)b, (long long)args->keys);
+    return DTRAIN_OK;
+}
+
+/* Forward an item is a block of queries of a head, backward a head of keys with all the heads of
+ * queries that share it. Items are of unequal cost; each thread has the buffers of one. */
 static dtrain_result dtrain__launch_attention(dtrain_device *device,
-                                              const dtrain_attention_args *args,
-                                              const dtrain_attention_backward_args *back)
+                                              const dtrain_attention_args *args, const void *pass,
+                                              int64_t items, bool backward)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t heads = args->heads, kv_heads = args->kv_heads ? args->kv_heads : heads;
-    const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__attention_pass pass = {*args, back};
-    const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
-    if (heads <= 0 || args->n <= 0 || args->n % heads != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: %lld columns cannot be cut into %lld heads",
-                           (long long)args->n, (long long)heads);
-    if (kv_heads < 1 || heads % kv_heads != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: %lld heads of queries cannot share %lld of keys equally",
-                           (long long)heads, (long long)kv_heads);
-    pass.forward.kv_heads = kv_heads;
-    const int64_t items = args->batch * (back ? kv_heads : heads * blocks);
-    dtrain__job job = dtrain__job_make(&pass, items, 1, args->dtype);
+    const int64_t longer = args->keys > args->queries ? args->keys : args->queries;
+    const int64_t count = args->batch * longer * args->heads * args->d;
+    dtrain__job job = dtrain__job_make(pass, items, 1, args->dtype);
     job.dynamic = true;
-    job.slot = dtrain__attention_slot(args->n, heads, args->sequence, back != NULL);
+    job.slot = dtrain__attention_slot(args, backward);
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return back ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
-                : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
+    return backward ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
+                    : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
                                                     const dtrain_attention_args *args)
 {
-    return dtrain__launch_attention(device, args, NULL);
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, blocks = (args->queries + block - 1) / block;
+    DTRAIN__TRY(dtrain__check_attention(args));
+    return dtrain__launch_attention(device, args, args, args->batch * args->heads * blocks, false);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    dtrain_attention_args forward;
-    memset(&forward, 0, sizeof forward);
-    forward.batch = args->batch;
-    forward.sequence = args->sequence;
-    forward.heads = args->heads;
-    forward.n = args->n;
-    forward.causal = args->causal;
-    forward.qkv = args->qkv;
-    forward.dtype = args->dtype;
-    forward.kv_heads = args->kv_heads;
-    return dtrain__launch_attention(device, &forward, args);
+    const dtrain_attention_args *forward = &args->forward;
+    DTRAIN__TRY(dtrain__check_attention(forward));
+    return dtrain__launch_attention(device, forward, args, forward->batch * forward->kv_heads,
+                                    true);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
@@ -33532,7 +33673,8 @@ DTRAIN__KERNEL_AS(pool2d_backward)
  *     P^T = exp(S^T - top)           dP^T = V dO^T          dS^T = P^T (dP^T - rowsum(dO O))
  *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
  *
- * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. */
+ * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
+ * keys behind the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
@@ -33591,39 +33733,47 @@ DTRAIN__ROUTINE void DTRAIN__K(transpose)(float *to, const float *from, int64_t 
 DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attention_args *a,
                                             int64_t item, float *scratch)
 {
-    const int64_t d = a->n / a->heads, batch = item / a->heads, head = item % a->heads;
-    const int64_t row = batch * a->sequence, kv_n = a->kv_heads * d;
-    h->sequence = a->sequence;
+    const int64_t d = a->d, batch = item / a->heads, head = item % a->heads;
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, kv = head / (a->heads / a->kv_heads) * d;
+    h->args = a;
     h->d = d;
     h->width = (d + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
-    h->stride = a->n + 2 * kv_n;
-    h->y_stride = a->n;
-    h->causal = a->causal;
+    h->y_stride = a->heads * d;
+    h->keys = a->key_lengths ? a->key_lengths[batch] : a->keys;
     h->scale = 1 / sqrtf((float)d);
-    h->qkv = a->qkv;
-    h->dtype = a->dtype;
-    h->q = row * h->stride + head * d;
-    h->k = row * h->stride + a->n + head / (a->heads / a->kv_heads) * d;
-    h->v = h->k + kv_n;
+    h->q = batch * a->queries * a->q_stride + head * d;
+    h->k = batch * a->keys * a->k_stride + kv;
+    h->v = batch * a->keys * a->v_stride + kv;
+    h->at = batch * a->queries * h->y_stride + head * d;
+    h->mask = a->mask ? a->mask + batch * a->mask_batch_step + head * a->mask_head_step : NULL;
     h->queries = scratch;
-    h->queries_t = h->queries + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->keys = h->queries_t + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->out = h->keys + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->scores = h->out + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->top = h->scores + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-    h->sum = h->top + DTRAIN__ATTENTION_BLOCK;
-    h->factor = h->sum + DTRAIN__ATTENTION_BLOCK;
-    return h->factor + DTRAIN__ATTENTION_BLOCK;
+    h->queries_t = h->queries + block * h->width;
+    h->rows = h->queries_t + block * h->width;
+    h->out = h->rows + block * h->width;
+    h->scores = h->out + block * h->width;
+    h->top = h->scores + block * block;
+    h->sum = h->top + block;
+    h->factor = h->sum + block;
+    h->mask_rows = h->factor + block;
+    h->mask_t = h->mask_rows + (h->mask ? block * block : 0);
+    return h->mask_t + (h->mask ? block * block : 0);
 }
 
-/* Rows of qkv from element `at` on for products to read: in place, or widened into `buffer`. */
-DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, int64_t at, int64_t rows,
-                                                 float *buffer, int64_t *stride)
+/* Count the keys that any of the queries [q0, q0 + m) sees. */
+DTRAIN__HELPER int64_t DTRAIN__K(seen_keys)(const dtrain__head *h, int64_t q0, int64_t m)
 {
-    *stride = h->stride;
-    if (h->dtype <= DTRAIN_DTYPE_F32) return (const float *)h->qkv + at;
+    return h->args->causal && q0 + m < h->keys ? q0 + m : h->keys;
+}
+
+/* Rows of k or v from element `at` on for products to read: in place, or widened into `buffer`. */
+DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, const void *from,
+                                                 int64_t at, int64_t *stride, int64_t rows,
+                                                 float *buffer)
+{
+    const dtrain_dtype dtype = h->args->dtype;
+    if (dtype <= DTRAIN_DTYPE_F32) return (const float *)from + at;
+    dtrain__pack_rows(buffer, h->width, rows, from, dtype, at, *stride, rows, h->d, 1);
     *stride = h->width;
-    dtrain__pack_rows(buffer, h->width, rows, h->qkv, h->dtype, at, h->stride, rows, h->d, 1);
     return buffer;
 }
 
@@ -33633,7 +33783,7 @@ DTRAIN__HELPER int64_t DTRAIN__K(padded)(int64_t rows)
 }
 
 /* Keys that the queries [c, c + W) of a block see; on the diagonal, key j and query j are the same
- * position. The masked rest of these scores is -FLT_MAX, whose exp is 0. */
+ * position. The hidden rest of these scores is -infinity, whose exp is 0. */
 DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t keys, bool diagonal)
 {
     const dtrain__vi query = dtrain__viota() + dtrain__viset((int32_t)c);
@@ -33642,7 +33792,7 @@ DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t 
     for (int64_t key = c + 1; key < end; key++) {
         float *at = scores + key * DTRAIN__ATTENTION_BLOCK + c;
         const dtrain__vi hidden = dtrain__viless(query, dtrain__viset((int32_t)key));
-        dtrain__vstore(at, DTRAIN__K(vselect)(hidden, dtrain__vset(-FLT_MAX), dtrain__vload(at)));
+        dtrain__vstore(at, DTRAIN__K(vselect)(hidden, dtrain__vset(-INFINITY), dtrain__vload(at)));
     }
     return end;
 }
@@ -33652,6 +33802,23 @@ DTRAIN__HELPER void DTRAIN__K(clear_below)(float *scores, int64_t c, int64_t see
 {
     for (int64_t key = seen; key < keys && key < seen + 5; key++)
         dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
+}
+
+/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys); what of the scores
+ * was not computed stays as meaningless as it is. */
+DTRAIN__ROUTINE void DTRAIN__K(add_mask)(const dtrain__head *h, int64_t q0, int64_t m, int64_t k0,
+                                         int64_t keys)
+{
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, stride = h->args->keys;
+    const int64_t padded = DTRAIN__K(padded)(m);
+    if (!h->mask) return;
+    dtrain__pack_rows(h->mask_rows, block, padded, h->mask, DTRAIN_DTYPE_F32, q0 * stride + k0,
+                      stride, m, keys, 1);
+    DTRAIN__K(transpose)(h->mask_t, h->mask_rows, block, padded);
+    for (int64_t key = 0; key < keys; key++)
+        for (int64_t c = key * block; c < key * block + padded; c += DTRAIN__W)
+            dtrain__vstore(h->scores + c,
+                           dtrain__vload(h->scores + c) + dtrain__vload(h->mask_t + c));
 }
 
 /* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
@@ -33691,66 +33858,74 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
     }
 }
 
+/* Store y and lse of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
+ * anything. */
+DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0, int64_t m,
+                                              float *lse)
+{
+    const dtrain_attention_args *a = h->args;
+    for (int64_t r = 0; r < m; r++) {
+        const bool seen = h->sum[r] != 0;
+        const int64_t at = h->at + (q0 + r) * h->y_stride;
+        const dtrain__v inverse = dtrain__vset(1 / h->sum[r]);
+        for (int64_t j = 0; j < h->d; j += DTRAIN__W) {
+            const dtrain__v y = dtrain__vload(h->out + r * h->width + j) * inverse;
+            dtrain__vstore_as(a->y, a->dtype, at + j, seen ? y : dtrain__vset(0), h->d - j);
+        }
+        lse[q0 + r] = seen ? h->top[r] + logf(h->sum[r]) : INFINITY;
+    }
+}
+
 /* Item: one block of queries of one head; the long ones come first. */
 DTRAIN__KERNEL(attention)
 {
-    const dtrain_attention_args *a = &((const dtrain__attention_pass *)job->args)->forward;
-    const int64_t head_count = a->batch * a->heads;
-    const int64_t blocks = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
+    const dtrain_attention_args *a = (const dtrain_attention_args *)job->args;
+    const int64_t head_count = a->batch * a->heads, block = DTRAIN__ATTENTION_BLOCK;
+    const int64_t blocks = (a->queries + block - 1) / block;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        const int64_t head = item % head_count, batch = head / a->heads;
-        const int64_t q0 = (blocks - 1 - item / head_count) * DTRAIN__ATTENTION_BLOCK;
-        const int64_t left = a->sequence - q0,
-                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
-        const int64_t limit = a->causal ? q0 + m : a->sequence;
+        const int64_t head = item % head_count, q0 = (blocks - 1 - item / head_count) * block;
+        const int64_t m = a->queries - q0 < block ? a->queries - q0 : block;
         DTRAIN__K(head_open)(&h, a, head, job->scratch + index * job->slot);
-        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->qkv, a->dtype,
-                          h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
+        const int64_t limit = DTRAIN__K(seen_keys)(&h, q0, m);
+        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->q, a->dtype,
+                          h.q + q0 * a->q_stride, a->q_stride, m, h.d, h.scale);
         DTRAIN__K(transpose)(h.queries_t, h.queries, h.width, DTRAIN__K(padded)(m));
-        for (int i = 0; i < DTRAIN__ATTENTION_BLOCK; i++) {
+        for (int i = 0; i < block; i++) {
             h.top[i] = -FLT_MAX;
             h.sum[i] = 0;
         }
-        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t keys =
-                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+        for (int64_t k0 = 0; k0 < limit; k0 += block) {
+            const int64_t keys = limit - k0 < block ? limit - k0 : block;
             const bool diagonal = a->causal && k0 == q0;
-            int64_t k_stride;
-            const float *k = DTRAIN__K(head_rows)(&h, h.k + k0 * h.stride, keys, h.keys, &k_stride);
+            int64_t stride = a->k_stride;
+            const float *k =
+                DTRAIN__K(head_rows)(&h, a->k, h.k + k0 * stride, &stride, keys, h.rows);
             dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m),
-                            h.d, k, k_stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
-                            DTRAIN__ATTENTION_BLOCK, false);
+                            h.d, k, stride, 1, h.queries_t, block, h.scores, block, false);
+            DTRAIN__K(add_mask)(&h, q0, m, k0, keys);
             DTRAIN__K(softmax_block)(&h, m, keys, diagonal);
             if (k0 > 0) DTRAIN__K(scale_rows)(h.out, m, h.width, h.factor);
-            dtrain__pack_rows(h.keys, h.width, keys, a->qkv, a->dtype, h.v + k0 * h.stride,
-                              h.stride, keys, h.d, 1);
+            dtrain__pack_rows(h.rows, h.width, keys, a->v, a->dtype, h.v + k0 * a->v_stride,
+                              a->v_stride, keys, h.d, 1);
             dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
-                            1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
+                            1, block, h.rows, h.width, h.out, h.width, k0 > 0);
         }
-        for (int64_t r = 0; r < m; r++) {
-            const int64_t row = batch * a->sequence + q0 + r;
-            const int64_t at = row * a->n + head % a->heads * h.d;
-            const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
-            for (int64_t j = 0; j < h.d; j += DTRAIN__W)
-                dtrain__vstore_as(a->y, a->dtype, at + j,
-                                  dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
-            a->lse[head * a->sequence + q0 + r] = h.top[r] + logf(h.sum[r]);
-        }
+        DTRAIN__K(close_queries)(&h, q0, m, a->lse + head * a->queries);
     }
 }
 
 /* ---- Backward ---- */
 
 /* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
-DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, int64_t m,
-                                             const float *lse)
+DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *d_y, int64_t q0,
+                                             int64_t m, const float *lse)
 {
-    const int64_t padded = DTRAIN__K(padded)(m);
-    dtrain__pack_rows(h->queries, h->width, padded, h->qkv, h->dtype, h->q + q0 * h->stride,
-                      h->stride, m, h->d, h->scale);
-    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y, h->dtype, h->at + q0 * h->y_stride,
-                      h->y_stride, m, h->d, 1);
+    const dtrain_attention_args *a = h->args;
+    const int64_t padded = DTRAIN__K(padded)(m), at = h->at + q0 * h->y_stride;
+    dtrain__pack_rows(h->queries, h->width, padded, a->q, a->dtype, h->q + q0 * a->q_stride,
+                      a->q_stride, m, h->d, h->scale);
+    dtrain__pack_rows(h->d_out, h->width, padded, d_y, a->dtype, at, h->y_stride, m, h->d, 1);
     DTRAIN__K(transpose)(h->queries_t, h->queries, h->width, padded);
     DTRAIN__K(transpose)(h->d_out_t, h->d_out, h->width, padded);
     for (int64_t r = 0; r < DTRAIN__ATTENTION_BLOCK; r++) {
@@ -33758,8 +33933,7 @@ DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, 
         for (int64_t j = 0; r < m && j < h->d; j += DTRAIN__W)
             delta = dtrain__vfma(
                 dtrain__vload(h->d_out + r * h->width + j),
-                dtrain__vload_as(h->y, h->dtype, h->at + (q0 + r) * h->y_stride + j, h->d - j),
-                delta);
+                dtrain__vload_as(a->y, a->dtype, at + r * h->y_stride + j, h->d - j), delta);
         h->delta[r] = dtrain__vsum(delta);
         h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
     }
@@ -33784,74 +33958,71 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t qu
     }
 }
 
-/* One block of keys against the open block of queries: five products. */
-DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t m, int64_t k0,
-                                                int64_t keys, bool diagonal, bool first_keys)
+/* One block of keys against the open block of queries, from q0 on: five products. */
+DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t q0, int64_t m,
+                                                int64_t k0, int64_t keys)
 {
+    const dtrain_attention_args *a = h->args;
     const int64_t b = DTRAIN__ATTENTION_BLOCK, n = DTRAIN__K(padded)(m);
+    const bool diagonal = a->causal && k0 == q0;
     const int inner = diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL;
     const int over_queries = diagonal ? DTRAIN__A_UPPER : DTRAIN__FULL;
     const int over_keys = diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL;
-    int64_t v_stride;
-    const float *v = DTRAIN__K(head_rows)(h, h->v + k0 * h->stride, keys, h->values, &v_stride);
-    dtrain__pack_rows(h->keys, h->width, keys, h->qkv, h->dtype, h->k + k0 * h->stride, h->stride,
+    int64_t stride = a->v_stride;
+    const float *v = DTRAIN__K(head_rows)(h, a->v, h->v + k0 * stride, &stride, keys, h->values);
+    dtrain__pack_rows(h->rows, h->width, keys, a->k, a->dtype, h->k + k0 * a->k_stride, a->k_stride,
                       keys, h->d, 1);
-    dtrain__product(inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b,
+    dtrain__product(inner, keys, n, h->d, h->rows, h->width, 1, h->queries_t, b, h->scores, b,
                     false);
-    dtrain__product(inner, keys, n, h->d, v, v_stride, 1, h->d_out_t, b, h->slopes, b, false);
+    dtrain__product(inner, keys, n, h->d, v, stride, 1, h->d_out_t, b, h->slopes, b, false);
+    DTRAIN__K(add_mask)(h, q0, m, k0, keys);
     DTRAIN__K(softmax_slopes)(h, m, keys, diagonal);
     dtrain__product(over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
                     h->d_values + k0 * h->width, h->width, true);
     dtrain__product(over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
                     h->d_keys + k0 * h->width, h->width, true);
-    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->keys, h->width, h->out,
-                    h->width, !first_keys);
+    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->rows, h->width, h->out,
+                    h->width, k0 > 0);
 }
 
-/* to (rows, d), from element `at` on, = scale * from (rows, width). */
+/* to (rows, d), from element `at` on, = scale * from (rows, width); to NULL: nothing. */
 DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t at, int64_t stride,
                                          const float *from, int64_t width, int64_t rows, int64_t d,
                                          float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < rows; r++, at += stride, from += width)
+    for (int64_t r = 0; r < rows && to; r++, at += stride, from += width)
         for (int64_t j = 0; j < d; j += DTRAIN__W)
             dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
 /* Take one head of queries: store its dQ, and add its parts of dK and dV to those in scratch, which
  * the first of the heads that share them clears. All of these find them at the same address. */
-DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__attention_pass *pass,
+DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
+                                              const dtrain_attention_backward_args *pass,
                                               int64_t item, float *scratch, bool first)
 {
-    const dtrain_attention_backward_args *a = pass->backward;
-    const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK *
-                            DTRAIN__ATTENTION_BLOCK;
-    scratch = DTRAIN__K(head_open)(h, &pass->forward, item, scratch);
-    h->y = a->y;
-    h->d_y = a->d_y;
-    h->at = item / a->heads * a->sequence * a->n + item % a->heads * h->d;
+    const dtrain_attention_args *a = &pass->forward;
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, rounded = (a->keys + block - 1) / block * block;
+    scratch = DTRAIN__K(head_open)(h, a, item, scratch);
     h->d_out = scratch;
-    h->d_out_t = h->d_out + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->slopes = h->d_out_t + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->delta = h->slopes + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-    h->lse = h->delta + DTRAIN__ATTENTION_BLOCK;
-    h->d_keys = h->lse + DTRAIN__ATTENTION_BLOCK;
+    h->d_out_t = h->d_out + block * h->width;
+    h->slopes = h->d_out_t + block * h->width;
+    h->delta = h->slopes + block * block;
+    h->lse = h->delta + block;
+    h->d_keys = h->lse + block;
     h->d_values = h->d_keys + rounded * h->width;
     h->values = h->d_values + rounded * h->width;
     if (first) memset(h->d_keys, 0, (size_t)(2 * rounded * h->width) * sizeof(float));
-    for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
-        const int64_t left = a->sequence - q0,
-                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
-        const int64_t limit = a->causal ? q0 + m : a->sequence;
-        DTRAIN__K(open_queries)(h, q0, m, a->lse + item * a->sequence);
-        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t keys =
-                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
-            DTRAIN__K(attend_backward)(h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
-        }
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h->q + q0 * h->stride, h->stride, h->out, h->width,
-                            m, h->d, h->scale);
+    for (int64_t q0 = 0; q0 < a->queries; q0 += block) {
+        const int64_t m = a->queries - q0 < block ? a->queries - q0 : block;
+        const int64_t limit = DTRAIN__K(seen_keys)(h, q0, m);
+        if (limit == 0) memset(h->out, 0, (size_t)(m * h->width) * sizeof(float));
+        else DTRAIN__K(open_queries)(h, pass->d_y, q0, m, a->lse + item * a->queries);
+        for (int64_t k0 = 0; k0 < limit; k0 += block)
+            DTRAIN__K(attend_backward)(h, q0, m, k0, limit - k0 < block ? limit - k0 : block);
+        dtrain__unpack_rows(pass->d_q, a->dtype, h->q + q0 * a->q_stride, a->q_stride, h->out,
+                            h->width, m, h->d, h->scale);
     }
 }
 
@@ -33859,9 +34030,9 @@ DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__att
  * queries that share it are taken in order. */
 DTRAIN__KERNEL(attention_backward)
 {
-    const dtrain__attention_pass *pass = (const dtrain__attention_pass *)job->args;
-    const dtrain_attention_backward_args *a = pass->backward;
-    const int64_t sharing = a->heads / pass->forward.kv_heads;
+    const dtrain_attention_backward_args *pass = (const dtrain_attention_backward_args *)job->args;
+    const dtrain_attention_args *a = &pass->forward;
+    const int64_t sharing = a->heads / a->kv_heads;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
         int64_t head = item * sharing;
@@ -33869,9 +34040,9 @@ DTRAIN__KERNEL(attention_backward)
             const bool first = head == item * sharing;
             DTRAIN__K(head_backward)(&h, pass, head, job->scratch + index * job->slot, first);
         } while (++head < (item + 1) * sharing);
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
+        dtrain__unpack_rows(pass->d_k, a->dtype, h.k, a->k_stride, h.d_keys, h.width, a->keys, h.d,
                             1);
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,
+        dtrain__unpack_rows(pass->d_v, a->dtype, h.v, a->v_stride, h.d_values, h.width, a->keys,
                             h.d, 1);
     }
 }

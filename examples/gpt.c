@@ -88,6 +88,7 @@ static void declare_model(model *m)
 static dtrain_tensor *forward(dtrain_tape *t, model *m, const int32_t *tokens, int64_t batch)
 {
     const int64_t shape[2] = {batch, SEQ};
+    const dtrain_attention_desc causal = {.sequence = SEQ, .heads = HEADS, .causal = true};
     dtrain_param *p = m->params;
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_embedding(
@@ -97,7 +98,7 @@ static dtrain_tensor *forward(dtrain_tape *t, model *m, const int32_t *tokens, i
         p = m->params + BLOCKS + l * BLOCK;
         dtrain_tensor *h = dtrain_layernorm(t, x, &p[LN1_W], &p[LN1_B]); /* (batch * SEQ, C) */
         h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACTIVATION_NONE); /* (.., 3 C) */
-        h = dtrain_attention(t, h, SEQ, HEADS, DTRAIN_ATTENTION_CAUSAL);       /* (.., C) */
+        h = dtrain_attention(t, h, NULL, NULL, &causal);                       /* (.., C) */
         x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACTIVATION_NONE));
         h = dtrain_layernorm(t, x, &p[LN2_W], &p[LN2_B]);
         h = dtrain_linear(t, h, &p[FC_W], &p[FC_B], DTRAIN_ACTIVATION_GELU); /* (.., 4 C) */

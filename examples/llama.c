@@ -14,10 +14,8 @@
  *            step   200  loss 1.9996
  *            step   300  loss 2.0056
  *
- * Parameters have the names of Hugging Face, so that import and export need no table. The three
- * matrices that make queries, keys and values stay three for the same reason: an operation of our own
- * lets them write side by side, as attention reads them. --data is a token file of llm.c, made with the
- * model's own tokenizer, or any file, whose bytes are the tokens. */
+ * Parameters have the names of Hugging Face, so that import and export need no table. --data is a token
+ * file of llm.c, made with the model's own tokenizer, or any file, whose bytes are the tokens. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -88,122 +86,30 @@ static void free_model(llama *m)
     free(m->names);
 }
 
-/* ---- an operation: three linear layers of x that write side by side, | q | k | v | -------- */
-
-typedef struct side_args {
-    int64_t rows, in, width;
-} side_args;
-
-static dtrain_result side_prepare(dtrain_op *op)
-{
-    side_args *a = op->args;
-    const dtrain_tensor *x = op->inputs[0];
-    a->in = x->shape[x->ndim - 1];
-    a->rows = x->count / a->in;
-    for (uint32_t i = 0; i < op->param_count; a->width += op->param_shape[i++][0])
-        if (dtrain_op_check_param(op, i, -1, a->in) != DTRAIN_OK) return DTRAIN_ERROR_ARGUMENT;
-    dtrain_op_output(op, op->cast, 2, (int64_t[2]){a->rows, a->width});
-    return DTRAIN_OK;
-}
-
-/* Where columns begin in an array of the type of autocast. */
-static void *columns(const dtrain_op *op, void *array, int64_t first)
-{
-    return (char *)array + (size_t)first * dtrain_dtype_bytes(op->cast);
-}
-
-static dtrain_result side_forward(dtrain_op *op)
-{
-    const side_args *a = op->args;
-    dtrain_result result = DTRAIN_OK;
-    int64_t first = 0;
-    for (uint32_t i = 0; i < op->param_count && result == DTRAIN_OK; i++) {
-        const int64_t out = op->param_shape[i][0]; /* y (rows, out) = x (rows, in) weight^T */
-        const dtrain_gemm_args gemm = {.flags = DTRAIN_GEMM_TRANS_B,
-                                       .m = a->rows,
-                                       .n = out,
-                                       .k = a->in,
-                                       .alpha = 1,
-                                       .a = op->input_data[0],
-                                       .b = op->param_data[i],
-                                       .c = columns(op, op->output_data[0], first),
-                                       .lda = a->in,
-                                       .ldb = a->in,
-                                       .ldc = a->width,
-                                       .a_dtype = op->cast,
-                                       .b_dtype = op->cast,
-                                       .c_dtype = op->cast};
-        result = op->device->ops->gemm(op->device, &gemm);
-        first += out;
-    }
-    return result;
-}
-
-/* d_weight += d_y^T x, and d_x += d_y weight, for each of the three. */
-static dtrain_result side_backward(dtrain_op *op)
-{
-    const side_args *a = op->args;
-    dtrain_result result = DTRAIN_OK;
-    int64_t first = 0;
-    bool add_x, add;
-    void *d_x = dtrain_op_input_grad(op, 0, &add_x);
-    for (uint32_t i = 0; i < op->param_count && result == DTRAIN_OK; i++) {
-        const int64_t out = op->param_shape[i][0];
-        float *d_weight = dtrain_op_param_grad(op, i, &add);
-        dtrain_gemm_args gemm = {.flags = DTRAIN_GEMM_TRANS_A,
-                                 .m = out,
-                                 .n = a->in,
-                                 .k = a->rows,
-                                 .alpha = 1,
-                                 .beta = add ? 1.0f : 0.0f,
-                                 .a = columns(op, op->outputs[0]->grad, first),
-                                 .b = op->input_data[0],
-                                 .c = d_weight,
-                                 .lda = a->width,
-                                 .ldb = a->in,
-                                 .ldc = a->in,
-                                 .a_dtype = op->cast,
-                                 .b_dtype = op->cast};
-        if (d_weight) result = op->device->ops->gemm(op->device, &gemm);
-        gemm.flags = 0;
-        gemm.m = a->rows, gemm.k = out;
-        gemm.beta = add_x || i ? 1.0f : 0.0f;
-        gemm.b = op->param_data[i], gemm.c = d_x;
-        gemm.c_dtype = (dtrain_dtype)op->inputs[0]->dtype;
-        if (d_x && result == DTRAIN_OK) result = op->device->ops->gemm(op->device, &gemm);
-        first += out;
-    }
-    return result;
-}
-
-static const dtrain_op_desc side_op = {.reads = DTRAIN_OP_READS_INPUTS,
-                                       .checkpoint = DTRAIN_CHECKPOINT_LINEAR,
-                                       .autocast = true,
-                                       .name = "side by side",
-                                       .prepare = side_prepare,
-                                       .forward = side_forward,
-                                       .backward = side_backward};
-
 /* ---- forward ----------------------------------------------------------------------------- */
 
 /* tokens (batch, seq) -> logits (batch * seq, vocab) */
 static dtrain_tensor *forward(dtrain_tape *t, const llama *m, const int32_t *tokens, int64_t batch)
 {
-    const int64_t shape[2] = {batch, m->seq}, all = m->heads + 2 * m->kv_heads;
+    const int64_t shape[2] = {batch, m->seq};
     const dtrain_activation none = DTRAIN_ACTIVATION_NONE;
-    dtrain_tensor *x, *h = NULL;
+    const dtrain_attention_desc causal = {
+        .sequence = m->seq, .heads = m->heads, .kv_heads = m->kv_heads, .causal = true};
+    dtrain_tensor *x, *q, *k, *v, *h = NULL;
     dtrain_tape_unit(t, 0);
     x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false);
     x = dtrain_embedding(t, x, &m->params[0], NULL); /* (batch * seq, C), the residual stream */
     for (int64_t l = 0; l < m->layers; l++) {
-        dtrain_param *p = &m->params[1 + l * OF_LAYER], *qkv[3] = {&p[QUERY], &p[KEY], &p[VALUE]};
-        side_args args = {0};
+        dtrain_param *p = &m->params[1 + l * OF_LAYER];
         dtrain_tape_unit(t, (uint32_t)l + 1);
         h = l == 0 ? dtrain_rms_norm(t, x, &p[NORM1], m->epsilon)
                    : dtrain_add_rms_norm(t, x, h, &p[NORM1], m->epsilon, &x);
-        h = dtrain_tape_apply(t, &side_op, &h, 1, qkv, 3, &args, sizeof args);
-        h = dtrain_rotary(t, h, m->seq, all, m->heads + m->kv_heads, m->theta);
-        h = dtrain_grouped_attention(t, h, m->seq, m->heads, m->kv_heads, DTRAIN_ATTENTION_CAUSAL);
+        q = dtrain_rotary(t, dtrain_linear(t, h, &p[QUERY], NULL, none), m->seq, m->heads, 0,
+                          m->theta);
+        k = dtrain_rotary(t, dtrain_linear(t, h, &p[KEY], NULL, none), m->seq, m->kv_heads, 0,
+                          m->theta);
+        v = dtrain_linear(t, h, &p[VALUE], NULL, none);
+        h = dtrain_attention(t, q, k, v, &causal);
         h = dtrain_linear(t, h, &p[OUT], NULL, none);
         h = dtrain_add_rms_norm(t, x, h, &p[NORM2], m->epsilon, &x);
         dtrain_tensor *gate = dtrain_linear(t, h, &p[GATE], NULL, none);

@@ -111,34 +111,35 @@ typedef struct dtrain_embedding_backward_args {
     dtrain_dtype dtype; /* of d_y */
 } dtrain_embedding_backward_args;
 
-/* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
- * Gimelshein 2018; Dao et al., FlashAttention, 2022). A row of qkv holds q, k, v of all heads side
- * by side, each head d = n/heads elements:
+/* Multi-head attention, y = softmax(q k^T / sqrt(d) + mask) v for each head, without a matrix of
+ * scores in memory: blocks of keys, online softmax (Milakov and Gimelshein 2018; Dao et al.,
+ * FlashAttention, 2022). Rows of q, k and v are a stride apart, so that the three may be columns of
+ * one matrix. With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023)
+ * head h takes those of head h / (heads/kv_heads).
  *
- *     | q: heads * d = n | k: kv_heads * d | v: kv_heads * d |
- *
- * With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023) head h takes
- * those of head h / (heads/kv_heads). Scores are scaled by 1/sqrt(d). lse (batch, heads, sequence)
- * keeps log-sum-exp of each row. */
+ * A query sees the first key_lengths[b] keys of its batch element; if causal, of those the keys up
+ * to its own number. The mask is added to the scores, -infinity hides a key. A query that sees no
+ * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0. */
 typedef struct dtrain_attention_args {
-    int64_t batch, sequence, heads, n;
+    int64_t batch, queries, keys; /* of a batch element */
+    int64_t heads, kv_heads, d;   /* kv_heads divides heads; d elements a head */
     bool causal;
-    const void *qkv;
-    void *y;            /* (batch*sequence, n) */
-    float *lse;         /* (batch, heads, sequence) */
-    dtrain_dtype dtype; /* of qkv and y */
-    int64_t kv_heads;   /* divides heads; 0 = heads */
+    dtrain_dtype dtype;                      /* of q, k, v, y */
+    const void *q;                           /* (batch*queries, heads*d) */
+    const void *k, *v;                       /* (batch*keys, kv_heads*d) */
+    int64_t q_stride, k_stride, v_stride;    /* elements from row to row */
+    const int32_t *key_lengths;              /* (batch), in [0, keys]; NULL: all keys count */
+    const float *mask;                       /* (queries, keys) for each batch element and head */
+    int64_t mask_batch_step, mask_head_step; /* elements from mask to mask; 0: they share one */
+    void *y;                                 /* (batch*queries, heads*d) */
+    float *lse;                              /* (batch, heads, queries): log-sum-exp of each row */
 } dtrain_attention_args;
 
+/* The gradients lie as q, k and v do, and are overwritten; NULL: not wanted. */
 typedef struct dtrain_attention_backward_args {
-    int64_t batch, sequence, heads, n;
-    bool causal;
-    const void *qkv, *y;
-    const float *lse;
+    dtrain_attention_args forward; /* y and lse are read */
     const void *d_y;
-    void *d_qkv;        /* as qkv, overwritten */
-    dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
-    int64_t kv_heads;   /* as above */
+    void *d_q, *d_k, *d_v;
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing

@@ -3,6 +3,7 @@
  * ranks of this machine share one GPU, so their communicator is the staged one. */
 #include "test.h"
 #include "dtrain.h"
+#include "packed_attention.h"
 #include "ranks.h"
 #ifdef DTRAIN_CUDA_EMULATION
 #include "cuda_emulation.h"
@@ -449,7 +450,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 1);
     dtrain_tensor *h = dtrain_layernorm(t, x, &p[2], &p[3]);
     h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_attention(t, h, T, HEADS, DTRAIN_ATTENTION_CAUSAL);
+    h = causal_attention(t, h, T, HEADS);
     h = dtrain_dropout(t, dtrain_linear(t, h, &p[6], &p[7], DTRAIN_ACTIVATION_NONE), m->dropout);
     h = dtrain_add_layernorm(t, x, h, &p[8], &p[9], &x);
     h = dtrain_linear(t, h, &p[10], &p[11], DTRAIN_ACTIVATION_GELU);

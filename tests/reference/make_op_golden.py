@@ -47,6 +47,8 @@ def c_float(x):
 
     if x == 0.0:
         return "0.0f"
+    if x == -float("inf"):
+        return "-INFINITY"
     text = next(t for t in ("%.*g" % (digits, fp32(x)) for digits in range(1, 10)) if fp32(float(t)) == fp32(x))
     return text + ("f" if "." in text or "e" in text else ".0f")
 

@@ -12,6 +12,7 @@
  *
  * Step s of a run takes the samples [s B, (s + 1) B) of an endless row, micro-batch by micro-batch,
  * rank by rank: runs with the same B see the same samples in a step, however they are dealt. */
+#include "packed_attention.h"
 #ifndef DTRAIN_TEST_STRATEGY_MODEL_H
 #define DTRAIN_TEST_STRATEGY_MODEL_H
 
@@ -207,7 +208,7 @@ static inline dtrain_tensor *gpt_block(dtrain_tape *t, dtrain_param *p, dtrain_t
 {
     dtrain_tensor *h = dtrain_layernorm(t, x, &p[LN1_W], &p[LN1_B]);
     h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_attention(t, h, MODEL_SEQ, MODEL_HEADS, DTRAIN_ATTENTION_CAUSAL);
+    h = causal_attention(t, h, MODEL_SEQ, MODEL_HEADS);
     x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACTIVATION_NONE));
     h = dtrain_layernorm(t, x, &p[LN2_W], &p[LN2_B]);
     h = dtrain_linear(t, h, &p[UP_W], &p[UP_B], DTRAIN_ACTIVATION_GELU);

@@ -9,6 +9,7 @@
 #include "dtrain.h"
 
 #include "test.h"
+#include "packed_attention.h"
 #include "allocator.h"
 
 static const char *variant = "";
@@ -933,14 +934,15 @@ static void attention_case(shape s, float scale, bool differences)
     for (int t = 1; t <= THREADS; t++) {
         dtrain_device *dev = devices[t];
         float *fy = floats(rows * n), *fl = floats(lses), *g = floats(count);
-        const dtrain_attention_args a = {s.batch, s.sequence, s.heads,          n, s.causal, qkv,
-                                         fy,      fl,         DTRAIN_DTYPE_F32, 0};
+        const packed_shape packed = {s.batch, s.sequence, s.heads,         s.heads,
+                                     s.d,     s.causal,   DTRAIN_DTYPE_F32};
+        const dtrain_attention_args a = packed_attention(packed, qkv, fy, fl);
         CHECK(!dev->ops->attention(dev, &a));
         /* scores grow with scale^2 and their rounding with them, before the exponential */
         CHECK(close_to(fy, y, rows * n, 1e-5 * (double)(1 + scale * scale)));
         CHECK(close_to(fl, lse, lses, 2e-6));
-        const dtrain_attention_backward_args b = {
-            s.batch, s.sequence, s.heads, n, s.causal, qkv, fy, fl, d_y, g, DTRAIN_DTYPE_F32, 0};
+        const dtrain_attention_backward_args b =
+            packed_attention_backward(packed, qkv, fy, fl, d_y, g);
         CHECK(!dev->ops->attention_backward(dev, &b));
         if (scale < 10) CHECK(close_to(g, d, count, 1e-5 * (double)(1 + scale * scale)));
         else
@@ -972,7 +974,8 @@ static void test_attention(void)
     const shape s = {1, 100, 2, 16, true};
     attention_case(s, 50, false); /* scores near 1e4 */
     float x;
-    const dtrain_attention_args bad = {1, 1, 3, 4, true, &x, &x, &x, DTRAIN_DTYPE_F32, 0};
+    const packed_shape shared = {1, 1, 3, 2, 4, true, DTRAIN_DTYPE_F32};
+    const dtrain_attention_args bad = packed_attention(shared, &x, &x, &x);
     CHECK(devices[1]->ops->attention(devices[1], &bad) == DTRAIN_ERROR_ARGUMENT);
 }
 

@@ -5,6 +5,7 @@
 #include "dtrain.h"
 #include "test.h"
 #include "naive_device.h"
+#include "packed_attention.h"
 
 static dtrain_device *cpu, *naive;
 static const dtrain_dtype types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
@@ -381,22 +382,22 @@ static void test_attention(void)
         for (int options = 0; options < 6; options++) {
             const bool causal = options & 1;
             const int64_t kv_heads = options / 2 ? options / 2 : HEADS;
-            const int64_t width = N + 2 * kv_heads * SIZE, given = options / 2; /* 0: all */
+            const int64_t width = N + 2 * kv_heads * SIZE;
+            const packed_shape shape = {BATCH, T, HEADS, kv_heads, SIZE, causal, types[t]};
             pair *qkv = noise(BATCH * T * width, types[t], 1),
                  *y = noise(BATCH * T * N, types[t], 1);
             pair *lse = noise(BATCH * HEADS * T, DTRAIN_DTYPE_F32, 1),
                  *d_y = noise(BATCH * T * N, types[t], 1);
             pair *d_qkv = noise(BATCH * T * width, types[t], 1);
             ON_BOTH(attention, args,
-                    {BATCH, T, HEADS, N, causal, any(qkv, side), any(y, side), f32(lse, side),
-                     types[t], given})
+                    packed_attention(shape, any(qkv, side), any(y, side), f32(lse, side)))
             same(y, 2e-5, "attention");
             same(lse, 2e-5, "log-sum-exp");
             memcpy(any(y, 0), any(y, 1),
                    (size_t)(y->count * (types[t] > DTRAIN_DTYPE_F32 ? 2 : 4)));
             ON_BOTH(attention_backward, back,
-                    {BATCH, T, HEADS, N, causal, any(qkv, side), any(y, side), f32(lse, side),
-                     any(d_y, side), any(d_qkv, side), types[t], given})
+                    packed_attention_backward(shape, any(qkv, side), any(y, side), f32(lse, side),
+                                              any(d_y, side), any(d_qkv, side)))
             same(d_qkv, 1e-4, "d_qkv");
             release();
         }

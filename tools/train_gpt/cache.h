@@ -1,14 +1,12 @@
 /* cache.h: attention that keeps the keys and values of the tokens before, so that the next token of a
- * text costs the forward pass of one position. Two operations of our own, made of the kernels that
- * every device has; gpt.h includes it.
+ * text costs the forward pass of one position. Two operations of our own; gpt.h includes it.
  *
  *     kept of a layer     (room, 2C), a row for each token:  | k of all heads | v of all heads |
- *     tokens at the beginning of a text    all at once: the device's attention
- *     the next one        scores = q k^T, softmax, times v, one head after the other */
+ *
+ * The device's attention takes queries from the new rows, and keys and values from what is kept. */
 #ifndef CACHE_H
 #define CACHE_H
 
-#include <math.h>
 #include <string.h>
 
 typedef struct gpt_cache {
@@ -43,9 +41,7 @@ typedef struct gpt__cached {
     gpt_cache *cache;
     int64_t layer, heads;
     int64_t rows, before; /* prepare's: new tokens, and those in the cache */
-    float *scratch; /* (heads, rows): the device's attention; (heads, before + 1): scores, ... */
-    float *weights; /* ... and their softmax */
-    void *narrow;   /* the same in the type of autocast */
+    float *lse;           /* (heads, rows) */
 } gpt__cached;
 
 static inline dtrain_result gpt__cached_prepare(dtrain_op *op)
@@ -63,69 +59,8 @@ static inline dtrain_result gpt__cached_prepare(dtrain_op *op)
             (long long)rows, (long long)op->inputs[0]->shape[1], (long long)a->before,
             (long long)(3 * c), (long long)a->cache->room);
     dtrain_op_output(op, op->cast, 2, shape);
-    const int64_t count = a->heads * (a->before ? a->before + 1 : rows);
-    a->scratch = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, count);
-    if (!a->before) return DTRAIN_OK;
-    a->weights = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, count);
-    if (op->cast != DTRAIN_DTYPE_F32) a->narrow = dtrain_op_save(op, op->cast, count);
+    a->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, a->heads * rows);
     return DTRAIN_OK;
-}
-
-/* The attention of the first tokens is causal among themselves. */
-static inline dtrain_result gpt__cached_first(const dtrain_op *op, const gpt__cached *a)
-{
-    dtrain_attention_args args;
-    memset(&args, 0, sizeof args);
-    args.batch = 1;
-    args.sequence = a->rows;
-    args.heads = a->heads;
-    args.n = a->cache->channels;
-    args.causal = true;
-    args.qkv = op->input_data[0];
-    args.y = op->output_data[0];
-    args.lse = a->scratch;
-    args.dtype = op->cast;
-    return op->device->ops->attention(op->device, &args);
-}
-
-/* kept (tokens, 2C) has the keys and values of this token too, in its last row. */
-static inline dtrain_result gpt__cached_next(const dtrain_op *op, const gpt__cached *a,
-                                             const char *kept)
-{
-    const size_t each = dtrain_dtype_bytes(op->cast);
-    const int64_t c = a->cache->channels, d = c / a->heads, tokens = a->before + 1;
-    const void *weights = a->narrow ? a->narrow : a->weights;
-    dtrain_gemm_args gemm;
-    dtrain_softmax_args softmax = {a->heads, tokens, a->scratch, a->weights, DTRAIN_DTYPE_F32};
-    dtrain_convert_args narrow = {a->heads * tokens, a->weights, a->narrow, DTRAIN_DTYPE_F32,
-                                  op->cast};
-    dtrain_result result = DTRAIN_OK;
-    memset(&gemm, 0, sizeof gemm);
-    gemm.flags = DTRAIN_GEMM_TRANS_B; /* scores (1, tokens) = q (1, d) k^T (d, tokens) / sqrt(d) */
-    gemm.m = 1, gemm.n = tokens, gemm.k = d;
-    gemm.lda = 3 * c, gemm.ldb = 2 * c, gemm.ldc = tokens;
-    gemm.a_dtype = gemm.b_dtype = op->cast;
-    gemm.alpha = 1 / sqrtf((float)d);
-    for (int64_t h = 0; h < a->heads && result == DTRAIN_OK; h++) {
-        gemm.a = (const char *)op->input_data[0] + (size_t)(h * d) * each;
-        gemm.b = kept + (size_t)(h * d) * each;
-        gemm.c = a->scratch + h * tokens;
-        result = op->device->ops->gemm(op->device, &gemm);
-    }
-    if (result == DTRAIN_OK) result = op->device->ops->softmax(op->device, &softmax);
-    if (result == DTRAIN_OK && a->narrow) result = op->device->ops->convert(op->device, &narrow);
-    gemm.flags = 0; /* y (1, d) = weights (1, tokens) v (tokens, d) */
-    gemm.n = d, gemm.k = tokens;
-    gemm.lda = tokens, gemm.ldc = c;
-    gemm.c_dtype = op->cast;
-    gemm.alpha = 1;
-    for (int64_t h = 0; h < a->heads && result == DTRAIN_OK; h++) {
-        gemm.a = (const char *)weights + (size_t)(h * tokens) * each;
-        gemm.b = kept + (size_t)(c + h * d) * each;
-        gemm.c = (char *)op->output_data[0] + (size_t)(h * d) * each;
-        result = op->device->ops->gemm(op->device, &gemm);
-    }
-    return result;
 }
 
 static inline dtrain_result gpt__cached_forward(dtrain_op *op)
@@ -143,7 +78,23 @@ static inline dtrain_result gpt__cached_forward(dtrain_op *op)
     keep.dtype = op->cast;
     const dtrain_result result = op->device->ops->permute(op->device, &keep);
     if (result != DTRAIN_OK) return result;
-    return a->before ? gpt__cached_next(op, a, kept) : gpt__cached_first(op, a);
+    dtrain_attention_args args;
+    memset(&args, 0, sizeof args);
+    args.batch = 1;
+    args.queries = a->rows;
+    args.keys = a->before + a->rows;
+    args.heads = args.kv_heads = a->heads;
+    args.d = c / a->heads;
+    args.causal = !a->before; /* the first tokens among themselves; a later one sees all */
+    args.dtype = op->cast;
+    args.q = op->input_data[0];
+    args.k = kept;
+    args.v = kept + (size_t)c * each;
+    args.q_stride = 3 * c;
+    args.k_stride = args.v_stride = 2 * c;
+    args.y = op->output_data[0];
+    args.lse = a->lse;
+    return op->device->ops->attention(op->device, &args);
 }
 
 static inline dtrain_result gpt__no_backward(dtrain_op *op)

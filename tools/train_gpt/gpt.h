@@ -165,10 +165,11 @@ static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt *m, long layer
     const gpt_config *config = &m->config;
     const gpt_block *p = &m->blocks[layer];
     const float drop = config->dropout;
+    const dtrain_attention_desc causal = {config->seq, config->heads, 0, 0, true, NULL, NULL};
     h = gpt__norm(t, x, h, p->ln1_weight, p->ln1_bias);                          /* (B*T, C) */
     h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACTIVATION_NONE); /* (B*T, 3C) */
     if (cache) h = gpt_cached_attention(t, h, cache, layer, config->heads);      /* (B*T, C) */
-    else h = dtrain_attention(t, h, config->seq, config->heads, DTRAIN_ATTENTION_CAUSAL);
+    else h = dtrain_attention(t, h, NULL, NULL, &causal);
     h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACTIVATION_NONE);
     h = gpt__norm(t, x, dtrain_dropout(t, h, drop), p->ln2_weight, p->ln2_bias);
     h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACTIVATION_GELU); /* (B*T, 4C) */

@@ -109,31 +109,26 @@ typedef struct dtrain__depthwise {
 #define DTRAIN__SMALL 16384
 #endif
 
-/* A call of attention; backward is NULL in the forward pass. */
-typedef struct dtrain__attention_pass {
-    dtrain_attention_args forward;
-    const dtrain_attention_backward_args *backward;
-} dtrain__attention_pass;
-
-/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
- * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
+/* One item of attention: where its head begins in q, k, v (and in their gradients), and in y and
+ * d_y (`at`); the rest is scratch of this thread. */
 typedef struct dtrain__head {
-    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
-    bool causal;
+    const dtrain_attention_args *args;
+    int64_t d, width, y_stride; /* width: d rounded up to a tile */
+    int64_t keys;               /* that count in this batch element */
     float scale;
-    const void *qkv, *y, *d_y;
-    dtrain_dtype dtype;
     int64_t q, k, v, at;        /* elements */
+    const float *mask;          /* (queries, all keys) or NULL */
     float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
-    float *keys;                /* (64, width): K, or V in the forward pass */
+    float *rows;                /* (64, width): K, or V in the forward pass */
     float *scores;              /* (64 keys, 64 queries) */
     float *out;                 /* (64, width): O forward, dQ backward */
     float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
     float *d_out, *d_out_t;     /* (64, width), (width, 64) */
     float *slopes;              /* (64, 64): dS^T */
     float *delta, *lse;         /* (64): rowsum(dO O) */
-    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *d_keys, *d_values;   /* (keys rounded up to 64, width) */
     float *values;              /* (64, width): V of halves, backward */
+    float *mask_rows, *mask_t;  /* (64, 64): a part of the mask, and transposed */
 } dtrain__head;
 
 /* Which part of a product of attention is not zero. */
