@@ -19909,6 +19909,7 @@ struct dtrain_dataset {
     uint32_t token_bytes; /* in files: 1, 2, 4 */
     int64_t shape[3];
     dtrain__data_files data, labels;
+    char name[512]; /* in error sentences: the first file, and how many more */
 };
 
 /* Where a sample of a batch lies: its item, or the first token of its window. */
@@ -19963,9 +19964,6 @@ DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader);
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets);
 DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader);
-
-/* train/dataset.c */
-DTRAIN__PRIVATE const char *dtrain__dataset_name(const dtrain_dataset *dataset);
 
 /* train/files.c */
 DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
@@ -20115,6 +20113,7 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
         dataset->item_bytes = desc->item_bytes;
         dataset->read = desc->read;
         dataset->user = desc->user;
+        snprintf(dataset->name, sizeof dataset->name, "the host's own source");
         if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
     }
     if (result == DTRAIN_OK) *out = dataset;
@@ -20181,6 +20180,10 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
         DTRAIN__TRY(dataset->format->learn(dataset, file));
         dataset->item_count += file->item_count;
     }
+    const size_t more = dataset->data.count - 1;
+    const int most = (int)sizeof dataset->name - 32;
+    snprintf(dataset->name, sizeof dataset->name, more ? "%.*s and %zu more" : "%.*s", most,
+             dataset->data.files->path, more);
     if (!dataset->vocab_count) dataset->vocab_count = dataset->format->vocab_count;
     return DTRAIN_OK;
 }
@@ -20208,12 +20211,6 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
-/* Return what to call a dataset in a sentence: its file, or the first of them. */
-DTRAIN__PRIVATE const char *dtrain__dataset_name(const dtrain_dataset *dataset)
-{
-    return dataset->data.count ? dataset->data.files->path : "the host's own source";
-}
-
 /* Check ids of tokens, or labels. They are checked on use, because a dataset of 100 GB would take
  * minutes to check at open. */
 static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t first, int64_t count,
@@ -20228,13 +20225,13 @@ static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t fi
     const bool tokens = dataset->item_bytes == 0;
     const dtrain__data_file *file =
         dataset->data.count ? dtrain__data_file_of(&dataset->data, first + i) : NULL;
-    return dtrain_fail(
-        DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
-        file ? file->path : dtrain__dataset_name(dataset), tokens ? "token" : "sample",
-        (long long)(first + i - (file ? file->first_item : 0)), tokens ? "id" : "label",
-        (unsigned)ids[i], tokens ? "the vocabulary has" : "there are", (long long)most,
-        tokens ? "was the file made by another tokenizer?"
-               : "has the file another format, or desc->vocab_count to be larger?");
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
+                       file ? file->path : dataset->name, tokens ? "token" : "sample",
+                       (long long)(first + i - (file ? file->first_item : 0)),
+                       tokens ? "id" : "label", (unsigned)ids[i],
+                       tokens ? "the vocabulary has" : "labels are below", (long long)most,
+                       tokens ? "was the file made by another tokenizer?"
+                              : "has the file another format, or desc->vocab_count to be larger?");
 }
 
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
@@ -20247,12 +20244,12 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
     if (tokens && labels)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_dataset_read: labels of tokens were asked for, in %s",
-                           dtrain__dataset_name(dataset));
+                           dataset->name);
     if (first < 0 || first > dataset->item_count - count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_dataset_read: %lld %s from %lld on were asked for, %s has %lld",
                            (long long)count, tokens ? "tokens" : "samples", (long long)first,
-                           dtrain__dataset_name(dataset), (long long)dataset->item_count);
+                           dataset->name, (long long)dataset->item_count);
     if (count == 0) return DTRAIN_OK;
     DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
     if (!tokens && !labels) return DTRAIN_OK;
@@ -20441,7 +20438,7 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: sequence is %lld, but %s holds samples, which "
                            "are not cut: expected 0",
-                           (long long)desc->sequence, dtrain__dataset_name(desc->dataset));
+                           (long long)desc->sequence, desc->dataset->name);
     if (!desc->transform != !desc->output_bytes || (desc->user && !desc->transform) ||
         (desc->transform && tokens))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: %s",
@@ -20464,7 +20461,7 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
 {
     dtrain_loader_desc *desc = &loader->desc;
     const bool tokens = desc->sequence != 0;
-    const char *name = dtrain__dataset_name(desc->dataset);
+    const char *name = desc->dataset->name;
     const int64_t have = desc->dataset->item_count;
     if (desc->first_item < 0 || desc->first_item > have || desc->item_count < 0 ||
         desc->item_count > have - desc->first_item)
@@ -20686,8 +20683,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
                            "dtrain_loader_next: the batch at sample %llu of %s has not been read "
                            "within %.1f s: is its storage there?",
-                           (unsigned long long)loader->position,
-                           dtrain__dataset_name(loader->desc.dataset),
+                           (unsigned long long)loader->position, loader->desc.dataset->name,
                            1e-9 * (double)loader->timeout_ns);
     if (batch->result != DTRAIN_OK) {
         const dtrain_result result = batch->result;

@@ -49,6 +49,7 @@ struct dtrain_dataset {
     uint32_t token_bytes; /* in files: 1, 2, 4 */
     int64_t shape[3];
     dtrain__data_files data, labels;
+    char name[512]; /* in error sentences: the first file, and how many more */
 };
 
 /* Where a sample of a batch lies: its item, or the first token of its window. */
@@ -103,9 +104,6 @@ DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader);
 DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
                                                     int32_t *targets);
 DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader);
-
-/* train/dataset.c */
-DTRAIN__PRIVATE const char *dtrain__dataset_name(const dtrain_dataset *dataset);
 
 /* train/files.c */
 DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,

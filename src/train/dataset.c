@@ -52,6 +52,7 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
         dataset->item_bytes = desc->item_bytes;
         dataset->read = desc->read;
         dataset->user = desc->user;
+        snprintf(dataset->name, sizeof dataset->name, "the host's own source");
         if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
     }
     if (result == DTRAIN_OK) *out = dataset;
@@ -118,6 +119,10 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
         DTRAIN__TRY(dataset->format->learn(dataset, file));
         dataset->item_count += file->item_count;
     }
+    const size_t more = dataset->data.count - 1;
+    const int most = (int)sizeof dataset->name - 32;
+    snprintf(dataset->name, sizeof dataset->name, more ? "%.*s and %zu more" : "%.*s", most,
+             dataset->data.files->path, more);
     if (!dataset->vocab_count) dataset->vocab_count = dataset->format->vocab_count;
     return DTRAIN_OK;
 }
@@ -145,12 +150,6 @@ DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_datas
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
-/* Return what to call a dataset in a sentence: its file, or the first of them. */
-DTRAIN__PRIVATE const char *dtrain__dataset_name(const dtrain_dataset *dataset)
-{
-    return dataset->data.count ? dataset->data.files->path : "the host's own source";
-}
-
 /* Check ids of tokens, or labels. They are checked on use, because a dataset of 100 GB would take
  * minutes to check at open. */
 static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t first, int64_t count,
@@ -165,13 +164,13 @@ static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t fi
     const bool tokens = dataset->item_bytes == 0;
     const dtrain__data_file *file =
         dataset->data.count ? dtrain__data_file_of(&dataset->data, first + i) : NULL;
-    return dtrain_fail(
-        DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
-        file ? file->path : dtrain__dataset_name(dataset), tokens ? "token" : "sample",
-        (long long)(first + i - (file ? file->first_item : 0)), tokens ? "id" : "label",
-        (unsigned)ids[i], tokens ? "the vocabulary has" : "there are", (long long)most,
-        tokens ? "was the file made by another tokenizer?"
-               : "has the file another format, or desc->vocab_count to be larger?");
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
+                       file ? file->path : dataset->name, tokens ? "token" : "sample",
+                       (long long)(first + i - (file ? file->first_item : 0)),
+                       tokens ? "id" : "label", (unsigned)ids[i],
+                       tokens ? "the vocabulary has" : "labels are below", (long long)most,
+                       tokens ? "was the file made by another tokenizer?"
+                              : "has the file another format, or desc->vocab_count to be larger?");
 }
 
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
@@ -184,12 +183,12 @@ DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t fi
     if (tokens && labels)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_dataset_read: labels of tokens were asked for, in %s",
-                           dtrain__dataset_name(dataset));
+                           dataset->name);
     if (first < 0 || first > dataset->item_count - count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_dataset_read: %lld %s from %lld on were asked for, %s has %lld",
                            (long long)count, tokens ? "tokens" : "samples", (long long)first,
-                           dtrain__dataset_name(dataset), (long long)dataset->item_count);
+                           dataset->name, (long long)dataset->item_count);
     if (count == 0) return DTRAIN_OK;
     DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
     if (!tokens && !labels) return DTRAIN_OK;

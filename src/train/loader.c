@@ -187,7 +187,7 @@ static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: sequence is %lld, but %s holds samples, which "
                            "are not cut: expected 0",
-                           (long long)desc->sequence, dtrain__dataset_name(desc->dataset));
+                           (long long)desc->sequence, desc->dataset->name);
     if (!desc->transform != !desc->output_bytes || (desc->user && !desc->transform) ||
         (desc->transform && tokens))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: %s",
@@ -210,7 +210,7 @@ static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
 {
     dtrain_loader_desc *desc = &loader->desc;
     const bool tokens = desc->sequence != 0;
-    const char *name = dtrain__dataset_name(desc->dataset);
+    const char *name = desc->dataset->name;
     const int64_t have = desc->dataset->item_count;
     if (desc->first_item < 0 || desc->first_item > have || desc->item_count < 0 ||
         desc->item_count > have - desc->first_item)

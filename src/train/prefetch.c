@@ -125,8 +125,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
                            "dtrain_loader_next: the batch at sample %llu of %s has not been read "
                            "within %.1f s: is its storage there?",
-                           (unsigned long long)loader->position,
-                           dtrain__dataset_name(loader->desc.dataset),
+                           (unsigned long long)loader->position, loader->desc.dataset->name,
                            1e-9 * (double)loader->timeout_ns);
     if (batch->result != DTRAIN_OK) {
         const dtrain_result result = batch->result;

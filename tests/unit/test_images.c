@@ -135,7 +135,8 @@ static void test_labels_checked(void)
     CHECK(dtrain_dataset_read(dataset, 3, 1, got, labels) == DTRAIN_OK);
     CHECK(dtrain_dataset_read(dataset, 4, 1, got, NULL) == DTRAIN_OK);
     CHECK(dtrain_dataset_read(dataset, 3, 2, got, labels) == DTRAIN_ERROR_DATA);
-    CHECK(strstr(dtrain_last_error(), "label_2: sample 2 has label 10, but there are 10") != NULL);
+    CHECK(strstr(dtrain_last_error(), "label_2: sample 2 has label 10, but labels are below 10") !=
+          NULL);
     dtrain_dataset_close(dataset);
 }
 
