@@ -48,7 +48,7 @@ static inline void train_run_text(const char *text, train_run *run)
     run->planned_mib = number_after(text, "a rank sends ", 0) / 1048576;
     run->params = number_after(plan, "parameters ", 0);
     run->grads = number_after(plan, "gradients ", 0);
-    run->optimizer = number_after(plan, "AdamW ", 0);
+    run->optimizer = number_after(plan, "optimizer ", 0);
     run->buffers = number_after(plan, "buffers ", 0);
     run->activations = number_after(plan, "activations ", 0);
     run->activation_grads = number_after(plan ? strstr(plan, "activations ") : NULL, "+ ", 0);

@@ -218,8 +218,8 @@ int main(int argc, char **argv)
     for (int a = 1; a < argc; a++)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
     if (flags_parse("train_gpt", flag_table, FLAG_COUNT, argc - 1, argv + 1)) return 2;
-    if (apply_preset(s) || check_data(s) || check_compression(s) || read_emulation(s) ||
-        check_sizes(s) || check_checkpoints(s))
+    if (apply_preset(s) || check_data(s) || check_optimizer(s) || check_compression(s) ||
+        read_emulation(s) || check_sizes(s) || check_checkpoints(s))
         return 2;
     s->command = join_words(argc, argv);
     memset(&launch, 0, sizeof launch);
