@@ -1215,8 +1215,12 @@ typedef struct dtrain_strategy_desc {
                                    activations (dtrain_trainer_plan), the process */
     uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
                                    0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
-    uint64_t init_seed;         /* for parameters the library initialises */
-    dtrain_comm *comm;          /* NULL = all ranks of the world */
+    const uint32_t *group_states; /* (group_count) the same for parameters of the groups 1, 2, ...
+                                     of an optimizer; of groups behind them it is
+                                     optimizer_states. Read in create */
+    uint32_t group_count;
+    uint64_t init_seed;                                /* for parameters the library initialises */
+    dtrain_comm *comm;                                 /* NULL = all ranks of the world */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
@@ -1346,9 +1350,10 @@ typedef struct dtrain_memory {
     uint64_t host; /* page-locked host memory of what is offloaded; not in any other field */
 } dtrain_memory;
 
-/* Count params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most,
- * and their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: it needs no
- * world, and completes count and shape of params in place. */
+/* Count params, grads, buffers and optimizer (desc->optimizer_states and group_states, without
+ * Muon's scratch) of the rank that needs most, and their total. desc->kind is not AUTO; node_size 0
+ * counts as rank_count. Local: it needs no world, and completes count and shape of params in
+ * place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);
@@ -14522,6 +14527,8 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
         {desc->whole_below < 0, "whole_below", (double)desc->whole_below, "a number of elements"},
         {desc->kept_unit_count && !desc->kept_units, "kept_unit_count",
          (double)desc->kept_unit_count, "0, for kept_units is NULL"},
+        {desc->group_count && !desc->group_states, "group_count", (double)desc->group_count,
+         "0, for group_states is NULL"},
         {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
          "a dtrain_compression"},
         {how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED, "sparse_exchange",
@@ -14898,6 +14905,8 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     strategy->desc.kept_units = NULL; /* the caller's, and read */
     strategy->desc.kept_unit_count = 0;
+    strategy->desc.group_states = NULL;
+    strategy->desc.group_count = 0;
     return dtrain_strategy_publish(strategy);
 }
 
@@ -15199,16 +15208,24 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
     return DTRAIN_OK;
 }
 
+/* Return how many tensors of optimizer state a parameter is to have. */
+static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
+{
+    const uint32_t group = param->state.storage->group;
+    const bool own = group && group <= desc->group_count;
+    const uint32_t states = own ? desc->group_states[group - 1] : desc->optimizer_states;
+    return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
+}
+
 /* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory,
                                uint64_t *step_bytes)
 {
-    const uint32_t states = layout->desc->optimizer_states;
     int64_t stage = 0;
     uint64_t state = 0;
     for (size_t i = 0; i < layout->count; i++)
         state += dtrain__update_bytes(
-            layout, i, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, false, &stage);
+            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &stage);
     state += 2 * (uint64_t)stage * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);

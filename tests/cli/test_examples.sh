@@ -126,6 +126,11 @@ trains "train_gpt, 3 ranks, accumulation, dropout" "$usual" 0.2 $gpt --ranks 3 -
 trains "train_gpt, rank threads" "$usual" 0.0002 $gpt --thread-ranks --threads 2
 $gpt --steps 4 >"$tmp/four" 2>&1
 trains "train_gpt, 12 ranks" "$(validation "$tmp/four")" 0.2 $gpt --ranks 12 --steps 4
+trains "train_gpt --optimizer sgd" 3.6 0.5 $gpt --optimizer sgd
+for optimizer in lion muon; do
+    trains "train_gpt --optimizer $optimizer" "$usual" 0.4 $gpt --optimizer $optimizer
+done
+trains "train_gpt --optimizer muon, by owners" "$(validation "$tmp/out")" 0 $gpt --optimizer muon --strategy zero3
 
 # The log: keys as documented, valid JSON where a checker exists, and a last line that says so.
 trains "train_gpt --log" "$usual" 0.0002 $gpt --log "$tmp/log.jsonl" --eval-every 6
@@ -270,6 +275,10 @@ bad "flag above its range" "--ranks" $gpt --ranks 100000
 bad "fraction" "--batch" $gpt --batch 1.5
 bad "heads do not divide channels" "--heads" $gpt --heads 3
 bad "unknown model" "gpt9" "$build/train_gpt" --model gpt9
+bad "unknown optimizer" "it takes one of: adamw" $gpt --optimizer adam
+bad "an optimizer of whole matrices" "use zero3" $gpt --optimizer muon --strategy full_shard
+bad "a setting of another optimizer" "--beta2 does nothing with --optimizer lion" $gpt --optimizer lion --beta2 0.9
+bad "a rate of another optimizer" "--muon-lr does nothing without" $gpt --muon-lr 0.1
 bad "unknown strategy" "it takes one of: ddp" $gpt --strategy zero9
 bad "a strategy that shards no parameters" "never shards parameters" $gpt --strategy zero1 --reshard-after-forward 0
 bad "nodes for a strategy without" "node_size" $gpt --node-size 2

@@ -455,6 +455,67 @@ static void test_sgd(void)
     }
 }
 
+static void test_lion(void)
+{
+    const int64_t n = 517;
+    float *w0 = noise(n, 1), *g = noise(n, 1), *m0 = noise(n, 1), *first = floats(n);
+    double *w = doubles(n), *m = doubles(n);
+    g[3] = m0[3] = 0; /* no direction at all */
+    for (int64_t i = 0; i < n; i++) {
+        const double x = 2.0 * g[i], mean = 0.9 * m0[i] + 0.1 * x;
+        w[i] = w0[i] * (1 - 0.1 * 0.01) - (mean > 0 ? 0.1 : mean < 0 ? -0.1 : 0);
+        m[i] = 0.99 * m0[i] + 0.01 * x;
+    }
+    for (int t = 1; t <= THREADS; t++) {
+        float *x = floats(n), *moment = floats(n);
+        memcpy(x, w0, (size_t)n * 4);
+        memcpy(moment, m0, (size_t)n * 4);
+        const dtrain_optimizer_tensor one = {n, 0.01f, x, g, moment, NULL};
+        const dtrain_lion_args a = {1, &one, 0.1f, 0.9f, 0.99f, 2, NULL, 1};
+        CHECK(!devices[t]->ops->lion(devices[t], &a));
+        CHECK(close_to(x, w, n, 1e-6) && close_to(moment, m, n, 1e-6));
+        if (t == 1) memcpy(first, x, (size_t)n * 4);
+        CHECK(same(first, x, n));
+        free(x), free(moment);
+    }
+    free(w0), free(g), free(m0), free(first), free(w), free(m);
+}
+
+/* The three stages one after the other. */
+static void test_muon(void)
+{
+    const int64_t n = 517;
+    const double squares = 9;
+    float *w0 = noise(n, 1), *g = noise(n, 1), *m0 = noise(n, 1);
+    double *w = doubles(n), *m = doubles(n), *u = doubles(n);
+    for (int nesterov = 0; nesterov < 2; nesterov++) {
+        for (int64_t i = 0; i < n; i++) {
+            m[i] = 0.95 * m0[i] + 2.0 * g[i];
+            u[i] = (nesterov ? 2.0 * g[i] + 0.95 * m[i] : m[i]) / (3 + 0.5);
+            w[i] = w0[i] * (1 - 0.1 * 0.01) - 0.1 * 1.5 * u[i];
+        }
+        for (int t = 1; t <= THREADS; t++) {
+            float *value = floats(n), *moment = floats(n), *x = floats(n);
+            memcpy(value, w0, (size_t)n * 4);
+            memcpy(moment, m0, (size_t)n * 4);
+            const dtrain_optimizer_tensor one = {n, 0.01f, value, g, moment, NULL};
+            dtrain_muon_args a;
+            memset(&a, 0, sizeof a);
+            a.tensor = &one;
+            a.x = x;
+            a.lr = 0.1f, a.momentum = 0.95f, a.grad_scale = 2, a.scale = 1.5f, a.epsilon = 0.5f;
+            a.nesterov = nesterov != 0;
+            a.sum_squares = &squares;
+            for (a.stage = DTRAIN_MUON_MOMENTUM; a.stage <= DTRAIN_MUON_STEP; a.stage++)
+                CHECK(!devices[t]->ops->muon(devices[t], &a));
+            CHECK(close_to(value, w, n, 1e-6) && close_to(moment, m, n, 1e-6) &&
+                  close_to(x, u, n, 1e-6));
+            free(value), free(moment), free(x);
+        }
+    }
+    free(w0), free(g), free(m0), free(w), free(m), free(u);
+}
+
 /* ---- Activation, GEMM ---- */
 
 static double gelu(double x)
@@ -1099,6 +1160,8 @@ static void test_variant(const dtrain__kernels *kernels)
     test_dropout();
     test_adamw();
     test_sgd();
+    test_lion();
+    test_muon();
     test_activation();
     test_gemm_wrapper();
     test_layernorm();

@@ -267,6 +267,86 @@ static int groups_main(dtrain_world *world, void *user)
 
 static void test_groups(void) { ranks_run(1, DTRAIN_LAUNCH_THREADS, groups_main, NULL); }
 
+static dtrain_result no_batch(void *user)
+{
+    (void)user;
+    return DTRAIN_OK;
+}
+
+static dtrain_tensor *matrix_loss(dtrain_tape *tape, void *user)
+{
+    const int64_t shape[2] = {1, 50}, rows = 1;
+    const int32_t target = 3;
+    const float x[50] = {1};
+    dtrain_tape_unit(tape, 0);
+    dtrain_tensor *y = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
+    y = dtrain_linear(tape, y, (dtrain_param *)user, NULL, DTRAIN_ACTIVATION_NONE);
+    return dtrain_cross_entropy(
+        tape, y, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &rows, &target, false), 0, 0);
+}
+
+/* What a plan says, before there is anything and afterwards, is what is allocated. Most of the model is one
+ * matrix: whoever owns it needs most. */
+static int group_memory_main(dtrain_world *world, void *user)
+{
+    static const uint32_t states[] = {1, DTRAIN_OPTIMIZER_STATES_NONE};
+    const dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_sgd_defaults()};
+    dtrain_device *device = dtrain_world_device(world);
+    (void)user;
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_ZERO3;
+         kind += DTRAIN_STRATEGY_ZERO3 - DTRAIN_STRATEGY_DDP) {
+        dtrain_param p[4] = {
+            ranks_param("matrix", NULL, NULL, 70, 50), ranks_param("b", NULL, NULL, 9, 0),
+            ranks_param("small", NULL, NULL, 20, 30), ranks_param("plain", NULL, NULL, 40, 3)};
+        dtrain_optimizer_desc desc = dtrain_adamw_defaults();
+        dtrain_strategy_desc where;
+        dtrain_trainer_desc all;
+        dtrain_strategy *strategy;
+        dtrain_optimizer *optimizer;
+        dtrain_optimizer_info info;
+        dtrain_memory plan, made;
+        memset(&where, 0, sizeof where);
+        memset(&all, 0, sizeof all);
+        desc.groups = groups;
+        desc.group_count = 2;
+        p[0].group = p[2].group = 1;
+        p[3].group = 2;
+        where.kind = kind;
+        where.group_count = 1;
+        CHECK(dtrain_strategy_create(world, p, 4, &where, &strategy) == DTRAIN_ERROR_ARGUMENT);
+        where.group_states = states;
+        where.group_count = 2;
+        RANKS_TRY(dtrain_strategy_plan(p, 4, &where, dtrain_world_size(world), &plan));
+        RANKS_TRY(dtrain_strategy_create(world, p, 4, &where, &strategy));
+        const size_t before = device->allocated_bytes;
+        RANKS_TRY(dtrain_optimizer_create(world, strategy, &desc, &optimizer));
+        dtrain_optimizer_query(optimizer, &info);
+        CHECK(device->allocated_bytes - before == info.state_bytes + info.scratch_bytes);
+        all.strategy = strategy;
+        all.optimizer = optimizer;
+        all.loss = matrix_loss;
+        all.next_batch = no_batch;
+        all.user = p;
+        RANKS_TRY(dtrain_trainer_plan(world, &all, &made));
+        CHECK(made.optimizer == info.state_bytes + info.scratch_bytes);
+        int64_t most = (int64_t)info.state_bytes;
+        RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &most, &most, 1, DTRAIN_DTYPE_I64,
+                                    DTRAIN_REDUCE_MAX, NULL));
+        CHECK_MSG((uint64_t)most == plan.optimizer, "kind %u: %lld bytes of state, planned %llu",
+                  kind, (long long)most, (unsigned long long)plan.optimizer);
+        dtrain_optimizer_destroy(optimizer);
+        dtrain_strategy_destroy(strategy);
+        CHECK(device->allocated_bytes <= before);
+    }
+    return 0;
+}
+
+static void test_group_memory(void)
+{
+    for (int ranks = 1; ranks <= 3; ranks++)
+        ranks_run(ranks, DTRAIN_LAUNCH_THREADS, group_memory_main, NULL);
+}
+
 /* What groups can be wrong about, and what the sentence says. */
 static int group_errors_main(dtrain_world *world, void *user)
 {
@@ -637,6 +717,7 @@ int main(int argc, char **argv)
     RUN(test_muon);
     RUN(test_muon_shapes);
     RUN(test_groups);
+    RUN(test_group_memory);
     RUN(test_group_errors);
     RUN(test_long_runs);
     RUN(test_clipping);

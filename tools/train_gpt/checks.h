@@ -42,6 +42,30 @@ static int check_compression(const settings *s)
     return 0;
 }
 
+/* Refuse flags of another optimizer, and strategies that cut the matrices that Muon needs whole. */
+static int check_optimizer(const settings *s)
+{
+    const char *const name = optimizers[s->optimizer];
+    const bool muon = is_optimizer(s, DTRAIN_OPTIMIZER_MUON);
+    const bool adamw = muon || is_optimizer(s, DTRAIN_OPTIMIZER_ADAMW);
+    const long kind = s->strategy + 1;
+    if (given("--muon-lr") && !muon) return BAD("--muon-lr does nothing without --optimizer muon");
+    if ((given("--beta2") || given("--variance-steps")) && !adamw)
+        return BAD("%s does nothing with --optimizer %s, which has no second moments",
+                   given("--beta2") ? "--beta2" : "--variance-steps", name);
+    if (s->topk_momentum > 0 && (muon || is_optimizer(s, DTRAIN_OPTIMIZER_LION)))
+        return BAD("--topk-momentum and --optimizer %s, which has a momentum of its own: use adamw "
+                   "or sgd",
+                   name);
+    if (muon && !(s->lr > 0))
+        return BAD("--lr is %g; --optimizer muon needs one above 0 for what is not its own", s->lr);
+    if (muon && kind != DTRAIN_STRATEGY_DDP && kind != DTRAIN_STRATEGY_ZERO3)
+        return BAD("--optimizer muon needs whole matrices and --strategy %s cuts them: use zero3, "
+                   "which shards by whole tensors, or ddp",
+                   strategies[s->strategy]);
+    return 0;
+}
+
 /* Read --emulate, "2x4:10:50": two nodes of four ranks, 10 Gb/s, 50 us. Set the number of ranks. */
 static int read_emulation(settings *s)
 {

@@ -5,17 +5,47 @@
 
 #include "weights.h"
 
+static bool is_optimizer(const settings *s, dtrain_optimizer_kind kind)
+{
+    return s->optimizer == (long)kind - 1;
+}
+
+/* With Muon the matrices of the blocks, which all units but the first and the last are, are group 1. */
 static dtrain_result create_model(const settings *s, gpt *model)
 {
     const gpt_config config = {s->layers,    s->heads, s->channels,      s->seq,
                                s->positions, s->vocab, (float)s->dropout};
     const dtrain_result result = gpt_create(model, &config);
-    for (size_t i = 0; i < model->param_count; i++) {
-        if (!trains(s))
-            model->params[i].flags |= DTRAIN_PARAM_FROZEN;            /* no gradients, no moments */
-        if (s->import_from) model->params[i].init = DTRAIN_INIT_ZERO; /* replaced in a moment */
+    for (size_t i = 0; result == DTRAIN_OK && i < model->param_count; i++) {
+        dtrain_param *p = &model->params[i];
+        const bool block = p->unit > 0 && p->unit <= (uint32_t)s->layers;
+        if (!trains(s)) p->flags |= DTRAIN_PARAM_FROZEN; /* no gradients, no moments */
+        if (s->import_from) p->init = DTRAIN_INIT_ZERO;  /* replaced in a moment */
+        if (is_optimizer(s, DTRAIN_OPTIMIZER_MUON) && block && p->shape[1]) p->group = 1;
     }
     return result;
+}
+
+/* What the flags ask of the optimizer; *matrices, group 1, must live as long as the desc is used. */
+static dtrain_optimizer_desc optimizer_desc(const settings *s, dtrain_optimizer_desc *matrices)
+{
+    dtrain_optimizer_desc desc = is_optimizer(s, DTRAIN_OPTIMIZER_SGD)    ? dtrain_sgd_defaults()
+                                 : is_optimizer(s, DTRAIN_OPTIMIZER_LION) ? dtrain_lion_defaults()
+                                                                          : dtrain_adamw_defaults();
+    desc.weight_decay = (float)s->weight_decay;
+    if (desc.kind == DTRAIN_OPTIMIZER_SGD) desc.momentum = s->topk_momentum > 0 ? 0 : 0.9f;
+    if (desc.kind == DTRAIN_OPTIMIZER_ADAMW) {
+        desc.beta2 = (float)s->beta2;
+        desc.variance_steps = (uint64_t)s->variance_steps;
+        if (s->topk_momentum > 0) desc.beta1 = 0; /* one momentum is enough */
+    }
+    if (!is_optimizer(s, DTRAIN_OPTIMIZER_MUON)) return desc;
+    *matrices = dtrain_muon_defaults();
+    matrices->weight_decay = (float)s->weight_decay;
+    matrices->lr_scale = (float)(s->muon_lr / s->lr);
+    desc.groups = matrices;
+    desc.group_count = 1;
+    return desc;
 }
 
 /* One side of the split: a loader and the batch that it fills. The batch comes first, because
@@ -92,8 +122,13 @@ static dtrain_strategy_desc strategy_desc(const settings *s, dtrain_compression_
     static const uint32_t classes[] = {
         0, DTRAIN_OFFLOAD_OPTIMIZER, DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS,
         DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS};
+    static const uint32_t states_of_muon = 1;
     dtrain_strategy_desc desc = {0};
     desc.kind = (uint32_t)s->strategy + 1;
+    if (is_optimizer(s, DTRAIN_OPTIMIZER_LION) || is_optimizer(s, DTRAIN_OPTIMIZER_SGD))
+        desc.optimizer_states = 1;
+    desc.group_states = &states_of_muon;
+    desc.group_count = 1;
     desc.accumulation = (uint32_t)s->accum_mode;
     desc.param_dtype = float_type(s->param_dtype);
     desc.reduce_dtype = float_type(s->reduce_dtype);
@@ -287,7 +322,7 @@ static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
     dtrain_dataset_desc dataset = dataset_desc(s);
     dtrain_compression_desc compression;
     dtrain_strategy_desc strategy = strategy_desc(s, &compression);
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc matrices, optimizer = optimizer_desc(s, &matrices);
     dtrain_trainer_desc trainer;
     dtrain_metrics_desc metrics;
     memset(j, 0, sizeof *j);
@@ -304,11 +339,7 @@ static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
     strategy.other_bytes = j->memory.total;
     TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy,
                                &j->strategy));
-    adamw.beta2 = (float)s->beta2;
-    adamw.variance_steps = (uint64_t)s->variance_steps;
-    adamw.weight_decay = (float)s->weight_decay;
-    if (s->topk_momentum > 0) adamw.beta1 = 0; /* one momentum is enough */
-    TRY(dtrain_optimizer_create(world, j->strategy, &adamw, &j->optimizer));
+    TRY(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer));
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
     TRY(dtrain_trainer_plan(world, &trainer, &j->memory));

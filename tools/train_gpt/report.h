@@ -106,11 +106,11 @@ static void show_strategy(const job *j, int ranks)
     show_links(&j->s->emulation, &info, ranks);
     if (info.reason[0]) printf("auto    %s\n", info.reason);
     if (j->accum > 1) show_accumulation(j->s, &info, ranks);
-    printf(
-        "memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, AdamW %.1f, buffers "
-        "%.1f, activations %.1f + %.1f, workspace %.1f\n",
-        mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
-        mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
+           "buffers "
+           "%.1f, activations %.1f + %.1f, workspace %.1f\n",
+           mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
+           mib(m->activations), mib(m->activation_grads), mib(m->workspace));
     if (m->host) printf("offload %.1f MiB of host memory a rank\n", mib(m->host));
     printf("\n");
 }

@@ -19,14 +19,15 @@ typedef struct settings {
     const char *command;        /* the command line, for manifests */
     long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, nonfinite,
         verify_every;
-    long schedule, lr_scaling, precision, strategy, offload; /* places in the lists below */
+    long optimizer, schedule, lr_scaling, precision, strategy,
+        offload; /* places in the lists below */
     long data_format, workers;
     long param_dtype, reduce_dtype, export_dtype, accum_mode, compression, exchange;
     long ranks, threads, timeout, node_size, memory_limit, reshard, checkpoint, auto_batch;
     long global_batch;
     long layers, heads, channels, seq, positions, vocab;
     long batch, accum, steps, warmup, seed, init_seed, eval_every, eval_batches, sample, bucket_kib;
-    double lr, min_lr, weight_decay, beta2, clip, dropout, val_split, temperature, top_p;
+    double lr, min_lr, muon_lr, weight_decay, beta2, clip, dropout, val_split, temperature, top_p;
     long generate, top_k, no_cache;
     long deterministic, no_overlap, thread_ranks, graph, tune;
     double topk_ratio, topk_momentum, warmup_ratio;
@@ -54,7 +55,8 @@ static settings flags = {
     .sample = -1,
     .lr = -1,
     .min_lr = -1,
-    .weight_decay = 0.1,
+    .muon_lr = 0.02,
+    .weight_decay = -1,
     .beta2 = 0.99,
     .clip = 1,
     .val_split = 0.1,
@@ -68,9 +70,10 @@ static settings flags = {
     .dense_steps = 10,
 };
 
-typedef const char *const words[8];                        /* ends with NULL */
-static words schedules = {"constant", "linear", "cosine"}; /* dtrain_schedule_kind */
-static words scalings = {"none", "linear", "sqrt"};        /* dtrain_lr_scaling */
+typedef const char *const words[8];                         /* ends with NULL */
+static words optimizers = {"adamw", "sgd", "lion", "muon"}; /* dtrain_optimizer_kind - 1 */
+static words schedules = {"constant", "linear", "cosine"};  /* dtrain_schedule_kind */
+static words scalings = {"none", "linear", "sqrt"};         /* dtrain_lr_scaling */
 static words precisions = {"fp32", "tf32", "bf16", "fp16"};
 static words data_formats = {"auto", "bytes", "bin", "u16"}; /* dtrain_data_format */
 static words dtypes = {"fp32", "bf16", "fp16"};
@@ -133,14 +136,24 @@ static const flag flag_table[] = {
     FLAG_GROUP("optimization"),
     {"--steps", 'i', &flags.steps, 0, 1e12,
      "optimizer steps; 0 trains nothing: to --export what --import or --resume has", NULL},
-    {"--lr", 'f', &flags.lr, 0, 1e3, "peak learning rate; default: see the models below", NULL},
+    {"--optimizer", 'w', &flags.optimizer, 0, 0,
+     "adamw, sgd with a momentum of 0.9, lion, or muon for the blocks' matrices and adamw for the "
+     "rest",
+     optimizers},
+    {"--lr", 'f', &flags.lr, 0, 1e3,
+     "peak learning rate; default: see the models below; a fifth of that for lion, 100 times that "
+     "for sgd",
+     NULL},
+    {"--muon-lr", 'f', &flags.muon_lr, 1e-9, 1e3,
+     "muon: peak learning rate of the blocks' matrices, 0.02; --lr is that of the rest", NULL},
     {"--min-lr", 'f', &flags.min_lr, 0, 1e3, "learning rate at the end; default --lr / 10", NULL},
     {"--warmup", 'i', &flags.warmup, 0, 1e12, "steps in which the learning rate rises to --lr",
      NULL},
     {"--schedule", 'w', &flags.schedule, 0, 0, "shape of the learning rate after that", schedules},
     {"--lr-scaling", 'w', &flags.lr_scaling, 0, 0, "scale --lr with the number of ranks", scalings},
     {"--weight-decay", 'f', &flags.weight_decay, 0, 1e3,
-     "decay of matrices by AdamW; biases and norms have none", NULL},
+     "decay of matrices; biases and norms have none; default 0.1; 0.5 for lion, 0.0001 for sgd",
+     NULL},
     {"--beta2", 'f', &flags.beta2, 0, 0.999999, "decay of AdamW's second moments", NULL},
     {"--variance-steps", 'i', &flags.variance_steps, 0, 1e12,
      "keep AdamW's second moments as they are after this many steps; with top-k, give as many as "
@@ -329,9 +342,11 @@ static const gpt_preset *choose_preset(settings *s)
     return preset;
 }
 
-/* Fill in what the flags leave to the preset. */
+/* Fill in what the flags leave to the preset, whose rate is one of AdamW. Steps of Lion are signs, larger than AdamW's:
+ * a smaller rate and a larger decay; SGD follows gradients, which are small. */
 static int apply_preset(settings *s)
 {
+    static const double rates[] = {1, 100, 0.2, 1}, decays[] = {0.1, 1e-4, 0.5, 0.1};
     const gpt_preset *p = choose_preset(s);
     if (!p) return BAD("--model is \"%s\"; it takes " GPT_PRESETS, s->model);
     const long room = s->positions; /* of the file */
@@ -350,7 +365,8 @@ static int apply_preset(settings *s)
                    s->tokenizer_path, (int)s->tokenizer->count, s->vocab);
     if (s->sample < 0) s->sample = p->sample;
     if (!room) s->positions = p->config.positions > s->seq ? p->config.positions : s->seq;
-    if (s->lr < 0) s->lr = p->lr;
+    if (s->lr < 0) s->lr = p->lr * rates[s->optimizer];
+    if (s->weight_decay < 0) s->weight_decay = decays[s->optimizer];
     if (s->min_lr < 0) s->min_lr = s->lr / 10;
     return 0;
 }

@@ -244,7 +244,8 @@ int main(int argc, char **argv)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
     if (read_flags(argc - 1, argv + 1)) return 2;
     if (import_sizes(s) || open_tokenizer(s) || apply_preset(s)) return 2;
-    if (trains(s) ? encode_data(s) || check_data(s) || check_compression(s) : check_model(s))
+    if (trains(s) ? encode_data(s) || check_data(s) || check_optimizer(s) || check_compression(s)
+                  : check_model(s))
         return 2;
     if (check_text(s) || read_emulation(s) || check_sizes(s) || check_checkpoints(s)) return 2;
     s->command = join_words(argc, argv);
