@@ -12,6 +12,8 @@
  *            --config FILE, which has flags as lines, "batch = 128" or "sync-batchnorm = 1"; the command line wins
  *   expect   of ./resnet_cifar --ranks 2 --epochs 3 --batch 32, in half a minute of two cores:
  *     2000 training images, 500 for the test; 2 ranks x 32 images a step
+ *     model   ResNet-20: 272474 parameters; strategy ddp: a rank sends 1089920 bytes a step
+ *     memory  a rank will need 65.9 MiB: parameters 1.0, gradients 1.0, optimizer 1.0, ...
  *     epoch   steps      lr  training loss  test accuracy  images/s
  *         1      31  0.1000         2.0518         10.0 %       ...
  *         2      62  0.0100         0.9472         51.6 %
