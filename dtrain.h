@@ -105,6 +105,7 @@
        src/strategy/plan.c                  Planning, and AUTO
        src/tape/tape.c                      Tape and tensors
        src/tape/tape_internal.h             The tape's structures
+       src/tape/staging.c                   Page-locked staging of inputs
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, normalisation, embedding
@@ -15609,6 +15610,14 @@ typedef struct dtrain__feed {
     bool filled;        /* pinned holds this pass's data already */
 } dtrain__feed;
 
+/* Page-locked memory through which inputs of all other passes go; see staging.c. */
+typedef struct dtrain__staging {
+    char *memory; /* (bytes) */
+    size_t bytes;
+    size_t used, wanted;    /* of them in this pass, and how many it would have liked */
+    dtrain_event *uploaded; /* behind the last upload */
+} dtrain__staging;
+
 /* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
@@ -15636,9 +15645,16 @@ struct dtrain_tape {
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
     const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */
-    dtrain_result error;                       /* the first of this pass, and its sentence */
+    dtrain__staging staging;
+    dtrain_result error; /* the first of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
+
+/* tape/staging.c */
+DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
+                                                     size_t bytes);
+DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
@@ -15732,6 +15748,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
     dtrain_allocator allocator = tape->allocator;
+    dtrain__staging_free(tape);
     for (int i = 0; i < DTRAIN__ARENAS; i++) {
         dtrain_device *device = tape->arenas[i].device;
         for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
@@ -15770,6 +15787,8 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
                               "dtrain_tape_begin: flags are %#x, expected DTRAIN_TAPE_NO_GRAD and "
                               "at most one of DTRAIN_TAPE_BF16 and DTRAIN_TAPE_F16",
                               flags));
+    const dtrain_result staged = dtrain__staging_begin(tape);
+    if (staged != DTRAIN_OK) return dtrain__tape_stick(tape, staged);
     return dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
 }
 
@@ -15891,9 +15910,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
     if (tape->feed) result = dtrain__feed_take(tape, x, host);
-    else
-        result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
-                                         DTRAIN_COPY_HOST_TO_DEVICE);
+    else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
     /* counted here because only here are they in host memory */
     if (dtype == DTRAIN_DTYPE_I32)
         ((dtrain__tape_tensor *)x)->factor = tape->feed ? 1 : dtrain__valid_factor(host, x->count);
@@ -15996,6 +16013,90 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
     if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
     return tape->error;
+}
+
+/* ================================================================================================
+ * src/tape/staging.c
+ * ==============================================================================================*/
+
+/* Page-locked staging of inputs
+ *
+ * On a device with memory of its own, inputs of a pass are copied into one page-locked block, from
+ * where the device fetches them in the order of its work. The host goes on at once and may fill its
+ * arrays with the next batch: it waits neither for what the device does before, nor for the upload.
+ *
+ *     host     batch -> block | forward is queued ...          next pass: is it uploaded?
+ *     device   ... the step before | block -> input | forward ...
+ *
+ * The block is as large as the inputs of the largest pass so far. What has no room in it goes by a
+ * copy that waits, which happens in the first pass. A pass that is replayed has a place for each
+ * input instead (dtrain__feed). */
+
+#define DTRAIN__STAGING_ALIGN 256
+
+/* Tell whether the device has memory of its own, and events. */
+static bool dtrain__staging_serves(const dtrain_device *device)
+{
+    return !device->ops->host_memory && device->ops->event_query;
+}
+
+/* Wait until nothing is being uploaded from the block, which is so once the pass's loss is read. */
+static dtrain_result dtrain__staging_await(dtrain_tape *tape)
+{
+    dtrain__staging *s = &tape->staging;
+    bool done = true;
+    if (s->used) DTRAIN__TRY(tape->device->ops->event_query(tape->device, s->uploaded, &done));
+    return done ? DTRAIN_OK : tape->device->ops->synchronize(tape->device);
+}
+
+/* Make the block free for the next pass, and large enough for one like the last. */
+DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape)
+{
+    dtrain__staging *s = &tape->staging;
+    dtrain_device *device = tape->device;
+    if (tape->feed || (!s->used && !s->wanted)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__staging_await(tape));
+    s->used = 0;
+    if (s->wanted > s->bytes) {
+        void *memory;
+        dtrain__staging_free(tape);
+        DTRAIN__TRY(device->ops->event_create(device, &s->uploaded));
+        DTRAIN__TRY(device->ops->host_alloc(device, s->wanted, &memory));
+        s->memory = (char *)memory;
+        s->bytes = s->wanted;
+    }
+    s->wanted = 0;
+    return DTRAIN_OK;
+}
+
+/* Bring an input to the device. `from` can be used again on return. */
+DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
+                                                     size_t bytes)
+{
+    dtrain__staging *s = &tape->staging;
+    dtrain_device *device = tape->device;
+    const size_t room = dtrain__round_up(bytes, DTRAIN__STAGING_ALIGN);
+    if (dtrain__staging_serves(device)) s->wanted += room;
+    if (room > s->bytes - s->used)
+        return device->ops->copy(device, to, from, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
+    char *place = s->memory + s->used;
+    memcpy(place, from, bytes);
+    s->used += room;
+    DTRAIN__TRY(
+        device->ops->copy_async(device, to, place, bytes, DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    return device->ops->event_record(device, s->uploaded, NULL);
+}
+
+/* Free the block, when nothing is uploaded from it any more. */
+DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape)
+{
+    dtrain__staging *s = &tape->staging;
+    dtrain__staging_await(tape);
+    if (s->memory) tape->device->ops->host_free(tape->device, s->memory, s->bytes);
+    if (s->uploaded) tape->device->ops->event_destroy(tape->device, s->uploaded);
+    s->memory = NULL;
+    s->uploaded = NULL;
+    s->bytes = s->used = 0;
 }
 
 /* ================================================================================================

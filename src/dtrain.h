@@ -97,6 +97,7 @@ extern "C" {
 #include "strategy/query.c"
 #include "strategy/plan.c"
 #include "tape/tape.c"
+#include "tape/staging.c"
 #include "tape/op.c"
 #include "tape/backward.c"
 #include "tape/layers.c"

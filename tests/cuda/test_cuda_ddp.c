@@ -730,6 +730,51 @@ static int arrays_main(dtrain_world *world, void *user)
     for (int i = 0; i < 2; i++) device->ops->free(device, memory[i], sizeof host);
     return 0;
 }
+/* Inputs are uploaded late, when nobody waits: arrays are filled again at once, passes follow each other without a
+ * read between them, and each is larger than the one before. What the passes add up to is the gradient. */
+static int inputs_main(dtrain_world *world, void *user)
+{
+    enum { IN = 60, OUT = 5, ROWS = 40 };
+    static float x[ROWS * IN];
+    static int32_t targets[ROWS];
+    float *grad = (float *)user;
+    dtrain_strategy *ddp;
+    dtrain_tape *tape;
+    dtrain_param p = ranks_param("w", NULL, NULL, OUT * IN, 0);
+    p.shape[0] = OUT, p.shape[1] = IN;
+    p.init = DTRAIN_INIT_NORMAL;
+    p.init_scale = 0.1f;
+    RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &ddp));
+    RANKS_TRY(dtrain_tape_create(world, ddp, NULL, &tape));
+    for (int pass = 0; pass < 8; pass++) {
+        const int64_t rows = pass < 4 ? 10 * (pass + 1) : 10 * (8 - pass), shape[2] = {rows, IN};
+        for (int64_t i = 0; i < rows * IN; i++) x[i] = (float)((i * 7 + pass * 13) % 11) - 5;
+        for (int64_t i = 0; i < rows; i++) targets[i] = (int32_t)((i + pass) % OUT);
+        RANKS_TRY(dtrain_strategy_accumulate(ddp, pass < 7));
+        RANKS_TRY(dtrain_tape_begin(tape, 0, 0));
+        dtrain_tensor *h = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
+        dtrain_tensor *t = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, targets, false);
+        memset(x, 0x55, sizeof x);
+        memset(targets, 0, sizeof targets);
+        h = dtrain_linear(tape, h, &p, NULL, DTRAIN_ACTIVATION_NONE);
+        RANKS_TRY(dtrain_tape_backward(tape, dtrain_cross_entropy(tape, h, t, 0, 0), 1));
+        RANKS_TRY(dtrain_strategy_finish(ddp));
+    }
+    RANKS_TRY(
+        dtrain_device_copy(dtrain_world_device(world), grad, p.grad, OUT * IN * sizeof *grad));
+    dtrain_tape_destroy(tape);
+    dtrain_strategy_destroy(ddp);
+    return 0;
+}
+static void test_inputs_are_staged(void)
+{
+    static float cpu[300], cuda[300];
+    dtrain_launch_desc desc = ranks_desc(1, DTRAIN_LAUNCH_THREADS);
+    CHECK(ranks_launch(&desc, inputs_main, cpu, NULL) == DTRAIN_OK);
+    cuda_run(1, DTRAIN_LAUNCH_THREADS, inputs_main, cuda);
+    for (int i = 0; i < 300; i++) CHECK_CLOSE(cuda[i], cpu[i], 1e-4);
+    CHECK(fabsf(cpu[7]) > 1e-3f);
+}
 static void test_host_arrays(void)
 {
     for (int which = 0; which < 3; which++)
@@ -957,6 +1002,7 @@ int main(int argc, char **argv)
     RUN(test_graph_is_eager);
     RUN(test_graph_notices_ignored_targets);
     RUN(test_autocast);
+    RUN(test_inputs_are_staged);
     RUN(test_host_arrays);
     RUN(test_refused);
     RUN(test_names);

@@ -8,7 +8,13 @@
 #include "allocator.h"
 #include "files.h"
 
-#include <pthread.h>
+#include <sys/resource.h>
+
+#if defined(__SANITIZE_ADDRESS__) || TEST_RACES
+#define TEST_SANITIZED 1
+#else
+#define TEST_SANITIZED 0
+#endif
 
 enum { MOST_ITEMS = 64, MOST_BATCH = 5 };
 
@@ -350,6 +356,40 @@ static void test_fork(void)
     dtrain_dataset_close(dataset);
 }
 
+/* Where threads cannot be had, the sentence has the worker's number, and those before it are gone. */
+static void test_no_threads(void)
+{
+    source s = {.items = MOST_ITEMS};
+    dtrain_dataset *dataset;
+    dtrain_loader *loader;
+    dtrain_loader_desc desc;
+    struct rlimit before, tight;
+    item got[2];
+    long pages = 0;
+    if (TEST_SANITIZED) {
+        test_cannot("a sanitizer needs all of the address space");
+        return;
+    }
+    FILE *file = fopen("/proc/self/statm", "r");
+    CHECK(file && fscanf(file, "%ld", &pages) == 1 && fclose(file) == 0);
+    CHECK(open_source(&s, &dataset) == DTRAIN_OK && getrlimit(RLIMIT_AS, &before) == 0);
+    tight = before;
+    tight.rlim_cur =
+        (rlim_t)(pages * sysconf(_SC_PAGESIZE) + (32 << 20)); /* some stacks of 8 MiB */
+    memset(&desc, 0, sizeof desc);
+    desc.dataset = dataset, desc.batch = 2, desc.in_order = true, desc.workers = 64;
+    CHECK(setrlimit(RLIMIT_AS, &tight) == 0);
+    const dtrain_result result = dtrain_loader_create(NULL, &desc, &loader);
+    CHECK(setrlimit(RLIMIT_AS, &before) == 0);
+    CHECK(result == DTRAIN_ERROR_SYSTEM && loader == NULL);
+    CHECK_MSG(strstr(dtrain_last_error(), "of 64 could not be started: ") != NULL, "%s",
+              dtrain_last_error());
+    CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+    CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK && got[1].number == 1);
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(dataset);
+}
+
 /* A file that is cut while workers read it: its name, at the first batch that was not read before. */
 static void test_file_cut(void)
 {
@@ -495,6 +535,7 @@ int main(int argc, char **argv)
     RUN(test_errors_in_order);
     RUN(test_transform_fails);
     RUN(test_fork);
+    RUN(test_no_threads);
     RUN(test_file_cut);
     RUN(test_random_programs);
     return test_summary() + !files_end();
