@@ -28,7 +28,7 @@ typedef struct saved_run {
     dtrain_strategy_desc strategy;
     dtrain_compression_desc compression;
     uint32_t micro, tape_flags, checkpoint_every;
-    int batch; /* of a rank and micro-batch */
+    int batch;                  /* of a rank and micro-batch */
     bool sgd, background, muon; /* muon: of the matrices of units 1 and 2; others by sgd or AdamW */
     float dropout, momentum;
     uint64_t seed;
