@@ -341,6 +341,7 @@ good "the same text" . "$gpt" --threads 1 --tokenizer "$tmp/bpe" --resume "$tmp/
 [ "$(grep -v tokens/s "$tmp/one")" = "$(grep -v tokens/s "$tmp/out")" ]; result "as with Hugging Face's" $?
 bad "a tokenizer that cannot encode" 'can only decode' "$gpt" --tokenizer "$tmp/bpe/tokenizer.bin" --resume "$tmp/run" --generate 5 --prompt x
 bad "a larger vocabulary than the model's" 'has 1200 tokens, and the model a vocabulary of 300' "$gpt" --tokenizer "$tmp/bpe" --import "$tmp/f32.bin" --generate 5
+bad "several files of text" 'encodes one file of text' "$gpt" --tokenizer "$tmp/bpe" --data "$tmp"
 bad "no tokenizer there" 'vocab.json cannot be read: No such file' "$gpt" --tokenizer "$tmp/hf" --data README.md
 bad "a cut vocabulary" 'vocab.json: expected' sh -c "mkdir -p '$tmp/cut' && cp '$tmp/bpe/merges.txt' '$tmp/cut' &&
     head -c 500 '$tmp/bpe/vocab.json' >'$tmp/cut/vocab.json' && exec '$gpt' --tokenizer '$tmp/cut'"

@@ -23,7 +23,7 @@ int main(int argc, char **argv)
     if (tokenizer_open(&t, argv[1]) != DTRAIN_OK) return tokenizer_close(&t), fail();
     if (tokenizer_read_file("/dev/stdin", &input, &bytes) != DTRAIN_OK) wrong = 1;
     else if (encode && tokenizer_encode(&t, input, bytes, &list) != DTRAIN_OK) wrong = 1;
-    if (encode && !wrong)
+    if (encode && !wrong && list.count > 0)
         wrong = fwrite(list.at, sizeof *list.at, list.count, stdout) != list.count;
     for (size_t i = 0; !encode && i + sizeof(int32_t) <= bytes; i += sizeof(int32_t)) {
         int32_t id;

@@ -213,6 +213,10 @@ static int encode_data(settings *s)
     FILE *file = NULL;
     if (!s->tokenizer || s->data_format >= (long)DTRAIN_DATA_BIN) return 0; /* tokens already */
     dtrain_result result = tokenizer_read_file(s->data, &text, &bytes);
+    if (result != DTRAIN_OK)
+        return BAD("--data: %s; --tokenizer encodes one file of text, and files that have tokens "
+                   "already need --data-format bin or u16",
+                   dtrain_last_error());
     for (size_t i = 0; i < 4 && i < bytes; i++) magic |= (uint32_t)(uint8_t)text[i] << 8 * i;
     const bool encoded = magic == magics[0] || magic == magics[1];
     if (result == DTRAIN_OK && !encoded)
