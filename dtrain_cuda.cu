@@ -5952,10 +5952,13 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         if (seen) dtrain_cuda_flash_accumulate<HEAD>(sums, p, v_tile);
     }
     dtrain_cuda_copy_wait(); /* where there was no key */
-    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + work.pair * args.queries, row,
-                             q.rows);
+    /* Where the block writes is computed again: in the loop there is no register to keep it in. */
+    const dtrain_cuda_flash_work own_work =
+        dtrain_cuda_flash_work_of<HEAD, false>(order, args.causal);
     const dtrain_cuda_flash_side<Storage> y = dtrain_cuda_flash_side_of<false>(
-        args, work, (Storage *)NULL, (Storage *)args.y); /* as dY lies */
+        args, own_work, (Storage *)NULL, (Storage *)args.y); /* as dY lies */
+    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + own_work.pair * args.queries, row,
+                             y.rows);
     dtrain_cuda_flash_store<HEAD>(y.b, y.b_stride, row, y.rows, sums, 1.0f);
 }
 
@@ -6120,7 +6123,6 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         dtrain_cuda_flash_accumulate<HEAD>(sums[0], ds, tiles);
     }
     dtrain_cuda_copy_wait(); /* where the loop was empty */
-    /* Where the block writes is computed again: in the loop there is no register to keep it in. */
     const dtrain_cuda_flash_work own_work =
         dtrain_cuda_flash_work_of<HEAD, KEYS>(order, args.causal && !KEYS);
     const dtrain_cuda_flash_side<Storage> to =

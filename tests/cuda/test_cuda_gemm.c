@@ -130,6 +130,13 @@ static void want_all(product *p, uint32_t math)
     }
 }
 
+/* Ask for a product (16,24) of depth 32 and nothing beside it, in one type. */
+static ask plain_ask(dtrain_dtype type, float beta)
+{
+    const ask x = {16, 24, 32, 0, 0, type, type, type, 1, beta, false, false, false, false, 0, 0};
+    return x;
+}
+
 static product make_product(const ask *x, uint32_t math)
 {
     const bool ta = (x->flags & DTRAIN_GEMM_TRANS_A) != 0,
@@ -896,22 +903,7 @@ static void test_graph(void)
 /* A kind of product first met while a graph is captured is taken untimed. */
 static void try_graph_first(float beta)
 {
-    const ask x = {16,
-                   24,
-                   32,
-                   0,
-                   0,
-                   DTRAIN_DTYPE_F32,
-                   DTRAIN_DTYPE_F32,
-                   DTRAIN_DTYPE_F32,
-                   1,
-                   beta,
-                   false,
-                   false,
-                   false,
-                   false,
-                   0,
-                   0};
+    const ask x = plain_ask(DTRAIN_DTYPE_F32, beta);
     dtrain_graph *graph = NULL;
     gpu_open();
     product p = make_product(&x, 0);
@@ -960,22 +952,7 @@ static void check_cost(const ask *x, int64_t matmuls, int64_t kernels)
 
 static void test_what_is_fused(void)
 {
-    const ask plain = {16,
-                       24,
-                       32,
-                       0,
-                       0,
-                       DTRAIN_DTYPE_BF16,
-                       DTRAIN_DTYPE_BF16,
-                       DTRAIN_DTYPE_BF16,
-                       1,
-                       0,
-                       false,
-                       false,
-                       false,
-                       false,
-                       0,
-                       0};
+    const ask plain = plain_ask(DTRAIN_DTYPE_BF16, 0);
     ask x = plain;
     gpu_open();
     check_cost(&x, 1, 0);
@@ -1169,22 +1146,7 @@ static void test_memory(void)
 /* An algorithm that needs all of the workspace is taken; one that needs more is not proposed. */
 static void test_workspace(void)
 {
-    const ask x = {16,
-                   24,
-                   32,
-                   0,
-                   0,
-                   DTRAIN_DTYPE_BF16,
-                   DTRAIN_DTYPE_BF16,
-                   DTRAIN_DTYPE_BF16,
-                   1,
-                   1,
-                   false,
-                   false,
-                   false,
-                   false,
-                   0,
-                   0};
+    const ask x = plain_ask(DTRAIN_DTYPE_BF16, 1);
     for (int more = 0; more < 2; more++) {
         dtrain_emulation_inject(DTRAIN_EMULATION_WORKSPACE, (32 << 20) + more);
         open_with_math(0);

@@ -69,6 +69,65 @@ static void test_errors(void)
     gpu_close();
 }
 
+/* Flash attention takes key lengths, products the mask; a length outside [0, keys] is reported at the next wait, by the
+ * one as by the other, and taken for the nearest that is inside. */
+static void test_key_lengths(void)
+{
+    enum { T = 20, WIDE = 3 * 64 };
+    const packed_shape shape = {2, T, 1, 1, 64, false, DTRAIN_DTYPE_BF16};
+    const int32_t lengths[2] = {T + 1, -1};
+    gpu_open();
+    for (int masked = 0; masked < 2; masked++) {
+        uint16_t y[2 * T * 64];
+        float *mask = (float *)calloc(T * T, sizeof *mask);
+        void *qkv = gpu_noise(2 * T * WIDE, DTRAIN_DTYPE_BF16, 1, 1);
+        dtrain_attention_args args =
+            packed_attention(shape, gpu_give(qkv, 2 * T * WIDE * 2, 0), gpu_take(sizeof y, 0),
+                             gpu_take(2 * T * sizeof(float), 0));
+        args.key_lengths = (const int32_t *)gpu_give(lengths, sizeof lengths, 0);
+        if (masked) args.mask = (const float *)gpu_give(mask, T * T * sizeof *mask, 0);
+#ifdef DTRAIN_CUDA_EMULATION
+        dtrain_emulation_counters before, after;
+        dtrain_emulation_get_counters(&before);
+#endif
+        CHECK_MSG(gpu->ops->attention(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
+        CHECK(gpu->ops->synchronize(gpu) == DTRAIN_ERROR_DATA);
+        CHECK_MSG(strstr(dtrain_last_error(), "attention: key length ") &&
+                      strstr(dtrain_last_error(), " is outside [0, 20]"),
+                  "%s", dtrain_last_error());
+#ifdef DTRAIN_CUDA_EMULATION
+        dtrain_emulation_get_counters(&after);
+        CHECK((after.matmuls > before.matmuls) == (masked != 0));
+#endif
+        gpu_read(y, args.y, sizeof y);
+        for (int i = 0; i < 2 * T * 64; i++) /* all keys; none */
+            CHECK((naive_get(y, DTRAIN_DTYPE_BF16, i) != 0) == (i < T * 64));
+        free(mask), free(qkv);
+    }
+    gpu_close();
+}
+
+/* The square of a tensor: both inputs are one, and so is where their gradients go. */
+static void test_square(void)
+{
+    enum { COUNT = 37 };
+    const int64_t count = COUNT;
+    float x[COUNT], gradient[COUNT];
+    dtrain_tape *tape = NULL;
+    for (int i = 0; i < COUNT; i++) x[i] = (float)i - 11.5f;
+    gpu_open();
+    CHECK(dtrain_tape_create(NULL, NULL, gpu, &tape) == DTRAIN_OK);
+    dtrain_tape_begin(tape, 0, 0);
+    dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, &count, x, true);
+    dtrain_tensor *y = dtrain_add(tape, dtrain_multiply(tape, in, in), in);
+    CHECK_MSG(dtrain_tape_backward(tape, dtrain_sum(tape, y), 1) == DTRAIN_OK, "%s",
+              dtrain_last_error());
+    CHECK(dtrain_tensor_read_grad(tape, in, gradient) == DTRAIN_OK);
+    for (int i = 0; i < COUNT; i++) CHECK(gradient[i] == 2 * x[i] + 1);
+    dtrain_tape_destroy(tape);
+    gpu_close();
+}
+
 int main(int argc, char **argv)
 {
     const char *missing = gpu_missing();
@@ -85,5 +144,7 @@ int main(int argc, char **argv)
     RUN(test_permute);
     RUN(test_attention);
     RUN(test_errors);
+    RUN(test_key_lengths);
+    RUN(test_square);
     return test_summary();
 }
