@@ -81,7 +81,7 @@ endif
 LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            tests/cli/test_examples.sh
-LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh test_documents.sh test_weights.sh) \
+LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh test_documents.sh test_weights.sh test_models.sh) \
            tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
@@ -92,9 +92,9 @@ FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-
 programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
 test: programs
 	@$(RUN) $(FAST)
-test-long: $(EXAMPLES) $(BENCHES) $(BUILD)/export_gpt2 $(EMU_BENCH) $(MPIS)
+test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: $(EXAMPLES) $(BENCHES) $(BUILD)/export_gpt2 $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
 	@DTRAIN_TEST_FULL=1 $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
@@ -110,17 +110,18 @@ bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling
 	$(BUILD)/bench/bench_scaling --program $(BUILD)/train_gpt $(ARGS)
 
 # A sanitizer build is the same tests in a folder of its own.
-# Kernel threads are fibers: what a sanitizer knows of a stack must not move to its own heap.
+# Lines are enough to name a place, and compile in three quarters of the time. Kernel threads are fibers: what a
+# sanitizer knows of a stack must not move to its own heap.
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	$(MAKE) test BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
-	  CFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
+	$(MAKE) test SANITIZED=1 BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
+	  CFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 # Ranks that are threads, and the threads of a rank, are what there is to look at; emulated kernels run on one thread.
 tsan:
-	$(MAKE) test BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g -fsanitize=thread" \
+	$(MAKE) test SANITIZED=1 BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
 	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression programs ranks_differ \
-	    trainer gemm device sparse)"
+	    trainer loader gemm device sparse)"
 
 # What else reads or runs the code, each a target of its own, and all beside one another.
 valgrind: $(TESTS)
@@ -203,15 +204,18 @@ LINKED  := -DDTRAIN__IMPLEMENTED \
 PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))
 ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
 INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(wildcard tests/unit/*.c)))
-# Kernels are also compiled for vectors that are wider than the compiler's target (a note on the ABI of statics).
-KERNELS := $(addprefix $(BUILD)/tests/test_,gemm device dtypes kernels sparse conv)
+# Tests that look at the kernels of every instruction set share one object with all of them.
+KERNELS := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "instances.h"' $(wildcard tests/unit/*.c)))
+# The library as objects of src/, which tests that look inside, the emulated GPU and sanitized programs are linked with: it
+# is compiled once for all of them, by as many jobs as there are.
+PARTS          = $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/%,$(SOURCES)))
 IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
 ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
-PROGRAM        = $(CC) $(STRICT) $(OPTIONS) $(if $(filter $(KERNELS),$@),-Wno-psabi)
+PROGRAM        = $(CC) $(STRICT) $(OPTIONS)
 
 $(BUILD)/dtrain.o: dtrain.h $(BUILD)/flags
 	$(IMPLEMENTATION)
-$(BUILD)/dtrain.a: $(BUILD)/dtrain.o
+$(BUILD)/dtrain.a: $(if $(SANITIZED),$(PARTS),$(BUILD)/dtrain.o)
 	$(ARCHIVE)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
@@ -225,7 +229,11 @@ $(BUILD)/tests/test_system_calls $(BUILD)/tests/test_restart: private WRAPPED = 
         s/^WRAP_CODE(\([a-z_]*\),.*/\1/p; s/.*[ *]__wrap_\([a-z_]*\)(.*/\1/p' $< | sed 's/^/-Wl,--wrap=/'}
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
-	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(BUILD)/sources.a -o $@ $(LIBS)
+	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(filter %.o,$^) $(BUILD)/sources.a -o $@ $(LIBS)
+$(KERNELS): $(BUILD)/tests/instances.o
+$(BUILD)/tests/instances.o: tests/support/instances.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(PROGRAM) -Wno-psabi -iquote src $(TEST_INCLUDES) -c $< -o $@
 $(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
@@ -246,9 +254,9 @@ $(BUILD)/mpi/small_mpi: test_mpi.c $(BUILD)/mpi/flags
 	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 $(TEST_INCLUDES) $< -o $@ $(LIBS)
 
 $(BUILD)/emu/%: private DEFINES += -DDTRAIN_CUDA_EMULATION -DDTRAIN_USE_CUDA -Itests/cuda/emulation
-$(BUILD)/emu/dtrain.o: dtrain.h $(BUILD)/flags
+$(BUILD)/emu/device.o: src/device/device.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(IMPLEMENTATION)
+	$(PROGRAM) -Isrc -c $< -o $@
 $(BUILD)/emu/dtrain_cuda.o: dtrain_cuda.cu $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CXX) $(STRICT_CXX) $(OPTIONS) -x c++ -c $< -o $@
@@ -258,7 +266,7 @@ $(BUILD)/emu/%.o: %.cpp $(BUILD)/flags
 $(BUILD)/emu/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) $(TEST_INCLUDES) -c $< -o $@
-$(BUILD)/emu/emulated.a: $(addprefix $(BUILD)/emu/,dtrain.o dtrain_cuda.o cuda_emulation.o)
+$(BUILD)/emu/emulated.a: $(filter-out %/device/device.o,$(PARTS)) $(addprefix $(BUILD)/emu/,device.o dtrain_cuda.o cuda_emulation.o)
 	$(ARCHIVE)
 $(BUILD)/emu/%: $(BUILD)/emu/%.o $(BUILD)/emu/emulated.a
 	$(CXX) $(CFLAGS) $^ -o $@ $(LIBS)
@@ -278,7 +286,7 @@ $(BUILD)/cuda/%: $(BUILD)/cuda/%.o $(BUILD)/cuda/dtrain.a
 # ---- The sources one by one -----------------------------------------------------------------------
 # The product files are joined from src/; src compiles each file of it alone, and links all of them.
 src: $(SOURCES:%.c=$(BUILD)/%.o)
-$(BUILD)/sources.a: $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/%,$(SOURCES)))
+$(BUILD)/sources.a: $(PARTS)
 	$(ARCHIVE)
 $(BUILD)/src/%.o: src/%.c $(BUILD)/flags
 	@mkdir -p $(@D)

@@ -40,7 +40,7 @@
        src/tape/ops.h                       Operations
        src/optim/scaler.h                   Loss scaling and clipping
        src/optim/optimizer.h                Optimizers and learning rates
-       src/train/data.h                     Data: samplers, token files, loaders
+       src/train/data.h                     Data: samplers, datasets, loaders
        src/train/trainer.h                  Trainer
        src/train/metrics.h                  Metrics
        src/state/state.h                    State
@@ -105,6 +105,7 @@
        src/strategy/plan.c                  Planning, and AUTO
        src/tape/tape.c                      Tape and tensors
        src/tape/tape_internal.h             The tape's structures
+       src/tape/staging.c                   Page-locked staging of inputs
        src/tape/op.c                        Running an operation
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, normalisation, embedding
@@ -118,12 +119,18 @@
        src/tape/arena.c                     The tape's memory
        src/optim/scaler.c                   Gradient norm, clipping, loss scaling
        src/optim/optim_internal.h           The optimizer's structure
-       src/optim/optimizer.c                Optimizers: AdamW, SGD
+       src/optim/optimizer.c                Optimizers: AdamW, SGD, Lion
+       src/optim/groups.c                   Parameter groups: defaults, checks, who is in which
+       src/optim/muon.c                     Muon
        src/optim/schedule.c                 Learning rates
        src/train/sampler.c                  Samplers
-       src/train/data_internal.h            An open token file, and a loader of one
-       src/train/dataset.c                  Token files
+       src/train/data_internal.h            An open dataset, its files, and a loader of one
+       src/train/dataset.c                  Datasets
        src/train/loader.c                   Loaders
+       src/train/prefetch.c                 Threads that read batches ahead
+       src/train/tokens.c                   Token files
+       src/train/images.c                   Image files
+       src/train/files.c                    Files of a dataset
        src/train/trainer.c                  Trainer
        src/train/trainer_internal.h         The trainer's structure
        src/train/queued_step.c              A step without the host: recorded and replayed
@@ -1065,14 +1072,16 @@ typedef struct dtrain_param_state {
 
 /* Filled by the host, except for its last member. */
 typedef struct dtrain_param {
-    const char *name;              /* unique; kept by pointer */
-    float *value;                  /* (count); NULL: the library owns it and initialises it */
-    float *grad;                   /* (count); NULL: it lives inside a bucket and this becomes its
+    const char *name; /* unique; kept by pointer */
+    float *value;     /* (count); NULL: the library owns it and initialises it */
+    float *grad;      /* (count); NULL: it lives inside a bucket and this becomes its
                                       address; the host's own is copied at ready and back */
-    int64_t count;                 /* elements; 0 = product of shape. Both are completed in place */
-    int64_t shape[4];              /* leading non-zero entries; all zero = 1-D of count */
-    uint32_t unit;                 /* which unit (transformer block) it belongs to */
-    uint32_t flags;                /* DTRAIN_PARAM_* */
+    int64_t count;    /* elements; 0 = product of shape. Both are completed in place */
+    int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count */
+    uint32_t unit;    /* which unit (transformer block) it belongs to */
+    uint32_t flags;   /* DTRAIN_PARAM_* */
+    uint32_t group;   /* parameter group of the optimizer; 0 = its desc itself. An alias
+                                      is in its target's */
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;
@@ -1207,8 +1216,12 @@ typedef struct dtrain_strategy_desc {
                                    activations (dtrain_trainer_plan), the process */
     uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
                                    0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
-    uint64_t init_seed;         /* for parameters the library initialises */
-    dtrain_comm *comm;          /* NULL = all ranks of the world */
+    const uint32_t *group_states; /* (group_count) the same for parameters of the groups 1, 2, ...
+                                     of an optimizer; of groups behind them it is
+                                     optimizer_states. Read in create */
+    uint32_t group_count;
+    uint64_t init_seed;                                /* for parameters the library initialises */
+    dtrain_comm *comm;                                 /* NULL = all ranks of the world */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 
@@ -1338,9 +1351,10 @@ typedef struct dtrain_memory {
     uint64_t host; /* page-locked host memory of what is offloaded; not in any other field */
 } dtrain_memory;
 
-/* Count params, grads, buffers and optimizer (desc->optimizer_states) of the rank that needs most,
- * and their total. desc->kind is not AUTO; node_size 0 counts as rank_count. Local: it needs no
- * world, and completes count and shape of params in place. */
+/* Count params, grads, buffers and optimizer (desc->optimizer_states and group_states, without
+ * Muon's scratch) of the rank that needs most, and their total. desc->kind is not AUTO; node_size 0
+ * counts as rank_count. Local: it needs no world, and completes count and shape of params in
+ * place. */
 DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param_count,
                                               const dtrain_strategy_desc *desc, int rank_count,
                                               dtrain_memory *memory);
@@ -1627,23 +1641,36 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
-#define DTRAIN_ATTENTION_CAUSAL 1u
-/* Apply multi-head attention, qkv (batch*sequence, 3n) -> (batch*sequence, n): in each head
- * softmax(q k^T / sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags);
-
-/* Apply attention with fewer heads of keys and values than of queries, which divide them: a row of
- * qkv holds `heads` heads of q, kv_heads of k and kv_heads of v side by side, and head h of q meets
- * head h / (heads / kv_heads) of the others (Ainslie et al., "GQA", 2023). The result has the
- * columns of q. With kv_heads = heads it is dtrain_attention. */
-DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
-                                                   int64_t sequence, int64_t heads,
-                                                   int64_t kv_heads, uint32_t flags);
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_attention_desc {
+    int64_t sequence;           /* rows of q in a batch element; no default */
+    int64_t heads;              /* of q; no default */
+    int64_t kv_heads;           /* of k and v, divides heads; 0 = heads */
+    int64_t key_sequence;       /* rows of k and v in a batch element; 0 = sequence */
+    bool causal;                /* row t of q sees the rows 0 to t of k, also where the two are of
+                             different length: PyTorch's is_causal */
+    dtrain_tensor *key_lengths; /* (batch) I32: the first rows of k and v that count in each batch
+                                   element, 0 to key_sequence; the rest is padding. NULL = all */
+    dtrain_tensor *mask;        /* F32, added to the scores; -infinity hides a key. (batch or 1,
+                                   heads or 1, sequence, key_sequence), the first axes may be left
+                                   out. It gets no gradient and may not ask for one. NULL = none */
+} dtrain_attention_desc;
+/* Apply multi-head attention, softmax(q k^T / sqrt(d) + mask) v in each head, as PyTorch's
+ * scaled_dot_product_attention defines it. q is (batch*sequence, heads*d), k and v are
+ * (batch*key_sequence, kv_heads*d), and the result is like q. With k and v NULL a row of q holds
+ * all three side by side: heads heads of queries, kv_heads of keys, kv_heads of values.
+ *
+ * With fewer heads of keys and values than of queries, head h of q meets head h / (heads /
+ * kv_heads) of the others (Ainslie et al., "GQA", 2023). A row that sees no key at all has the
+ * result 0 and passes no gradient. Autocast leaves q, k and v in the type they come in, one for the
+ * three, and adds the mask in fp32. On a GPU flash attention takes causal and key_lengths; a mask
+ * goes the slower way of matrix products, whose scores are in memory. */
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
+                                           dtrain_tensor *v, const dtrain_attention_desc *desc);
 /* Turn pairs of elements by angles that grow with the position, 0 to sequence - 1 (Su et al.,
  * "RoFormer", 2021), in Llama's form: element i of a head of d goes with element i + d/2, and their
  * angle is position * theta^(-2 i / d). x (batch*sequence, heads*d); of its heads the first
- * `rotated` are turned, 0 = all: of a row for dtrain_grouped_attention, those of q and k. */
+ * `rotated` are turned, 0 = all: of a packed row for dtrain_attention, those of q and k. */
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta);
 /* Apply softmax to the last axis. */
@@ -1811,36 +1838,66 @@ DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float 
 /* Optimizers and learning rates
  *
  * An optimizer updates the parameters of a strategy, each rank its own shards, and publishes them.
- * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or
- * dtrain_sgd_defaults(); a desc that was not is refused by name. */
+ * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or one of its
+ * neighbours; a desc that was not is refused by name.
+ *
+ * Parameter groups have hyper-parameters of their own, even another kind. Parameter i is in group
+ * params[i].group: 0 is the desc itself, g > 0 is groups[g - 1]. So hidden matrices go to Muon and
+ * everything else to AdamW:
+ *
+ *     dtrain_optimizer_desc muon = dtrain_muon_defaults(), desc = dtrain_adamw_defaults();
+ *     muon.lr_scale = 0.02f / 3e-4f;      // rates are those of dtrain_optimizer_step times this
+ *     desc.groups = &muon;
+ *     desc.group_count = 1;               // and params[i].group = 1 for each hidden matrix i */
 
 typedef struct dtrain_optimizer dtrain_optimizer;
 
 typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_ADAMW = 1,
-    DTRAIN_OPTIMIZER_SGD = 2
+    DTRAIN_OPTIMIZER_SGD = 2,
+    DTRAIN_OPTIMIZER_LION = 3,
+    DTRAIN_OPTIMIZER_MUON = 4
 } dtrain_optimizer_kind;
 
 typedef struct dtrain_optimizer_desc {
     uint32_t kind;
-    float beta1, beta2, epsilon; /* AdamW: 0.9, 0.999, 1e-8 */
-    float weight_decay;          /* decoupled; skips NO_DECAY and 1-D parameters. 0.01; SGD 0 */
-    float momentum;              /* SGD: 0 */
-    bool nesterov;
+    float beta1, beta2;      /* AdamW: 0.9, 0.999; Lion: 0.9, 0.99 */
+    float epsilon;           /* AdamW: 1e-8; Muon: 1e-7, beside the norm of a matrix */
+    float weight_decay;      /* skips NO_DECAY and 1-D parameters. Decoupled, but for SGD, where it
+                                is a part of the gradient, as in torch. AdamW: 0.01; others: 0 */
+    float momentum;          /* SGD: 0; Muon: 0.95 */
+    bool nesterov;           /* Muon: true */
     uint64_t variance_steps; /* AdamW: second moments are those of this many steps, and stay. For
                                 top-k gradients, whose rare large elements would pass for variance:
                                 10 to 25 % of a run, as many as dense_steps (Tang et al., "1-bit
                                 Adam", ICML 2021). 0 = of all steps */
+    float lr_scale;          /* the rate of a step is multiplied by it: 1 */
+    const struct dtrain_optimizer_desc *groups; /* (group_count) of the parameter groups 1, 2, ...;
+                                                   without groups of their own. Read in create */
+    uint32_t group_count;
 } dtrain_optimizer_desc;
 
 /* Return the defaults of AdamW (Loshchilov and Hutter, ICLR 2019), which are those of torch. */
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
-/* Return the defaults of SGD: no momentum, no weight decay. */
+/* Return the defaults of SGD: no momentum, no weight decay, as in torch. */
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
+/* Return the defaults of Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms",
+ * NeurIPS 2023), without weight decay. Its rate is 3 to 10 times smaller than AdamW's, its weight
+ * decay as many times larger. One moment a parameter. */
+DTRAIN_API dtrain_optimizer_desc dtrain_lion_defaults(void);
+/* Return the defaults of Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural
+ * networks", 2024): momentum 0.95, Nesterov, no weight decay; rates around 0.02. It is for hidden
+ * matrices, parameters of two or more dimensions, of which those behind the first count as one;
+ * embeddings, the last layer, biases and norms belong in a group of AdamW.
+ *
+ * It updates whole matrices. Under DDP every rank does so with all of them, under ZERO3 each
+ * matrix's owner does it for all; kinds that cut tensors are UNSUPPORTED. */
+DTRAIN_API dtrain_optimizer_desc dtrain_muon_defaults(void);
 
 /* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
- * must outlive the optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in
- * host memory: changes made to them on the device are undone by the next step. Local. */
+ * must outlive the optimizer. A parameter of a group that the desc does not have is an error that
+ * names both. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in host memory:
+ * changes made to them on the device are undone by the next step. Local. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
@@ -1853,9 +1910,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
                                                float grad_scale);
 
 typedef struct dtrain_optimizer_info {
-    uint32_t kind;        /* dtrain_optimizer_kind */
-    uint64_t step_count;  /* updates made */
-    uint64_t state_bytes; /* of this rank's moments, wherever they are */
+    uint32_t kind;          /* dtrain_optimizer_kind, of group 0 */
+    uint64_t step_count;    /* updates made */
+    uint64_t state_bytes;   /* of this rank's moments, wherever they are */
+    uint64_t scratch_bytes; /* Muon: of matrices between two steps of its iteration */
 } dtrain_optimizer_info;
 /* Tell what an optimizer has done and holds; all zero for an optimizer of NULL. */
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
@@ -1895,10 +1953,10 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/data.h
  * ==============================================================================================*/
 
-/* Data: samplers, token files, loaders
+/* Data: samplers, datasets, loaders
  *
- * A sampler says which index comes when, a dataset what a file of tokens holds, a loader which
- * tokens make a sample. Nothing here communicates: every rank reads its own share. */
+ * A sampler says which index comes when, a dataset what files or a source of the host's own hold, a
+ * loader which of it makes a batch. Nothing here communicates: every rank reads its own share. */
 
 /* Says which of item_count items one rank gets: number by number those of
  * torch.utils.data.DistributedSampler. */
@@ -1916,61 +1974,115 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
 
 typedef struct dtrain_dataset dtrain_dataset;
 
-/* A stream of tokens: any file as bytes (vocabulary 256), or a llm.c .bin file (uint16 tokens,
- * magic 20240520 version 1; uint32 tokens, magic 20240801 version 7) whose header counts exactly
- * the tokens that are there. world may be NULL here and for loaders: one rank, malloc. */
+/* What the files of a dataset are. Their items are tokens, or samples: an image and its label. */
+typedef enum dtrain_data_format {
+    DTRAIN_DATA_AUTO = 0,  /* by magic: BIN, otherwise BYTES */
+    DTRAIN_DATA_BYTES = 1, /* any file; its bytes are the tokens, vocabulary 256 */
+    /* llm.c's .bin: uint16 tokens (magic 20240520, version 1) or uint32 ones (20240801, 7) behind a
+     * header that counts exactly the tokens that are there; vocabulary 50257 */
+    DTRAIN_DATA_BIN = 2,
+    DTRAIN_DATA_U16 = 3,      /* nanoGPT's .bin: uint16 tokens without a header; vocabulary 50257 */
+    DTRAIN_DATA_CIFAR10 = 4,  /* the binary version: (3, 32, 32) bytes, red first; labels 0 to 9 */
+    DTRAIN_DATA_CIFAR100 = 5, /* likewise; of its two labels the fine one, 0 to 99 */
+    DTRAIN_DATA_IDX = 6 /* MNIST's: images of 2 to 4 axes of bytes, labels 0 to 9 beside them */
+} dtrain_data_format;
+
+/* Read `count` items from item `first` on: tokens (count) as int32_t, or samples (count,
+ * item_bytes) and their labels (count). labels is NULL for tokens, and where nobody wants them.
+ * Items depend on nothing but their number. Workers of a loader call it at the same time. */
+typedef dtrain_result (*dtrain_read_fn)(void *user, int64_t first, int64_t count, void *items,
+                                        int32_t *labels);
+
+/* A dataset is one or many files, one behind the other: how tokens are cut into files changes no
+ * sample. Or it is a source of the host's own: `read`, with path NULL. */
 typedef struct dtrain_dataset_desc {
-    uint32_t format;     /* 0 = by magic: a .bin header, otherwise bytes; 1 = bytes; 2 = .bin */
-    int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
+    uint32_t format;     /* dtrain_data_format */
+    int64_t vocab_count; /* ids of tokens, or labels, from here on are errors; 0 = the format's, or
+                            2^31 for a source of the host's own */
+    /* A file; a folder: all files in it but hidden ones; a pattern, "shards/train_*.bin"; several
+     * of these with commas between. Within a folder the order is that of names, by strcmp. */
     const char *path;
+    const char *labels;  /* IDX: the files of labels, as many as path has of images */
+    int64_t item_count;  /* of a source of the host's own */
+    size_t item_bytes;   /* likewise: of a sample; 0: items are tokens */
+    dtrain_read_fn read; /* likewise; not called during open */
+    void *user;          /* of read */
 } dtrain_dataset_desc;
-/* Open a token file. Only its header is read: ids are checked when they are read. */
+/* Open a dataset. Headers and sizes of all its files are checked, ids and labels when they are
+ * read. world may be NULL here and for loaders: one rank, malloc. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
-/* Close a token file; NULL is ignored. Loaders that read it are destroyed before. */
+/* Close a dataset; NULL is ignored. Loaders that read it are destroyed before. */
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
 
 typedef struct dtrain_dataset_info {
-    int64_t token_count, vocab_count;
+    int64_t item_count, vocab_count; /* tokens or samples; ids or labels */
+    size_t item_bytes;               /* of a sample; 0: items are tokens */
+    int64_t shape[3];                /* of an image in a file: channels, rows, columns */
+    size_t file_count;
 } dtrain_dataset_info;
 /* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
-/* Read tokens (count), from position first on. */
+/* Read items as a dtrain_read_fn does, from any thread. A file that was changed or cut since it was
+ * opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             int32_t *tokens);
+                                             void *items, int32_t *labels);
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and
- * deals them out. The whole state is one number: samples handed out so far by all ranks together.
- * Sample k is the same for every world size, so the same seed and global batch see the same data.
- * An epoch has (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones,
- * whose borders move from epoch to epoch. */
+/* A sample on its way into a batch. */
+typedef struct dtrain_sample {
+    int64_t item; /* of the dataset */
+    uint64_t epoch;
+    const void *data; /* (item_bytes) */
+    int32_t label;
+} dtrain_sample;
+/* Turn a sample into `output`, by normalising or cropping for example. To draw at random, draw by
+ * item and epoch: then neither ranks nor workers change what comes out. Workers call it at the same
+ * time. */
+typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
+
+/* A loader deals samples out. Of tokens it cuts n = item_count from first_item on into windows of
+ * sequence + 1: (n - 1) / sequence of them an epoch in order, or max(1, n / sequence - 1) shuffled
+ * ones, whose borders move from epoch to epoch. The whole state is one number: samples handed out
+ * so far by all ranks together. Sample k is the same for every world size and number of workers, so
+ * the same seed and global batch see the same data. */
 typedef struct dtrain_loader_desc {
-    uint32_t batch;                   /* samples per call and rank */
-    int64_t sequence;                 /* tokens per sample */
-    int64_t first_token, token_count; /* 0, 0 = all */
+    uint32_t batch;                 /* samples per call and rank */
+    int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */
+    int64_t first_item, item_count; /* the part to read; 0, 0 = all */
     uint64_t seed;
-    bool in_order; /* no shuffling: for evaluation */
+    bool in_order;  /* no shuffling: for evaluation */
+    bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
+    uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
+    uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
+    dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
+    size_t output_bytes;           /* of a sample that is transformed */
+    void *user;                    /* of transform */
 } dtrain_loader_desc;
-/* Create a loader for one rank of the world; the dataset must outlive it. Local. */
+/* Create a loader for one rank of the world; the dataset must outlive it. Local. Its threads belong
+ * to this process: after a fork the child makes a loader of its own. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
-/* Free a loader; NULL is ignored. */
+/* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
- * token later. A call that failed can be repeated. */
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets);
+/* Read the next batch of this rank. Of tokens: inputs and targets (batch, sequence) as int32_t,
+ * targets being inputs one token later. Of samples: inputs (batch, item_bytes or output_bytes) and
+ * labels in targets (batch), which may be NULL. With workers that is a copy of what is there, or a
+ * wait of at most the world's timeout. A worker's error comes with the batch it belongs to; a call
+ * that failed can be repeated. */
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets);
 
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
-    uint64_t position; /* samples handed out so far, by all ranks together */
+    uint64_t position;   /* samples handed out so far, by all ranks together */
+    size_t sample_bytes; /* of inputs */
 } dtrain_loader_info;
 /* Tell the samples of an epoch and the position; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
-/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
+/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one, once reads
+ * under way have ended: what was read ahead is dropped. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
 /* ================================================================================================
@@ -1984,7 +2096,7 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of five
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of six
  *     numbers per rank, from which every rank makes the same record */
 
 typedef struct dtrain_trainer dtrain_trainer;
@@ -2038,6 +2150,7 @@ typedef struct dtrain_step_record {
     double step_ms;           /* slowest rank */
     double comm_ms;           /* an operation was in flight; mean over ranks */
     double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
+    double data_ms;           /* in next_batch, while nothing was computed; slowest rank */
     uint64_t comm_bytes;      /* this rank sent, by the ring formula */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
@@ -2150,8 +2263,8 @@ typedef struct dtrain_metrics_desc {
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
 /* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
- * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, comm_bytes; with loss scaling
- * loss_scale, skipped_steps. Numbers that are not finite are written as null. */
+ * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, comm_bytes; with loss
+ * scaling loss_scale, skipped_steps. Numbers that are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
@@ -2161,6 +2274,7 @@ typedef struct dtrain_summary {
     double first_loss, last_loss, val_loss;   /* NaN where unknown */
     double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
     double step_ms, comm_ms, exposed_comm_ms; /* medians */
+    double data_ms;                           /* median */
     double scaling;                           /* (step - exposed) / step: an upper estimate */
     uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;
@@ -2194,9 +2308,9 @@ typedef struct dtrain_state dtrain_state;
 
 typedef enum dtrain_state_kind {
     DTRAIN_STATE_VALUE = 0,      /* of a parameter */
-    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments */
+    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments, Lion's */
     DTRAIN_STATE_EXP_AVG_SQ = 2, /* AdamW's second moments */
-    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
+    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer, Muon's */
     DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
     DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
     DTRAIN_STATE_Q = 6,          /* PowerSGD */
@@ -2753,34 +2867,35 @@ typedef struct dtrain_embedding_backward_args {
     dtrain_dtype dtype; /* of d_y */
 } dtrain_embedding_backward_args;
 
-/* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
- * Gimelshein 2018; Dao et al., FlashAttention, 2022). A row of qkv holds q, k, v of all heads side
- * by side, each head d = n/heads elements:
+/* Multi-head attention, y = softmax(q k^T / sqrt(d) + mask) v for each head, without a matrix of
+ * scores in memory: blocks of keys, online softmax (Milakov and Gimelshein 2018; Dao et al.,
+ * FlashAttention, 2022). Rows of q, k and v are a stride apart, so that the three may be columns of
+ * one matrix. With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023)
+ * head h takes those of head h / (heads/kv_heads).
  *
- *     | q: heads * d = n | k: kv_heads * d | v: kv_heads * d |
- *
- * With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023) head h takes
- * those of head h / (heads/kv_heads). Scores are scaled by 1/sqrt(d). lse (batch, heads, sequence)
- * keeps log-sum-exp of each row. */
+ * A query sees the first key_lengths[b] keys of its batch element; if causal, of those the keys up
+ * to its own number. The mask is added to the scores, -infinity hides a key. A query that sees no
+ * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0. */
 typedef struct dtrain_attention_args {
-    int64_t batch, sequence, heads, n;
+    int64_t batch, queries, keys; /* of a batch element */
+    int64_t heads, kv_heads, d;   /* kv_heads divides heads; d elements a head */
     bool causal;
-    const void *qkv;
-    void *y;            /* (batch*sequence, n) */
-    float *lse;         /* (batch, heads, sequence) */
-    dtrain_dtype dtype; /* of qkv and y */
-    int64_t kv_heads;   /* divides heads; 0 = heads */
+    dtrain_dtype dtype;                      /* of q, k, v, y */
+    const void *q;                           /* (batch*queries, heads*d) */
+    const void *k, *v;                       /* (batch*keys, kv_heads*d) */
+    int64_t q_stride, k_stride, v_stride;    /* elements from row to row */
+    const int32_t *key_lengths;              /* (batch), in [0, keys]; NULL: all keys count */
+    const float *mask;                       /* (queries, keys) for each batch element and head */
+    int64_t mask_batch_step, mask_head_step; /* elements from mask to mask; 0: they share one */
+    void *y;                                 /* (batch*queries, heads*d) */
+    float *lse;                              /* (batch, heads, queries): log-sum-exp of each row */
 } dtrain_attention_args;
 
+/* The gradients lie as q, k and v do, and are overwritten; NULL: not wanted. */
 typedef struct dtrain_attention_backward_args {
-    int64_t batch, sequence, heads, n;
-    bool causal;
-    const void *qkv, *y;
-    const float *lse;
+    dtrain_attention_args forward; /* y and lse are read */
     const void *d_y;
-    void *d_qkv;        /* as qkv, overwritten */
-    dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
-    int64_t kv_heads;   /* as above */
+    void *d_q, *d_k, *d_v;
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing
@@ -2967,32 +3082,68 @@ typedef struct dtrain_optimizer_tensor {
     float weight_decay;
     float *value;
     const float *grad;
-    float *m, *v; /* AdamW's moments; SGD: m is the momentum buffer, NULL when momentum is 0 */
+    float *m, *v; /* AdamW's moments; m: Lion's, and the momentum buffer of SGD, NULL when momentum
+                     is 0, and of Muon */
 } dtrain_optimizer_tensor;
 
 /* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
  * all tensors:
  *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
  *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr, the
- * corrections and grad_scale, and can skip the step. */
+ * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr (by theirs
+ * times lr_scale), the corrections and grad_scale, and can skip the step. */
 typedef struct dtrain_adamw_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
+    float lr_scale;                     /* of the rate in scalars */
 } dtrain_adamw_args;
 
-/* SGD as PyTorch defines it, except that the decay is decoupled:
- *   g = grad * grad_scale; buf = momentum*buf + g (buf = g on the first step)
- *   value = value (1 - lr*weight_decay) - lr * (nesterov ? g + momentum*buf : buf) */
+/* SGD as PyTorch defines it:
+ *   g = grad * grad_scale + weight_decay*value; buf = momentum*buf + g (buf = g on the first step)
+ *   value = value - lr * (nesterov ? g + momentum*buf : buf) */
 typedef struct dtrain_sgd_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, momentum, grad_scale;
     bool nesterov, first;
-    const dtrain_step_scalars *scalars; /* device memory, or NULL */
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
 } dtrain_sgd_args;
+
+/* Lion (Chen et al., 2023):
+ *   g = grad * grad_scale
+ *   value = value (1 - lr*weight_decay) - lr sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g
+ * The sign of 0, and of NaN, is 0. */
+typedef struct dtrain_lion_args {
+    size_t tensor_count;
+    const dtrain_optimizer_tensor *tensors; /* host memory */
+    float lr, beta1, beta2, grad_scale;
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
+} dtrain_lion_args;
+
+/* The elementwise stages of Muon, each a call; optim/muon.c has all of it, with gemm between them:
+ *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
+ *   NORMALIZE   x = x / (sqrt(sum_squares[0]) + epsilon)
+ *   STEP        value = value (1 - lr*weight_decay) - lr*scale*x */
+typedef enum dtrain_muon_stage {
+    DTRAIN_MUON_MOMENTUM = 0,
+    DTRAIN_MUON_NORMALIZE = 1,
+    DTRAIN_MUON_STEP = 2
+} dtrain_muon_stage;
+
+typedef struct dtrain_muon_args {
+    uint32_t stage;                        /* dtrain_muon_stage */
+    const dtrain_optimizer_tensor *tensor; /* (1) host memory */
+    float *x;                              /* (tensor->count) */
+    float lr, momentum, grad_scale, scale, epsilon;
+    bool nesterov;
+    const double *sum_squares;          /* (1) device memory */
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
+} dtrain_muon_args;
 
 /* The k elements of largest magnitude of x, or of residual + x with error feedback (Stich et al.,
  * "Sparsified SGD with Memory", 2018): residual += x; indices (k) ascending and values (k) are
@@ -3162,7 +3313,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 8u
+#define DTRAIN_DEVICE_ABI 9u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -3247,6 +3398,8 @@ struct dtrain_device_ops {
     dtrain_result (*convert)(dtrain_device *, const dtrain_convert_args *);
     dtrain_result (*adamw)(dtrain_device *, const dtrain_adamw_args *);
     dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
+    dtrain_result (*lion)(dtrain_device *, const dtrain_lion_args *);
+    dtrain_result (*muon)(dtrain_device *, const dtrain_muon_args *);
     dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
     dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
     dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);
@@ -8313,9 +8466,10 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(pointwise) X(pointwise_backward)            \
     X(softmax) X(softmax_backward) X(rotary) X(permute) X(add) X(axpby) X(dropout)           \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)        \
-    X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm) X(batchnorm_sums)              \
-    X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d) X(pool2d_backward)
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)         \
+    X(orthogonalize) X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm)               \
+    X(batchnorm_sums) X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d)           \
+    X(pool2d_backward)
 /* clang-format on */
 
 /* The entries from stream_create to may_free of a device that has finished its work when a call
@@ -11266,8 +11420,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
                                                   dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage);
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
+                                              bool whole, int64_t *stage);
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
@@ -13490,26 +13644,21 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     offload->cpu = NULL;
 }
 
-/* Count the bytes of an optimizer's states, where it works. In host memory that includes master
- * copies of values that are on the device, and two stages of *stage elements for gradients that
- * are. */
-DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage)
+/* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that
+ * includes a master copy of values that are on the device, and *stage grows to what one of the two
+ * stages needs for gradients that are: a piece of them, or with `whole` all. */
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
+                                              bool whole, int64_t *stage)
 {
     const bool offload = layout->desc->offload != 0;
-    uint64_t bytes = 0;
-    *stage = 0;
-    for (size_t i = 0; i < layout->count; i++) {
-        int64_t offset, count;
-        if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) continue;
-        const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-        const bool master = offload && !bucket->value_home->host;
-        const int64_t padded = dtrain__padded(count);
-        bytes += (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
-        if (offload && !bucket->grad_home->host)
-            *stage = dtrain__max(*stage, dtrain__min(padded, DTRAIN__PIECE));
-    }
-    return bytes + 2 * (uint64_t)*stage * sizeof(float);
+    int64_t offset, count;
+    if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
+    const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
+    const bool master = offload && !bucket->value_home->host;
+    const int64_t padded = dtrain__padded(count);
+    if (offload && !bucket->grad_home->host)
+        *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
+    return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }
 
 /* ================================================================================================
@@ -14070,6 +14219,11 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
+    if (p->group && p->group != storage->group)
+        return dtrain__param_fail(p, index,
+                                  "its group is %u, that of \"%.100s\" that it is an alias of %u: "
+                                  "they are one parameter; leave it 0",
+                                  (unsigned)p->group, storage->name, (unsigned)storage->group);
     p->state.storage = storage;
     p->state.next = storage->state.next;
     storage->state.next = p;
@@ -14229,9 +14383,12 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
     else if (!p->value)
         snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
                  (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
-    snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
+    snprintf(text, room,
+             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x "
+             "group %u, %s",
              p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
+             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group,
+             origin);
 }
 
 /* Hash a line. Its text may have cut a long name: the whole name is hashed too. */
@@ -14371,6 +14528,8 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
         {desc->whole_below < 0, "whole_below", (double)desc->whole_below, "a number of elements"},
         {desc->kept_unit_count && !desc->kept_units, "kept_unit_count",
          (double)desc->kept_unit_count, "0, for kept_units is NULL"},
+        {desc->group_count && !desc->group_states, "group_count", (double)desc->group_count,
+         "0, for group_states is NULL"},
         {how->kind > DTRAIN_COMPRESSION_POWERSGD, "compression", (double)how->kind,
          "a dtrain_compression"},
         {how->sparse_exchange > DTRAIN_SPARSE_EXCHANGE_BALANCED, "sparse_exchange",
@@ -14747,6 +14906,8 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     strategy->desc.kept_units = NULL; /* the caller's, and read */
     strategy->desc.kept_unit_count = 0;
+    strategy->desc.group_states = NULL;
+    strategy->desc.group_count = 0;
     return dtrain_strategy_publish(strategy);
 }
 
@@ -15048,14 +15209,25 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
     return DTRAIN_OK;
 }
 
+/* Return how many tensors of optimizer state a parameter is to have. */
+static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
+{
+    const uint32_t group = param->state.storage->group;
+    const bool own = group && group <= desc->group_count;
+    const uint32_t states = own ? desc->group_states[group - 1] : desc->optimizer_states;
+    return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
+}
+
 /* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory,
                                uint64_t *step_bytes)
 {
-    const uint32_t states = layout->desc->optimizer_states;
-    int64_t stage;
-    const uint64_t state = dtrain__optimizer_bytes(
-        layout, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, &stage);
+    int64_t stage = 0;
+    uint64_t state = 0;
+    for (size_t i = 0; i < layout->count; i++)
+        state += dtrain__update_bytes(
+            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &stage);
+    state += 2 * (uint64_t)stage * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);
     one.params = layout->value_bytes;
@@ -15438,6 +15610,14 @@ typedef struct dtrain__feed {
     bool filled;        /* pinned holds this pass's data already */
 } dtrain__feed;
 
+/* Page-locked memory through which inputs of all other passes go; see staging.c. */
+typedef struct dtrain__staging {
+    char *memory; /* (bytes) */
+    size_t bytes;
+    size_t used, wanted;    /* of them in this pass, and how many it would have liked */
+    dtrain_event *uploaded; /* behind the last upload */
+} dtrain__staging;
+
 /* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
@@ -15465,9 +15645,16 @@ struct dtrain_tape {
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
     const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */
-    dtrain_result error;                       /* the first of this pass, and its sentence */
+    dtrain__staging staging;
+    dtrain_result error; /* the first of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
+
+/* tape/staging.c */
+DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
+                                                     size_t bytes);
+DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);
@@ -15561,6 +15748,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
     dtrain_allocator allocator = tape->allocator;
+    dtrain__staging_free(tape);
     for (int i = 0; i < DTRAIN__ARENAS; i++) {
         dtrain_device *device = tape->arenas[i].device;
         for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
@@ -15599,6 +15787,8 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
                               "dtrain_tape_begin: flags are %#x, expected DTRAIN_TAPE_NO_GRAD and "
                               "at most one of DTRAIN_TAPE_BF16 and DTRAIN_TAPE_F16",
                               flags));
+    const dtrain_result staged = dtrain__staging_begin(tape);
+    if (staged != DTRAIN_OK) return dtrain__tape_stick(tape, staged);
     return dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
 }
 
@@ -15720,9 +15910,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
     if (tape->feed) result = dtrain__feed_take(tape, x, host);
-    else
-        result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
-                                         DTRAIN_COPY_HOST_TO_DEVICE);
+    else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
     /* counted here because only here are they in host memory */
     if (dtype == DTRAIN_DTYPE_I32)
         ((dtrain__tape_tensor *)x)->factor = tape->feed ? 1 : dtrain__valid_factor(host, x->count);
@@ -15825,6 +16013,90 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape)
     if (!tape) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_tape_error: tape is NULL");
     if (tape->error != DTRAIN_OK) dtrain__set_last_error(tape->error_text);
     return tape->error;
+}
+
+/* ================================================================================================
+ * src/tape/staging.c
+ * ==============================================================================================*/
+
+/* Page-locked staging of inputs
+ *
+ * On a device with memory of its own, inputs of a pass are copied into one page-locked block, from
+ * where the device fetches them in the order of its work. The host goes on at once and may fill its
+ * arrays with the next batch: it waits neither for what the device does before, nor for the upload.
+ *
+ *     host     batch -> block | forward is queued ...          next pass: is it uploaded?
+ *     device   ... the step before | block -> input | forward ...
+ *
+ * The block is as large as the inputs of the largest pass so far. What has no room in it goes by a
+ * copy that waits, which happens in the first pass. A pass that is replayed has a place for each
+ * input instead (dtrain__feed). */
+
+#define DTRAIN__STAGING_ALIGN 256
+
+/* Tell whether the device has memory of its own, and events. */
+static bool dtrain__staging_serves(const dtrain_device *device)
+{
+    return !device->ops->host_memory && device->ops->event_query;
+}
+
+/* Wait until nothing is being uploaded from the block, which is so once the pass's loss is read. */
+static dtrain_result dtrain__staging_await(dtrain_tape *tape)
+{
+    dtrain__staging *s = &tape->staging;
+    bool done = true;
+    if (s->used) DTRAIN__TRY(tape->device->ops->event_query(tape->device, s->uploaded, &done));
+    return done ? DTRAIN_OK : tape->device->ops->synchronize(tape->device);
+}
+
+/* Make the block free for the next pass, and large enough for one like the last. */
+DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape)
+{
+    dtrain__staging *s = &tape->staging;
+    dtrain_device *device = tape->device;
+    if (tape->feed || (!s->used && !s->wanted)) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__staging_await(tape));
+    s->used = 0;
+    if (s->wanted > s->bytes) {
+        void *memory;
+        dtrain__staging_free(tape);
+        DTRAIN__TRY(device->ops->event_create(device, &s->uploaded));
+        DTRAIN__TRY(device->ops->host_alloc(device, s->wanted, &memory));
+        s->memory = (char *)memory;
+        s->bytes = s->wanted;
+    }
+    s->wanted = 0;
+    return DTRAIN_OK;
+}
+
+/* Bring an input to the device. `from` can be used again on return. */
+DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
+                                                     size_t bytes)
+{
+    dtrain__staging *s = &tape->staging;
+    dtrain_device *device = tape->device;
+    const size_t room = dtrain__round_up(bytes, DTRAIN__STAGING_ALIGN);
+    if (dtrain__staging_serves(device)) s->wanted += room;
+    if (room > s->bytes - s->used)
+        return device->ops->copy(device, to, from, bytes, DTRAIN_COPY_HOST_TO_DEVICE);
+    char *place = s->memory + s->used;
+    memcpy(place, from, bytes);
+    s->used += room;
+    DTRAIN__TRY(
+        device->ops->copy_async(device, to, place, bytes, DTRAIN_COPY_HOST_TO_DEVICE, NULL));
+    return device->ops->event_record(device, s->uploaded, NULL);
+}
+
+/* Free the block, when nothing is uploaded from it any more. */
+DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape)
+{
+    dtrain__staging *s = &tape->staging;
+    dtrain__staging_await(tape);
+    if (s->memory) tape->device->ops->host_free(tape->device, s->memory, s->bytes);
+    if (s->uploaded) tape->device->ops->event_destroy(tape->device, s->uploaded);
+    s->memory = NULL;
+    s->uploaded = NULL;
+    s->bytes = s->used = 0;
 }
 
 /* ================================================================================================
@@ -16752,95 +17024,228 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
  *
  * What a node keeps alive until its backward:
  *
- *     attention       qkv, y, log-sum-exp of each row and head
+ *     attention       q, k, v, mask, key lengths, y, log-sum-exp of each row and head
  *     rotary          nothing: the backward pass turns the gradient back
  *     softmax         y */
 
 /* ---- Attention
  *
- * With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
+ * With p = softmax(q k^T / sqrt(d) + mask), made again block by block from q, k, the mask and lse:
  *
  *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q
  *
- * d_k and d_v of a head that several heads of queries share are sums over those. */
+ * d_k and d_v of a head that several heads of queries share are sums over those. Inputs of the
+ * operation: q or packed rows, key lengths if there are any, k and v unless packed, a mask. */
 
-static dtrain_result dtrain__attention_prepare(dtrain_op *op)
+typedef struct dtrain__attention {
+    dtrain_attention_desc desc;
+    dtrain_attention_args args;
+    uint32_t lengths, k, v, mask; /* numbers of these inputs; 0: there is none */
+    void *aside[3]; /* for the gradient of q, k or v whose tensor is one of the others as well */
+} dtrain__attention;
+
+static dtrain_result dtrain__attention_heads(const dtrain_op *op, dtrain__attention *x)
 {
-    dtrain_attention_args *args = (dtrain_attention_args *)op->args;
-    const dtrain_tensor *qkv = op->inputs[0];
-    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
-    const int64_t heads = args->heads, kv_heads = args->kv_heads, all = heads + 2 * kv_heads;
-    char text[DTRAIN__SHAPE_TEXT];
+    const dtrain_attention_desc *desc = &x->desc;
+    const int64_t heads = desc->heads, kv_heads = desc->kv_heads ? desc->kv_heads : heads;
     if (heads < 1 || kv_heads < 1 || heads % kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: %lld heads of queries cannot share %lld of keys equally",
                            op->desc->name, (long long)heads, (long long)kv_heads);
-    if (args->sequence < 1 || rows % args->sequence || width % all)
+    if (desc->sequence < 1 || desc->key_sequence < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: qkv %s does not divide into sequences of %lld rows and %lld + 2 x "
-                           "%lld heads",
+                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
+                           op->desc->name, (long long)desc->sequence,
+                           (long long)desc->key_sequence);
+    x->args.causal = desc->causal;
+    x->args.heads = heads;
+    x->args.kv_heads = kv_heads;
+    x->args.queries = desc->sequence;
+    x->args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
+    return DTRAIN_OK;
+}
+
+/* Take q, k and v from rows that hold them side by side. */
+static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
+{
+    const dtrain_tensor *qkv = op->inputs[0];
+    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
+    const int64_t all = args->heads + 2 * args->kv_heads;
+    char text[DTRAIN__SHAPE_TEXT];
+    if (rows % args->queries || width % all || args->keys != args->queries)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: rows %s of queries, keys and values side by side do not divide "
+                           "into sequences of %lld queries, as many keys (found %lld) and %lld + "
+                           "2 x %lld heads",
                            op->desc->name, dtrain__shape_text(qkv->shape, text),
-                           (long long)args->sequence, (long long)heads, (long long)kv_heads);
-    args->n = width / all * heads;
-    args->dtype = (dtrain_dtype)qkv->dtype;
-    dtrain__output_like(op, qkv, args->n, args->dtype);
-    args->batch = rows / args->sequence;
-    args->qkv = op->input_data[0];
+                           (long long)args->queries, (long long)args->keys, (long long)args->heads,
+                           (long long)args->kv_heads);
+    args->batch = rows / args->queries;
+    args->d = width / all;
+    const size_t bytes = dtrain_dtype_bytes((dtrain_dtype)qkv->dtype);
+    args->q = op->input_data[0];
+    args->k = (const char *)args->q + (size_t)(args->heads * args->d) * bytes;
+    args->v = (const char *)args->k + (size_t)(args->kv_heads * args->d) * bytes;
+    args->q_stride = args->k_stride = args->v_stride = width;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__attention_separate(dtrain_op *op, dtrain__attention *x)
+{
+    dtrain_attention_args *args = &x->args;
+    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
+    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
+    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
+    args->batch = rows / args->queries;
+    args->d = width / args->heads;
+    args->q = op->input_data[0], args->q_stride = width;
+    args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
+    args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
+    const int64_t kv_width = args->kv_heads * args->d, count = args->batch * args->keys * kv_width;
+    if (rows % args->queries || width % args->heads || args->k_stride != kv_width ||
+        args->v_stride != kv_width || k->count != count || v->count != count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads of q, "
+            "and %lld rows of %lld heads of k and v of the same size",
+            op->desc->name, dtrain__shape_text(q->shape, q_text),
+            dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
+            (long long)args->queries, (long long)args->heads, (long long)args->keys,
+            (long long)args->kv_heads);
+    if (q->dtype != k->dtype || q->dtype != v->dtype)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
+            op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
+            dtrain_dtype_name((dtrain_dtype)k->dtype), dtrain_dtype_name((dtrain_dtype)v->dtype));
+    if (op->needs_grad && k == q) x->aside[1] = dtrain_op_save(op, args->dtype, count);
+    if (op->needs_grad && (v == q || v == k)) x->aside[2] = dtrain_op_save(op, args->dtype, count);
+    return DTRAIN_OK;
+}
+
+/* Take the mask, whose axes count from the last one, and the key lengths. */
+static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__attention *x)
+{
+    dtrain_attention_args *args = &x->args;
+    const dtrain_tensor *lengths = op->inputs[x->lengths], *mask = op->inputs[x->mask];
+    const int64_t full[4] = {args->batch, args->heads, args->queries, args->keys};
+    int64_t shape[4] = {1, 1, 1, 1};
+    char text[DTRAIN__SHAPE_TEXT], full_text[DTRAIN__SHAPE_TEXT];
+    if (x->lengths && lengths->count != args->batch)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %lld key lengths for a batch of %lld",
+                           op->desc->name, (long long)lengths->count, (long long)args->batch);
+    if (x->lengths) args->key_lengths = (const int32_t *)op->input_data[x->lengths];
+    if (!x->mask) return DTRAIN_OK;
+    if (mask->dtype != DTRAIN_DTYPE_F32 || mask->needs_grad)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the mask is %s%s, expected f32 and no gradient, which it does not "
+                           "get",
+                           op->desc->name, dtrain_dtype_name((dtrain_dtype)mask->dtype),
+                           mask->needs_grad ? " and wants a gradient" : "");
+    memcpy(shape + 4 - mask->ndim, mask->shape, mask->ndim * sizeof *shape);
+    if (shape[3] != full[3] || shape[2] != full[2] || (shape[1] != 1 && shape[1] != full[1]) ||
+        (shape[0] != 1 && shape[0] != full[0]))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the mask is %s, expected (batch, heads, queries, keys) = %s, where "
+                           "batch and heads may be 1 or left out",
+                           op->desc->name, dtrain__shape_text(mask->shape, text),
+                           dtrain__shape_text(full, full_text));
+    args->mask = (const float *)op->input_data[x->mask];
+    if (shape[1] > 1) args->mask_head_step = args->queries * args->keys;
+    if (shape[0] > 1) args->mask_batch_step = shape[1] * args->queries * args->keys;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__attention_prepare(dtrain_op *op)
+{
+    dtrain__attention *x = (dtrain__attention *)op->args;
+    dtrain_attention_args *args = &x->args;
+    args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    DTRAIN__TRY(dtrain__attention_heads(op, x));
+    if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
+    else DTRAIN__TRY(dtrain__attention_packed(op, args));
+    DTRAIN__TRY(dtrain__attention_hidden(op, x));
+    dtrain__output_like(op, op->inputs[0], args->heads * args->d, args->dtype);
     args->y = op->output_data[0];
-    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows * heads);
+    args->lse =
+        (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->batch * args->heads * args->queries);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__attention_forward(dtrain_op *op)
 {
-    return op->device->ops->attention(op->device, (const dtrain_attention_args *)op->args);
+    return op->device->ops->attention(op->device, &((const dtrain__attention *)op->args)->args);
 }
 
+/* The kernel writes all gradients at once and can only overwrite. Where two of them belong to one
+ * tensor the later one is made aside, and added. */
 static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
-    const dtrain_attention_args *forward = (const dtrain_attention_args *)op->args;
+    const dtrain__attention *x = (const dtrain__attention *)op->args;
+    const uint32_t inputs[3] = {0, x->k, x->v};
     dtrain_attention_backward_args args;
-    void *d_qkv = dtrain_op_input_grad(op, 0, NULL); /* the kernel can only overwrite */
-    if (!d_qkv) return op->tape->error;
+    void *d[3] = {NULL, NULL, NULL};
+    for (int i = 0; i < (x->k ? 3 : 1); i++)
+        d[i] = x->aside[i] ? x->aside[i] : dtrain_op_input_grad(op, inputs[i], NULL);
+    DTRAIN__TRY(op->tape->error);
+    if (!x->k) {
+        d[1] = (char *)d[0] + ((const char *)x->args.k - (const char *)x->args.q);
+        d[2] = (char *)d[0] + ((const char *)x->args.v - (const char *)x->args.q);
+    }
     memset(&args, 0, sizeof args);
-    args.batch = forward->batch;
-    args.sequence = forward->sequence;
-    args.heads = forward->heads;
-    args.kv_heads = forward->kv_heads;
-    args.n = forward->n;
-    args.causal = forward->causal;
-    args.qkv = forward->qkv;
-    args.y = forward->y;
-    args.lse = forward->lse;
+    args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
-    args.d_qkv = d_qkv;
-    args.dtype = forward->dtype;
-    return op->device->ops->attention_backward(op->device, &args);
+    args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
+    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
+    for (int i = 1; i < 3; i++) {
+        bool accumulate;
+        if (!x->aside[i]) continue;
+        const dtrain_tensor *to = op->inputs[inputs[i]];
+        void *grad =
+            dtrain_op_input_grad(op, inputs[i], &accumulate); /* what is there is added to */
+        DTRAIN__TRY(op->tape->error);
+        if (grad)
+            DTRAIN__TRY(dtrain__tape_add(op->device, to->count, grad, to->dtype, x->aside[i],
+                                         to->dtype, grad));
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
            DTRAIN_CHECKPOINT_ATTENTION, 0, false)
 
-DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
-                                                   int64_t sequence, int64_t heads,
-                                                   int64_t kv_heads, uint32_t flags)
-{
-    dtrain_attention_args args;
-    memset(&args, 0, sizeof args);
-    args.sequence = sequence;
-    args.heads = heads;
-    args.kv_heads = kv_heads;
-    args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
-    if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
-    return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
-}
+/* The same with key lengths, which are its input 1. */
+static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
+                                                                DTRAIN_OP_READS_OUTPUTS,
+                                                            DTRAIN_CHECKPOINT_ATTENTION,
+                                                            1u << 1,
+                                                            false,
+                                                            "dtrain_attention",
+                                                            dtrain__attention_prepare,
+                                                            dtrain__attention_forward,
+                                                            dtrain__attention_backward};
 
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags)
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
+                                           dtrain_tensor *v, const dtrain_attention_desc *desc)
 {
-    return dtrain_grouped_attention(tape, qkv, sequence, heads, heads, flags);
+    dtrain__attention args;
+    dtrain_tensor *inputs[5] = {q};
+    uint32_t count = 1;
+    memset(&args, 0, sizeof args);
+    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
+    if (!desc || !k != !v) {
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: %s",
+                              desc ? "k and v are given together or not at all" : "desc is NULL"));
+        return NULL;
+    }
+    args.desc = *desc;
+    if (desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
+    if (k) inputs[args.k = count++] = k;
+    if (k) inputs[args.v = count++] = v;
+    if (desc->mask) inputs[args.mask = count++] = desc->mask;
+    return dtrain_tape_apply(
+        tape, desc->key_lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op, inputs,
+        count, NULL, 0, &args, sizeof args);
 }
 
 /* ---- Rotary position embedding
@@ -18439,21 +18844,54 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
  * The optimizer's structure, and what the trainer uses beside the public API: the norm without the
  * host, and an update whose numbers are read from device memory. */
 
+/* Parameters that are updated in one way. Their tensors stand side by side. */
+typedef struct dtrain__group {
+    dtrain_optimizer_desc desc; /* without groups */
+    size_t first, count;        /* of the optimizer's tensors */
+} dtrain__group;
+
+/* Where Muon works: two matrices, two squares of the smaller side, and a sum. All of them have room
+ * for the largest matrix of this rank; NULL: it has none. */
+typedef struct dtrain__muon {
+    float *x, *y, *gram, *square;
+    double *sum;
+} dtrain__muon;
+
 struct dtrain_optimizer {
-    dtrain_optimizer_desc desc;
     dtrain_allocator allocator;
     dtrain_device *device;
     dtrain_strategy *strategy;
+    dtrain__group *groups; /* (group_count) that of the desc itself first */
+    size_t group_count;
     const dtrain_shard *shards; /* (shard_count), the strategy's */
     size_t shard_count;
-    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty */
+    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty, in the
+                                         order of their groups */
+    const dtrain_shard **sources;     /* (tensor_count), likewise: their shards */
     size_t tensor_count;
     float *block; /* state; offloaded it is page-locked host memory, and holds more: optimizer.c */
-    size_t block_bytes, state_bytes; /* state_bytes: of moments and buffers alone */
-    int64_t stage;                   /* offloaded: elements of a stage */
+    size_t block_bytes;
+    size_t state_bytes, scratch_bytes; /* of it: moments and buffers; Muon's scratch */
+    dtrain__muon muon;
+    int64_t stage; /* offloaded: elements of a stage */
     bool offloaded;
     uint64_t step_count;
 };
+
+/* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
+ * offloaded. */
+typedef struct dtrain__group_step {
+    dtrain_device *device;
+    const dtrain_optimizer_desc *desc;
+    const dtrain_optimizer_tensor *tensors; /* (count) */
+    const dtrain_shard *const *sources;     /* (count) */
+    size_t count;
+    dtrain_step_scalars now; /* the numbers of this step, or ... */
+    const dtrain_step_scalars
+        *device_scalars; /* ... where they are when the kernel runs, or NULL */
+    const dtrain__muon *muon;
+    uint64_t step; /* from 0 */
+} dtrain__group_step;
 
 /* optim/scaler.c */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy);
@@ -18461,12 +18899,28 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                                                      const char *call, const char *what);
 
 /* optim/optimizer.c */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer,
-                                                              float lr, float grad_scale);
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
-                                                       const dtrain_optimizer_tensor *piece,
-                                                       const dtrain_step_scalars *now,
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr);
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
+                                                       float grad_scale,
                                                        const dtrain_step_scalars *device_scalars);
+DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
+
+/* optim/groups.c */
+DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc);
+DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimizer *optimizer,
+                                                             const dtrain_param *param);
+DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
+                                                                  const dtrain_param *param);
+DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
+                                                      const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
+                                                  const dtrain_optimizer_desc *desc);
+
+/* optim/muon.c */
+DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
+                                           dtrain__muon *muon);
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step);
 
 /* Add the squares of the shards that are in host memory, or of the others, on the device that is
  * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
@@ -18665,25 +19119,32 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  * src/optim/optimizer.c
  * ==============================================================================================*/
 
-/* Optimizers: AdamW, SGD
+/* Optimizers: AdamW, SGD, Lion
  *
  * With g = grad * grad_scale, t the step from 1, and the decay decoupled (Loshchilov and Hutter,
- * "Decoupled Weight Decay Regularization", ICLR 2019):
+ * "Decoupled Weight Decay Regularization", ICLR 2019), but for SGD, where it is a part of the
+ * gradient as in torch:
  *
  *     AdamW   m = beta1 m + (1 - beta1) g        correction1 = 1 - beta1^t
  *             v = beta2 v + (1 - beta2) g^2      correction2 = 1 - beta2^t
  *             w = w (1 - lr decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- *     SGD     b = momentum b + g                 (b = g in step 1)
- *             w = w (1 - lr decay) - lr (nesterov ? g + momentum b : b)
+ *     SGD     g = g + decay w
+ *             b = momentum b + g                 (b = g in step 1)
+ *             w = w - lr (nesterov ? g + momentum b : b)
+ *     Lion    w = w (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g)
+ *             m = beta2 m + (1 - beta2) g
+ *     Muon    optim/muon.c
  *
- * One fused kernel per shard reads gradient and state once and writes value and state once. State
- * is for this rank's shards only, one block, made at creation:
+ * One fused kernel a group reads gradient and state once and writes value and state once. State is
+ * for this rank's shards only, one block, made at creation, group by group (optim/groups.c):
  *
- *     AdamW   | m of shard 0 .. pad | v of shard 0 .. pad | m of shard 1 ...
- *     SGD     | buffer of shard 0 .. pad | buffer of shard 1 ...       (nothing without momentum)
+ *     AdamW   | m of tensor 0 .. pad | v of tensor 0 .. pad | m of tensor 1 ...
+ *     others  | m of tensor 0 .. pad | m of tensor 1 ...   (SGD: nothing without momentum)
+ *     behind  | scratch of Muon
  *
- * Offloaded, the block is page-locked host memory, each shard's master copy comes before its state,
- * two stages for gradients before everything, and the update goes in pieces:
+ * Offloaded, the block is page-locked host memory, each tensor's master copy comes before its
+ * state, two stages for gradients before everything, and the update goes in pieces, of Muon in
+ * whole matrices:
  *
  *     down    | grad 0 | grad 1 | grad 2      | ...        into stage 0, 1, 0, ...
  *     CPU              | update 0 | update 1  | update 2
@@ -18691,9 +19152,8 @@ DTRAIN_API dtrain_result dtrain_loss_scaler_update(dtrain_loss_scaler *scaler, b
  *
  * Values and gradients that are in host memory themselves are used where they are. */
 
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
-                                            const dtrain_step_scalars *now);
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr,
+                                            float grad_scale);
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer);
 
 /* Update the parameters and publish them. A rate or scale that is not finite would destroy every
@@ -18709,27 +19169,26 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
     const dtrain_result result = optimizer->offloaded
-                                     ? dtrain__update_on_host(optimizer, &now)
-                                     : dtrain__optimizer_update(optimizer, NULL, &now, NULL);
+                                     ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                                     : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
     DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
     optimizer->step_count++;
     return dtrain_strategy_publish(optimizer->strategy);
 }
 
-/* Compute what changes from step to step, for the step that comes next. */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer,
-                                                              float lr, float grad_scale)
+/* Compute what changes from step to step for a group, for the step that comes next. */
+static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer *optimizer,
+                                                 const dtrain_optimizer_desc *desc, float lr,
+                                                 float grad_scale)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
     const uint64_t step = optimizer->step_count + 1;
     /* of how many steps the second moments are */
     const uint64_t seen =
         desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
     dtrain_step_scalars scalars;
     memset(&scalars, 0, sizeof scalars);
-    scalars.lr = lr;
+    scalars.lr = lr * desc->lr_scale;
     scalars.grad_scale = grad_scale;
     /* in double: in fp32, 1 - 0.999 has lost three digits already at step 1 */
     scalars.correction1 = (float)(1 - pow((double)desc->beta1, (double)step));
@@ -18737,43 +19196,131 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optim
     return scalars;
 }
 
-/* Update all tensors, or on the CPU the one piece of an offloaded one, with the scalars given, or
- * with those that `device_scalars` holds when the kernel runs. A beta2 of 1 leaves second moments
- * as they are. The first step of SGD fills the buffer with the gradient itself, as torch does. */
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
-                                                       const dtrain_optimizer_tensor *piece,
-                                                       const dtrain_step_scalars *now,
-                                                       const dtrain_step_scalars *device_scalars)
+/* Call AdamW's kernel. A beta2 of 1 leaves second moments as they are. */
+static dtrain_result dtrain__step_adamw(const dtrain__group_step *step)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
-    dtrain_device *device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
-        const uint64_t steps = desc->variance_steps;
-        dtrain_adamw_args args;
-        memset(&args, 0, sizeof args);
-        args.tensor_count = piece ? 1 : optimizer->tensor_count;
-        args.tensors = piece ? piece : optimizer->tensors;
-        args.lr = now->lr;
-        args.beta1 = desc->beta1;
-        args.beta2 = steps > 0 && optimizer->step_count >= steps ? 1 : desc->beta2;
-        args.epsilon = desc->epsilon;
-        args.correction1 = now->correction1;
-        args.correction2 = now->correction2;
-        args.grad_scale = now->grad_scale;
-        args.scalars = device_scalars;
-        return device->ops->adamw(device, &args);
-    }
+    const dtrain_optimizer_desc *desc = step->desc;
+    dtrain_adamw_args args;
+    memset(&args, 0, sizeof args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.beta1 = desc->beta1;
+    args.beta2 = desc->variance_steps > 0 && step->step >= desc->variance_steps ? 1 : desc->beta2;
+    args.epsilon = desc->epsilon;
+    args.correction1 = step->now.correction1;
+    args.correction2 = step->now.correction2;
+    args.grad_scale = step->now.grad_scale;
+    args.scalars = step->device_scalars;
+    args.lr_scale = desc->lr_scale;
+    return step->device->ops->adamw(step->device, &args);
+}
+
+/* Call SGD's kernel. The first step fills the buffer with the gradient itself, as torch does. */
+static dtrain_result dtrain__step_sgd(const dtrain__group_step *step)
+{
     dtrain_sgd_args args;
     memset(&args, 0, sizeof args);
-    args.tensor_count = piece ? 1 : optimizer->tensor_count;
-    args.tensors = piece ? piece : optimizer->tensors;
-    args.lr = now->lr;
-    args.momentum = desc->momentum;
-    args.grad_scale = now->grad_scale;
-    args.nesterov = desc->nesterov;
-    args.first = optimizer->step_count == 0;
-    args.scalars = device_scalars;
-    return device->ops->sgd(device, &args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.momentum = step->desc->momentum;
+    args.grad_scale = step->now.grad_scale;
+    args.nesterov = step->desc->nesterov;
+    args.first = step->step == 0;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    return step->device->ops->sgd(step->device, &args);
+}
+
+static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
+{
+    dtrain_lion_args args;
+    memset(&args, 0, sizeof args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.beta1 = step->desc->beta1;
+    args.beta2 = step->desc->beta2;
+    args.grad_scale = step->now.grad_scale;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    return step->device->ops->lion(step->device, &args);
+}
+
+/* Update all tensors of a group, or on the CPU the one piece of an offloaded one that stands in
+ * place of tensor `at`. */
+static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
+                                          const dtrain__group *group, float lr, float grad_scale,
+                                          const dtrain_step_scalars *device_scalars,
+                                          const dtrain_optimizer_tensor *piece, size_t at)
+{
+    dtrain__group_step step;
+    step.device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
+    step.desc = &group->desc;
+    step.tensors = piece ? piece : optimizer->tensors + group->first;
+    step.sources = optimizer->sources + (piece ? at : group->first);
+    step.count = piece ? 1 : group->count;
+    step.now = dtrain__group_scalars(optimizer, &group->desc, lr, grad_scale);
+    step.device_scalars = device_scalars;
+    step.muon = &optimizer->muon;
+    step.step = optimizer->step_count;
+    switch (group->desc.kind) {
+    case DTRAIN_OPTIMIZER_ADAMW: return dtrain__step_adamw(&step);
+    case DTRAIN_OPTIMIZER_SGD: return dtrain__step_sgd(&step);
+    case DTRAIN_OPTIMIZER_LION: return dtrain__step_lion(&step);
+    default: return dtrain__step_muon(&step);
+    }
+}
+
+/* Update all groups, with the numbers given, or with those that `device_scalars` holds when the
+ * kernels run. */
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
+                                                       float grad_scale,
+                                                       const dtrain_step_scalars *device_scalars)
+{
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].count)
+            DTRAIN__TRY(dtrain__group_update(optimizer, &optimizer->groups[g], lr, grad_scale,
+                                             device_scalars, NULL, 0));
+    return DTRAIN_OK;
+}
+
+/* ---- A recorded step --------------------------------------------------------------------------*/
+
+/* Return the group whose corrections a recorded step has: the first of AdamW. */
+static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
+{
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
+    return &optimizer->groups[0];
+}
+
+/* Compute the numbers of the step that comes next, for kernels that read them from device memory:
+ * one set for all groups, which multiply the rate by their own lr_scale. */
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr)
+{
+    const dtrain_optimizer_desc *desc = &dtrain__corrected_group(optimizer)->desc;
+    dtrain_step_scalars scalars = dtrain__group_scalars(optimizer, desc, lr, 1);
+    scalars.lr = lr;
+    return scalars;
+}
+
+/* Say what an optimizer would need for its step to be recorded; NULL: nothing. */
+DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer)
+{
+    const dtrain_optimizer_desc *one = &dtrain__corrected_group(optimizer)->desc;
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
+        if (desc->variance_steps)
+            return "an optimizer without variance_steps: what is recorded would never stop";
+        if (desc->kind == DTRAIN_OPTIMIZER_ADAMW &&
+            (desc->beta1 != one->beta1 || desc->beta2 != one->beta2))
+            return "groups of AdamW with the same beta1 and beta2: one set of corrections changes "
+                   "from step to step";
+    }
+    return NULL;
 }
 
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
@@ -18782,32 +19329,13 @@ DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
     if (!info) return;
     memset(info, 0, sizeof *info);
     if (!optimizer) return;
-    info->kind = optimizer->desc.kind;
+    info->kind = optimizer->groups[0].desc.kind;
     info->step_count = optimizer->step_count;
     info->state_bytes = optimizer->state_bytes;
+    info->scratch_bytes = optimizer->scratch_bytes;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
-    desc.beta1 = 0.9f;
-    desc.beta2 = 0.999f;
-    desc.epsilon = 1e-8f;
-    desc.weight_decay = 0.01f;
-    return desc;
-}
-
-DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_SGD;
-    return desc;
-}
 
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
@@ -18817,102 +19345,110 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     if (!world || !strategy || !desc || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_optimizer_create: world, strategy, desc or out is NULL");
-    DTRAIN__TRY(dtrain__check_optimizer(desc));
+    DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
     const dtrain_allocator *allocator = &world->allocator;
     dtrain_optimizer *optimizer =
         (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
     if (!optimizer) return DTRAIN_ERROR_MEMORY;
-    optimizer->desc = *desc;
     optimizer->allocator = *allocator;
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
     optimizer->offloaded = strategy->offload.cpu != NULL;
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
+    if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
     if (result == DTRAIN_OK) result = dtrain__optimizer_memory(optimizer);
     if (result == DTRAIN_OK) *out = optimizer;
     else dtrain_optimizer_destroy(optimizer);
     return result;
 }
 
-/* Refuse a desc that does not come from one of the defaults or makes no sense. Comparisons are
- * written so that NaN fails them. */
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+/* Count what the block holds. The sums cannot overflow: a quarter of the address space holds the
+ * values, the layout saw to it. */
+static void dtrain__count_block(dtrain_optimizer *optimizer)
 {
-    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
-    if (!adamw && desc->kind != DTRAIN_OPTIMIZER_SGD)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
-            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
-            (unsigned)desc->kind);
-    bool right = desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay);
-    if (adamw)
-        right = right && desc->beta1 >= 0 && desc->beta1 < 1 && desc->beta2 >= 0 &&
-                desc->beta2 < 1 && desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon);
-    else
-        right = right && desc->momentum >= 0 && dtrain_is_finite(desc->momentum) &&
-                !(desc->nesterov && desc->momentum == 0) && desc->variance_steps == 0;
-    if (right) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_optimizer_create: expected weight_decay >= 0; of AdamW beta1 and beta2 in [0, 1) "
-        "and epsilon >= 0; of SGD momentum >= 0, and > 0 with nesterov, and no variance_steps; all "
-        "finite. Found weight_decay %g, beta1 %g, beta2 %g, epsilon %g, momentum %g",
-        (double)desc->weight_decay, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
-        (double)desc->momentum);
+    const dtrain__layout *layout = &optimizer->strategy->layout;
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &layout->params[i]);
+        bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
+                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->stage);
+    }
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        optimizer->state_bytes += dtrain__states_of(dtrain__desc_of(optimizer, shard->param)) *
+                                  (size_t)dtrain__padded(shard->count) * sizeof(float);
+    }
+    dtrain__muon none;
+    optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
+    optimizer->block_bytes =
+        (size_t)bytes + 2 * (size_t)optimizer->stage * sizeof(float) + optimizer->scratch_bytes;
 }
 
-/* Allocate the block, zeros, and make the optimizer's view of the shards: addresses do not change
- * any more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
- * anything. The products cannot overflow: a quarter of the address space holds the values, the
- * layout saw to it. */
+/* Make the optimizer's view of a shard, whose state begins at *next; addresses do not change any
+ * more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
+ * anything. */
+static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtrain_shard *shard,
+                                         float **next)
+{
+    const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, shard->param);
+    const size_t states = dtrain__states_of(desc);
+    const int64_t padded = dtrain__padded(shard->count);
+    dtrain_device *device = optimizer->device;
+    dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count];
+    optimizer->sources[optimizer->tensor_count++] = shard;
+    tensor->count = shard->count;
+    if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
+        tensor->weight_decay = desc->weight_decay;
+    tensor->value = shard->value;
+    tensor->grad = shard->grad;
+    if (optimizer->offloaded && !dtrain__on_host(device, shard->value)) {
+        tensor->value = *next;
+        *next += padded;
+        DTRAIN__TRY(device->ops->copy(device, tensor->value, shard->value,
+                                      (size_t)shard->count * sizeof(float),
+                                      DTRAIN_COPY_DEVICE_TO_HOST));
+    }
+    if (states > 0) tensor->m = *next;
+    if (states > 1) tensor->v = *next + padded;
+    *next = dtrain__after(*next, (int64_t)states * padded);
+    return DTRAIN_OK;
+}
+
+/* Allocate the block, zeros, and list the tensors of each group. */
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
+    const dtrain_allocator *a = &optimizer->allocator;
+    const size_t count = optimizer->shard_count;
     dtrain_device *device = optimizer->device;
-    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW, offloaded = optimizer->offloaded;
-    const size_t states = adamw ? 2 : desc->momentum > 0; /* of a shard */
-    for (size_t i = 0; i < optimizer->shard_count; i++)
-        optimizer->state_bytes +=
-            states * (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
-    optimizer->block_bytes =
-        (size_t)dtrain__optimizer_bytes(&optimizer->strategy->layout, states, &optimizer->stage);
+    dtrain__count_block(optimizer);
     optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
-        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
-    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
+        a, count, sizeof *optimizer->tensors, "an optimizer");
+    optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
+                                                              "shards of an optimizer");
+    if (!optimizer->tensors || !optimizer->sources) return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
         const size_t bytes = optimizer->block_bytes;
         void *block;
-        DTRAIN__TRY(offloaded ? device->ops->host_alloc(device, bytes, &block)
-                              : device->ops->alloc(device, bytes, &block));
+        DTRAIN__TRY(optimizer->offloaded ? device->ops->host_alloc(device, bytes, &block)
+                                         : device->ops->alloc(device, bytes, &block));
         optimizer->block = (float *)block;
-        if (offloaded) memset(block, 0, bytes);
+        if (optimizer->offloaded) memset(block, 0, bytes);
         else DTRAIN__TRY(device->ops->zero(device, block, bytes));
     }
-
     float *next = dtrain__after(optimizer->block, 2 * optimizer->stage);
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        const int64_t padded = dtrain__padded(shard->count);
-        if (shard->count == 0) continue;
-        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
-        tensor->count = shard->count;
-        if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
-            tensor->weight_decay = desc->weight_decay;
-        tensor->value = shard->value;
-        tensor->grad = shard->grad;
-        if (offloaded && !dtrain__on_host(device, shard->value)) {
-            tensor->value = next;
-            next += padded;
-            DTRAIN__TRY(device->ops->copy(device, tensor->value, shard->value,
-                                          (size_t)shard->count * sizeof(float),
-                                          DTRAIN_COPY_DEVICE_TO_HOST));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        dtrain__group *group = &optimizer->groups[g];
+        group->first = optimizer->tensor_count;
+        for (size_t i = 0; i < count; i++) {
+            const dtrain_shard *shard = &optimizer->shards[i];
+            if (shard->count == 0 || dtrain__desc_of(optimizer, shard->param) != &group->desc)
+                continue;
+            DTRAIN__TRY(dtrain__list_tensor(optimizer, shard, &next));
         }
-        if (states > 0) tensor->m = next;
-        if (states > 1) tensor->v = next + padded;
-        next = dtrain__after(next, (int64_t)states * padded);
+        group->count = optimizer->tensor_count - group->first;
     }
+    dtrain__muon_layout(optimizer, next, &optimizer->muon);
     return DTRAIN_OK;
 }
 
@@ -18926,15 +19462,20 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
+    dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
+                 sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
                  sizeof *optimizer->tensors);
+    dtrain__free(&allocator, optimizer->groups, optimizer->group_count, sizeof *optimizer->groups);
     dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
 }
 
 /* ---- the update in host memory ----------------------------------------------------------------*/
 
 typedef struct dtrain__update_piece {
-    dtrain_optimizer_tensor part; /* a part of a tensor, in host memory */
+    const dtrain__group *group;
+    size_t at;                    /* the tensor ... */
+    dtrain_optimizer_tensor part; /* ... and a part of it, in host memory */
     float *value;                 /* its values where the strategy keeps them */
 } dtrain__update_piece;
 
@@ -18958,52 +19499,423 @@ static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
 /* Update a piece when its gradient has come, and queue its new values' way up. Values that the
  * strategy keeps in host memory come with the next gather. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
-                                        const dtrain__update_piece *piece, size_t slot,
-                                        const dtrain_step_scalars *now)
+                                        const dtrain__update_piece *piece, size_t slot, float lr,
+                                        float grad_scale)
 {
     dtrain_device *device = optimizer->device;
     const dtrain__offload *offload = &optimizer->strategy->offload;
     DTRAIN__TRY(dtrain__event_await(optimizer->strategy, offload->arrived[slot]));
-    DTRAIN__TRY(dtrain__optimizer_update(optimizer, &piece->part, now, NULL));
+    DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
+                                     piece->at));
     if (piece->value == piece->part.value) return DTRAIN_OK;
     return device->ops->copy_async(device, piece->value, piece->part.value,
                                    (size_t)piece->part.count * sizeof(float),
                                    DTRAIN_COPY_HOST_TO_DEVICE, offload->up);
 }
 
+/* Make *piece the one of a tensor that begins at element `first`. */
+static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
+                               size_t at, int64_t first, dtrain__update_piece *piece)
+{
+    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
+    piece->group = group;
+    piece->at = at;
+    piece->part = *tensor;
+    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
+        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
+    piece->part.grad += first;
+    piece->part.value += first;
+    piece->part.m = dtrain__after(tensor->m, first);
+    piece->part.v = dtrain__after(tensor->v, first);
+    piece->value = optimizer->sources[at]->value + first;
+}
+
 /* Update everything on the CPU. Every event is behind what compute had queued: when the first has
  * happened, nobody reads old values any more, neither from the device nor from the master copies.
  * One piece is updated while the next is on its way down, and a stage is filled again when the
  * piece that it held is done. */
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
-                                            const dtrain_step_scalars *now)
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
-    const dtrain_optimizer_tensor *tensor = optimizer->tensors;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* sent for */
     DTRAIN__TRY(dtrain__stream_follow(strategy, strategy->offload.down, NULL));
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        for (int64_t first = 0; first < shard->count; first += DTRAIN__PIECE) {
-            const size_t slot = count & 1;
-            dtrain__update_piece *piece = &pieces[slot];
-            piece->part = *tensor;
-            piece->part.count = dtrain__min(shard->count - first, DTRAIN__PIECE);
-            piece->part.grad += first;
-            piece->part.value += first;
-            piece->part.m = dtrain__after(piece->part.m, first);
-            piece->part.v = dtrain__after(piece->part.v, first);
-            piece->value = shard->value + first;
-            DTRAIN__TRY(dtrain__piece_down(optimizer, piece, slot));
-            if (count++)
-                DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, now));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain__group *group = &optimizer->groups[g];
+        for (size_t at = group->first; at < group->first + group->count; at++) {
+            const int64_t all = optimizer->tensors[at].count;
+            for (int64_t first = 0; first < all;) {
+                const size_t slot = count & 1;
+                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
+                first += pieces[slot].part.count;
+                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
+                if (count++)
+                    DTRAIN__TRY(
+                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
+            }
         }
-        if (shard->count > 0) tensor++;
     }
     const size_t last = (count - 1) & 1;
-    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, now));
+    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
     return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+}
+
+/* ================================================================================================
+ * src/optim/groups.c
+ * ==============================================================================================*/
+
+/* Parameter groups: defaults, checks, who is in which
+ *
+ * The desc of an optimizer is group 0, and its groups are 1, 2, ...; a parameter says in which it
+ * is. An optimizer lists its tensors group by group, so that each group is one call of its kernel:
+ *
+ *     shards    wte (0)   qkv (1)   bias (0)   proj (1)
+ *     tensors   wte       bias    | qkv        proj           groups[0]: 0, 2    groups[1]: 2, 2 */
+
+/* ---- Defaults ---------------------------------------------------------------------------------*/
+
+static dtrain_optimizer_desc dtrain__optimizer_defaults(dtrain_optimizer_kind kind)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = (uint32_t)kind;
+    desc.lr_scale = 1;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.999f;
+    desc.epsilon = 1e-8f;
+    desc.weight_decay = 0.01f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
+{
+    return dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_lion_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_LION);
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.99f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_muon_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
+    desc.momentum = 0.95f;
+    desc.nesterov = true;
+    desc.epsilon = 1e-7f;
+    return desc;
+}
+
+/* ---- Who is in which --------------------------------------------------------------------------*/
+
+/* Count the fp32 tensors that a kind keeps of a parameter. */
+DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc)
+{
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
+    return desc->kind != DTRAIN_OPTIMIZER_SGD || desc->momentum > 0;
+}
+
+/* Return the hyper-parameters of a parameter, or of its alias. */
+DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimizer *optimizer,
+                                                             const dtrain_param *param)
+{
+    return &optimizer->groups[param->state.storage->group].desc;
+}
+
+/* Find the optimizer's view of this rank's piece of a parameter; NULL: there is none. */
+DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
+                                                                  const dtrain_param *param)
+{
+    for (size_t i = 0; i < optimizer->tensor_count; i++)
+        if (optimizer->sources[i]->param == param) return &optimizer->tensors[i];
+    return NULL;
+}
+
+/* Make the table of groups; each will have its tensors listed behind those of the one before. */
+DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
+                                                  const dtrain_optimizer_desc *desc)
+{
+    const size_t count = (size_t)desc->group_count + 1;
+    optimizer->groups = (dtrain__group *)dtrain__alloc(
+        &optimizer->allocator, count, sizeof *optimizer->groups, "groups of an optimizer");
+    if (!optimizer->groups) return DTRAIN_ERROR_MEMORY;
+    optimizer->group_count = count;
+    for (size_t g = 0; g < count; g++) {
+        dtrain_optimizer_desc *own = &optimizer->groups[g].desc;
+        *own = g ? desc->groups[g - 1] : *desc;
+        own->groups = NULL;
+        own->group_count = 0;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Checks -----------------------------------------------------------------------------------*/
+
+static bool dtrain__not_below(float value, float least)
+{
+    return dtrain_is_finite(value) && value >= least;
+}
+
+static bool dtrain__is_beta(float value) { return dtrain__not_below(value, 0) && value < 1; }
+
+/* Refuse a group's desc that does not come from one of the defaults or makes no sense. */
+static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint32_t number)
+{
+    const char *const call = "dtrain_optimizer_create";
+    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
+    const bool lion = desc->kind == DTRAIN_OPTIMIZER_LION;
+    const bool muon = desc->kind == DTRAIN_OPTIMIZER_MUON;
+    const bool betas = adamw || lion, momentum = !betas;
+    const struct {
+        bool wrong;
+        const char *field;
+        double value;
+        const char *expected;
+    } bounds[] = {
+        {!dtrain__not_below(desc->weight_decay, 0), "weight_decay", (double)desc->weight_decay,
+         "a finite number of 0 or more"},
+        {!dtrain__not_below(desc->lr_scale, FLT_MIN), "lr_scale", (double)desc->lr_scale,
+         "a finite number above 0, usually 1; DTRAIN_PARAM_FROZEN keeps a parameter as it is"},
+        {betas && !dtrain__is_beta(desc->beta1), "beta1", (double)desc->beta1,
+         "0 or more, below 1"},
+        {betas && !dtrain__is_beta(desc->beta2), "beta2", (double)desc->beta2,
+         "0 or more, below 1"},
+        {adamw && !dtrain__not_below(desc->epsilon, 0), "epsilon", (double)desc->epsilon,
+         "a finite number of 0 or more"},
+        {muon && !dtrain__not_below(desc->epsilon, FLT_MIN), "epsilon", (double)desc->epsilon,
+         "a finite number above 0: a matrix without gradient has the norm 0"},
+        {momentum && !dtrain__not_below(desc->momentum, 0), "momentum", (double)desc->momentum,
+         "a finite number of 0 or more"},
+        {momentum && desc->nesterov && !(desc->momentum > 0), "momentum", (double)desc->momentum,
+         "a number above 0, since nesterov is true"},
+        {!adamw && desc->variance_steps, "variance_steps", (double)desc->variance_steps,
+         "0: AdamW alone has second moments"},
+        {number && desc->group_count, "group_count", desc->group_count,
+         "0: groups have none of their own"},
+    };
+    if (!adamw && !lion && !muon && desc->kind != DTRAIN_OPTIMIZER_SGD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: group %u: kind %u is not a dtrain_optimizer_kind; start from "
+                           "dtrain_adamw_defaults(), dtrain_sgd_defaults(), dtrain_lion_defaults() "
+                           "or dtrain_muon_defaults()",
+                           call, number, (unsigned)desc->kind);
+    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
+        if (bounds[i].wrong)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: group %u: %s is %.9g; expected %s", call,
+                               number, bounds[i].field, bounds[i].value, bounds[i].expected);
+    return DTRAIN_OK;
+}
+
+/* Refuse a parameter of a group that there is not, and for Muon one that is no matrix or that no
+ * rank has all of. What is cut follows from the layout that all ranks have in common, not from what
+ * this rank happens to hold: all of them fail. */
+static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
+                                          const dtrain_strategy *strategy, size_t i)
+{
+    const char *const call = "dtrain_optimizer_create";
+    const dtrain_param *p = &strategy->params[i];
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[i];
+    const uint32_t group = p->group;
+    if (group > desc->group_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: parameter %zu (\"%.100s\") is in group %u, and the desc has %u "
+                           "group%s besides group 0, which is the desc itself",
+                           call, i, p->name, group, desc->group_count,
+                           desc->group_count == 1 ? "" : "s");
+    const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
+    if (own->kind != DTRAIN_OPTIMIZER_MUON || p->state.storage != p || !entry->trainable)
+        return DTRAIN_OK;
+    if (dtrain__param_dims(p) < 2 || p->count == 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
+                           "dimension%s and %lld elements: Muon is for matrices; give it another "
+                           "group, of AdamW",
+                           call, i, p->name, group, dtrain__param_dims(p),
+                           dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
+    if (dtrain__value_is_whole(layout, entry) || layout->owners) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs whole "
+                       "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
+                       "shards by whole tensors, or DTRAIN_STRATEGY_DDP",
+                       call, i, p->name, group, strategy->kind->name);
+}
+
+/* Refuse a desc that makes no sense, or not for these parameters under this strategy. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
+                                                      const dtrain_strategy *strategy)
+{
+    if (desc->group_count && !desc->groups)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_optimizer_create: group_count is %u and groups is NULL",
+                           desc->group_count);
+    DTRAIN__TRY(dtrain__check_group(desc, 0));
+    for (uint32_t g = 0; g < desc->group_count; g++)
+        DTRAIN__TRY(dtrain__check_group(&desc->groups[g], g + 1));
+    for (size_t i = 0; i < strategy->param_count; i++)
+        DTRAIN__TRY(dtrain__check_member(desc, strategy, i));
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/optim/muon.c
+ * ==============================================================================================*/
+
+/* Muon
+ *
+ * Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) steps along
+ * the orthogonal matrix nearest to the momentum: of M = U S V^T that is U V^T, all of whose
+ * singular values are 1. With g = grad * grad_scale, for a matrix (rows, columns):
+ *
+ *     m = momentum m + g                     x = nesterov ? g + momentum m : m
+ *     x = x / (|x| + epsilon)                so that no singular value is above 1
+ *     five times: x = a x + b (x x^T) x + c (x x^T)^2 x
+ *     w = w (1 - lr decay) - lr sqrt(max(1, rows / columns)) x
+ *
+ * The polynomial takes every singular value s to a s + b s^3 + c s^5, towards 1: with the published
+ * coefficients, which grow small ones fastest, to between 0.7 and 1.2 (a Newton-Schulz iteration).
+ * This is the authors' variant, which torch.optim.Muon calls "original", but in fp32 where theirs
+ * is in bf16; that their momentum is an average changes the length of x alone, which is divided
+ * out. Of a parameter with more than two dimensions all behind the first are columns.
+ *
+ * An iteration is three products of the device's GEMM. Where x has more rows than columns the Gram
+ * matrix is x^T x, and multiplies from the right: nothing is transposed in memory.
+ *
+ *     gram (k, k) = x x^T      square = c gram gram + b gram     y = square x + a x     k = smaller
+ *
+ * It costs 10 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch. */
+
+#define DTRAIN__MUON_ITERATIONS 5
+
+/* Lay Muon's scratch out from memory on (NULL: count alone), for the largest matrix of this rank;
+ * return its elements. */
+DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
+                                           dtrain__muon *muon)
+{
+    int64_t most = 0, side = 0;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (dtrain__desc_of(optimizer, shard->param)->kind != DTRAIN_OPTIMIZER_MUON) continue;
+        const int64_t rows = shard->param->shape[0], columns = shard->count / rows;
+        most = dtrain__max(most, dtrain__padded(shard->count));
+        side = dtrain__max(side, dtrain__min(rows, columns));
+    }
+    const int64_t square = dtrain__padded(side * side), sum = dtrain__padded(1);
+    memset(muon, 0, sizeof *muon);
+    if (most == 0) return 0;
+    if (memory) {
+        muon->sum = (double *)(void *)memory;
+        muon->gram = memory + sum;
+        muon->square = muon->gram + square;
+        muon->x = muon->square + square;
+        muon->y = muon->x + most;
+    }
+    return (size_t)(sum + 2 * square + 2 * most);
+}
+
+/* Compute c (rows, columns) = alpha op(a) b + beta c in fp32; a, b and c are stored without gaps,
+ * and op transposes a, or b, if the flags say so. */
+static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t rows,
+                                          int64_t columns, int64_t inner, float alpha,
+                                          const float *a, const float *b, float beta, float *c)
+{
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = rows;
+    args.n = columns;
+    args.k = inner;
+    args.alpha = alpha;
+    args.beta = beta;
+    args.a = a;
+    args.b = b;
+    args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? rows : inner;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? inner : columns;
+    args.ldc = columns;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    return device->ops->gemm(device, &args);
+}
+
+/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
+ * and they change places. */
+static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
+                                        int64_t columns)
+{
+    const float a = 3.4445f, b = -4.7750f, c = 2.0315f;
+    const bool wide = rows <= columns;
+    const int64_t k = wide ? rows : columns, other = wide ? columns : rows;
+    const size_t bytes = (size_t)(rows * columns) * sizeof(float);
+    const uint32_t flags = wide ? DTRAIN_GEMM_TRANS_B : DTRAIN_GEMM_TRANS_A;
+    for (int i = 0; i < DTRAIN__MUON_ITERATIONS; i++) {
+        float *x = muon->x, *y = muon->y, *gram = muon->gram, *square = muon->square;
+        DTRAIN__TRY(dtrain__muon_product(device, flags, k, k, other, 1, x, x, 0, gram));
+        DTRAIN__TRY(device->ops->copy(device, square, gram, (size_t)(k * k) * sizeof(float),
+                                      DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, k, k, k, c, gram, gram, b, square));
+        DTRAIN__TRY(device->ops->copy(device, y, x, bytes, DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, rows, columns, k, 1, wide ? square : x,
+                                         wide ? x : square, a, y));
+        muon->x = y;
+        muon->y = x;
+    }
+    return DTRAIN_OK;
+}
+
+/* Update one matrix. A step that is skipped, because a number in device memory says so, leaves its
+ * momentum and value as they are. */
+static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t i)
+{
+    const dtrain_optimizer_tensor *tensor = &step->tensors[i];
+    const dtrain_param *param = step->sources[i]->param;
+    const int64_t rows = param->shape[0], columns = param->count / rows;
+    dtrain_device *device = step->device;
+    dtrain__muon muon = *step->muon;
+    dtrain_muon_args args;
+    dtrain_sum_args sum;
+    memset(&args, 0, sizeof args);
+    args.stage = DTRAIN_MUON_MOMENTUM;
+    args.tensor = tensor;
+    args.x = muon.x;
+    args.lr = step->now.lr;
+    args.momentum = step->desc->momentum;
+    args.grad_scale = step->now.grad_scale;
+    args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
+    args.epsilon = step->desc->epsilon;
+    args.nesterov = step->desc->nesterov;
+    args.sum_squares = muon.sum;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    DTRAIN__TRY(device->ops->muon(device, &args));
+    memset(&sum, 0, sizeof sum);
+    sum.count = tensor->count;
+    sum.squares = true;
+    sum.scale = 1;
+    sum.x = muon.x;
+    sum.total = muon.sum;
+    sum.dtype = DTRAIN_DTYPE_F32;
+    DTRAIN__TRY(device->ops->sum(device, &sum));
+    args.stage = DTRAIN_MUON_NORMALIZE;
+    DTRAIN__TRY(device->ops->muon(device, &args));
+    DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
+    args.stage = DTRAIN_MUON_STEP;
+    args.x = muon.x;
+    return device->ops->muon(device, &args);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step)
+{
+    for (size_t i = 0; i < step->count; i++) DTRAIN__TRY(dtrain__muon_matrix(step, i));
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================
@@ -19071,7 +19983,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/data_internal.h
  * ==============================================================================================*/
 
-/* An open token file, and a loader of one. */
+/* An open dataset, its files, and a loader of one. */
 
 /* The generator of the shuffle yields 32-bit numbers; from here on torch takes another
  * algorithm. */
@@ -19080,30 +19992,123 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 /* train/sampler.c */
 DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
+/* A file, and what it was when it was opened: it must stay that. */
+typedef struct dtrain__data_file {
+    char *path; /* a copy: errors name it long after open */
+    int file;   /* -1: opened for every read */
+    struct stat opened;
+    int64_t header_bytes;
+    int64_t first_item, item_count; /* of the dataset */
+} dtrain__data_file;
+
+typedef struct dtrain__data_files {
+    dtrain__data_file *files;
+    size_t count, room;
+} dtrain__data_files;
+
+/* A row of the table of formats: how a file is understood, and items are read. */
+typedef struct dtrain__format {
+    const char *name;
+    int64_t vocab_count;
+    uint32_t item_bytes; /* in a file, where the format fixes it: labels and all */
+    uint32_t label_bytes;
+    /* Check the beginning and the size of a file; set its header_bytes and item_count. */
+    dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
+    dtrain_read_fn read; /* user: the dataset; first and count lie inside */
+} dtrain__format;
+
 struct dtrain_dataset {
     dtrain_allocator allocator;
-    const char *path; /* a copy behind the struct: errors name it long after open */
-    size_t bytes;     /* of both */
-    int file;
-    uint32_t token_bytes; /* 1, 2, 4 */
-    int64_t file_bytes, header_bytes, token_count, vocab_count;
+    const dtrain__format *format; /* NULL: a source of the host's own */
+    dtrain_read_fn read;
+    void *user;
+    int64_t item_count, vocab_count;
+    size_t item_bytes;    /* of a sample; 0: tokens */
+    uint32_t token_bytes; /* in files: 1, 2, 4 */
+    int64_t shape[3];
+    dtrain__data_files data, labels;
+    char name[512]; /* in error sentences: the first file, and how many more */
 };
+
+/* Where a sample of a batch lies: its item, or the first token of its window. */
+typedef struct dtrain__pick {
+    int64_t item;
+    uint64_t epoch;
+} dtrain__pick;
+
+/* A batch on its way: what is to be read, memory to read it with and, with workers, to. */
+typedef struct dtrain__batch {
+    dtrain__pick *picks; /* (batch) */
+    void *scratch;       /* of one sample as the dataset has it */
+    void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
+    int32_t *targets;    /* (batch, sequence or 1) */
+    bool ready;          /* read, with this result and sentence */
+    dtrain_result result;
+    char error[DTRAIN__ERROR_BYTES];
+} dtrain__batch;
 
 struct dtrain_loader {
     dtrain_allocator allocator;
-    dtrain_loader_desc desc; /* token_count resolved */
+    dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
-    uint64_t position;    /* samples handed out by all ranks */
-    int64_t window_count; /* per epoch */
-    int64_t shift_count;  /* shifts to choose from */
-    int32_t *window;      /* (sequence + 1) */
+    uint64_t timeout_ns;
+    uint64_t position;         /* samples handed out by all ranks */
+    int64_t window_count;      /* that are shuffled: windows of tokens, or samples */
+    int64_t samples_per_epoch; /* of them, with drop_last */
+    int64_t shift_count;       /* shifts to choose from; 1: none */
+    size_t sample_bytes, target_bytes, scratch_bytes;
+    dtrain__batch *batches; /* (batch_count): one, or those that workers read ahead */
+    size_t batch_count;
+    struct dtrain__prefetch *prefetch; /* NULL: no workers */
 
-    /* The epoch that `order` and `shift` belong to; both stay 0 when in_order. */
+    /* The epoch that order and shift belong to, and its seed; only shuffled ones are entered. With
+     * workers these are for the one that deals. */
     bool entered;
-    uint64_t epoch;
+    uint64_t seed, epoch;
     int64_t shift;
     int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
+
+/* train/loader.c */
+DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
+                                         dtrain__pick *picks);
+DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
+                                                  const dtrain__batch *batch, void *inputs,
+                                                  int32_t *targets);
+
+/* train/prefetch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader);
+DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader);
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
+                                                    int32_t *targets);
+DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader);
+
+/* train/files.c */
+DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
+                                                      const char *paths, dtrain__data_files *files);
+DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
+                                              dtrain__data_files *files);
+DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
+                                                     void *buffer, size_t bytes);
+DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
+                                                              int64_t item);
+DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
+
+/* train/tokens.c */
+DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__u16_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count,
+                                                  void *items, int32_t *labels);
+
+/* train/images.c */
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count,
+                                                 void *items, int32_t *labels);
+DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count,
+                                               void *items, int32_t *labels);
 
 #define DTRAIN__MT_COUNT 624 /* words of the generator's state */
 
@@ -19182,192 +20187,191 @@ DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out)
  * src/train/dataset.c
  * ==============================================================================================*/
 
-/* Token files
+/* Datasets
  *
- *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
- *     .bin     | magic | version | count | 0 ... | t | t | ...
- *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
- *
- * Files are read with pread into a small buffer, never mapped: a file that is truncated during the
- * run is then a short read, which becomes an error sentence, and not a SIGBUS, which ends the rank.
- */
+ * A dataset is a number of items and a function that reads them, dtrain_read_fn. Files are
+ * read by the functions of a format, a row of the table below; a host's own source brings its
+ * own. What loaders and programs call is the same for all: it checks the range before, and ids and
+ * labels behind. */
 
-#define DTRAIN__FORMAT_BYTES 1u
-#define DTRAIN__FORMAT_BIN 2u
-#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
-#define DTRAIN__BIN_MAGIC_U16 20240520u
-#define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__READ_TOKENS 2048 /* read at once, into 8 KiB of stack */
+#define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
 
-static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset);
-static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format);
-static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
-                                           unsigned char *buffer, size_t bytes);
-static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
+/* In the order of dtrain_data_format. */
+static const dtrain__format dtrain__formats[] = {
+    {"auto", 0, 0, 0, NULL, NULL},
+    {"bytes", 256, 0, 0, dtrain__bytes_learn, dtrain__tokens_read},
+    {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
+    {"uint16 tokens", 50257, 0, 0, dtrain__u16_learn, dtrain__tokens_read},
+    {"CIFAR-10", 10, 1 + 3072, 1, dtrain__cifar_learn, dtrain__cifar_read},
+    {"CIFAR-100", 100, 2 + 3072, 2, dtrain__cifar_learn, dtrain__cifar_read},
+    {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__idx_read},
+};
 
-/* Open the file and learn what it is. The path is kept behind the struct, in one allocation. */
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
+static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset,
+                                           const dtrain_dataset_desc *desc);
+
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
-    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
     if (out) *out = NULL;
-    if (!out || !desc || !desc->path || !desc->path[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: out, desc or its path is NULL or empty");
-    if (desc->format > DTRAIN__FORMAT_BIN || desc->vocab_count < 0 || desc->vocab_count > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: expected format 0 (by magic), 1 (bytes) or 2 "
-                           "(.bin) and vocab_count 0 to 2^31, found %u and %lld",
-                           (unsigned)desc->format, (long long)desc->vocab_count);
+    if (!out || !desc)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out or desc is NULL");
+    DTRAIN__TRY(dtrain__dataset_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
-    const size_t path_bytes = strlen(desc->path) + 1, bytes = sizeof(dtrain_dataset) + path_bytes;
-    dtrain_dataset *dataset = (dtrain_dataset *)dtrain__alloc(&allocator, bytes, 1, "a dataset");
+    dtrain_dataset *dataset =
+        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
     if (!dataset) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = DTRAIN_OK;
     dataset->allocator = allocator;
-    dataset->bytes = bytes;
-    dataset->path = (char *)memcpy(dataset + 1, desc->path, path_bytes);
-    dtrain_result result = dtrain__dataset_file(dataset);
-    if (result == DTRAIN_OK) result = dtrain__dataset_format(dataset, desc->format);
-    dataset->vocab_count = desc->vocab_count          ? desc->vocab_count
-                           : dataset->token_bytes > 1 ? 50257
-                                                      : 256;
+    dataset->vocab_count = desc->vocab_count;
+    if (desc->path) result = dtrain__dataset_files(dataset, desc);
+    else {
+        dataset->item_count = desc->item_count;
+        dataset->item_bytes = desc->item_bytes;
+        dataset->read = desc->read;
+        dataset->user = desc->user;
+        snprintf(dataset->name, sizeof dataset->name, "the host's own source");
+        if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
+    }
     if (result == DTRAIN_OK) *out = dataset;
     else dtrain_dataset_close(dataset);
     return result;
 }
 
-/* Open the file and learn its size. Without O_NONBLOCK a pipe would wait for its writer here. */
-static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
 {
-    struct stat info;
-    dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           dataset->path, strerror(errno));
-    if (!S_ISREG(info.st_mode) || info.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a file of tokens",
-                           dataset->path, S_ISREG(info.st_mode) ? "empty" : "no regular file");
-    dataset->file_bytes = (int64_t)info.st_size;
-    return DTRAIN_OK;
+    const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
+    if (desc->format > last || desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: expected a dtrain_data_format, 0 to %u, and "
+                           "vocab_count 0 to 2^31, found %u and %lld",
+                           last, (unsigned)desc->format, (long long)desc->vocab_count);
+    if ((desc->path && !*desc->path) || !desc->path == !desc->read)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: expected a path, or read and item_count for a "
+                           "source of the host's own, found %s",
+                           desc->path && desc->read ? "both"
+                           : desc->path             ? "an empty path"
+                                                    : "neither");
+    if (desc->path && (desc->item_count || desc->item_bytes || desc->user))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: item_count, item_bytes and user are for a source "
+                           "of the host's own; files say what is in them");
+    if (!desc->labels != (desc->format != DTRAIN_DATA_IDX))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           desc->labels
+                               ? "dtrain_dataset_open: labels is for DTRAIN_DATA_IDX: other "
+                                 "formats have no files of labels"
+                               : "dtrain_dataset_open: DTRAIN_DATA_IDX needs labels, the files "
+                                 "with labels of the images in path");
+    if (desc->path) return DTRAIN_OK;
+    if (desc->item_count > 0 && desc->item_bytes <= SIZE_MAX / 2 && !desc->format) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_dataset_open: a source of the host's own has no format and at "
+                       "least 1 item, found %u and %lld items of %zu bytes",
+                       (unsigned)desc->format, (long long)desc->item_count, desc->item_bytes);
 }
 
-/* Decide what the file is. Format 0 goes by the magic, which no text begins with. The count of a
- * .bin header must fit exactly, as llm.c demands: a longer file is as suspect as a shorter one (two
- * files glued together, a count that overflowed). */
-static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
+/* Open files and learn what they are, in order: each begins where the one before ends. */
+static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
 {
-    unsigned char head[DTRAIN__BIN_HEADER] = {0};
-    const int64_t have = dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, (size_t)have));
-    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
-    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
-    const bool is_bin = narrow || magic == DTRAIN__BIN_MAGIC_U32;
-    if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
-        dataset->token_bytes = 1;
-        dataset->token_count = dataset->file_bytes;
-        return DTRAIN_OK;
+    uint32_t format = desc->format;
+    DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->path, &dataset->data));
+    if (desc->labels)
+        DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->labels, &dataset->labels));
+    const bool bin = format == DTRAIN_DATA_AUTO && dtrain__is_bin(dataset->data.files);
+    if (format == DTRAIN_DATA_AUTO) format = bin ? DTRAIN_DATA_BIN : DTRAIN_DATA_BYTES;
+    dataset->format = &dtrain__formats[format];
+    dataset->read = dataset->format->read;
+    dataset->user = dataset;
+    for (size_t i = 0; i < dataset->data.count; i++) {
+        dtrain__data_file *file = &dataset->data.files[i];
+        file->first_item = dataset->item_count;
+        if (desc->format == DTRAIN_DATA_AUTO && dtrain__is_bin(file) != bin)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s is %s and %s is not: name the format, or "
+                               "leave one of them out",
+                               bin ? dataset->data.files->path : file->path,
+                               dtrain__formats[DTRAIN_DATA_BIN].name,
+                               bin ? file->path : dataset->data.files->path);
+        DTRAIN__TRY(dataset->format->learn(dataset, file));
+        dataset->item_count += file->item_count;
     }
-    if (!is_bin || have < DTRAIN__BIN_HEADER || version != (narrow ? 1 : 7))
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
-                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
-                           "bytes, %u and %u; use format 1 for plain bytes, and note that "
-                           "nanoGPT's .bin files lack the header",
-                           dataset->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
-                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
-    dataset->token_bytes = narrow ? 2 : 4;
-    dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = dtrain__le(head + 8, 4);
-    const int64_t bytes = DTRAIN__BIN_HEADER + dataset->token_count * dataset->token_bytes;
-    if (dataset->token_count > 0 && bytes == dataset->file_bytes) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
-                       "has %lld: is it cut off?",
-                       dataset->path, (long long)dataset->token_count, (long long)bytes,
-                       (long long)dataset->file_bytes);
+    const size_t more = dataset->data.count - 1;
+    const int most = (int)sizeof dataset->name - 32;
+    snprintf(dataset->name, sizeof dataset->name, more ? "%.*s and %zu more" : "%.*s", most,
+             dataset->data.files->path, more);
+    if (!dataset->vocab_count) dataset->vocab_count = dataset->format->vocab_count;
+    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
 {
     if (!dataset) return;
     dtrain_allocator allocator = dataset->allocator;
-    if (dataset->file >= 0) close(dataset->file);
-    dtrain__free(&allocator, dataset, dataset->bytes, 1);
+    dtrain__data_files_close(&allocator, &dataset->data);
+    dtrain__data_files_close(&allocator, &dataset->labels);
+    dtrain__free(&allocator, dataset, 1, sizeof *dataset);
 }
 
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
 {
     if (!info) return;
-    info->token_count = dataset ? dataset->token_count : 0;
-    info->vocab_count = dataset ? dataset->vocab_count : 0;
+    memset(info, 0, sizeof *info);
+    if (!dataset) return;
+    info->item_count = dataset->item_count;
+    info->vocab_count = dataset->vocab_count;
+    info->item_bytes = dataset->item_bytes;
+    memcpy(info->shape, dataset->shape, sizeof info->shape);
+    info->file_count = dataset->data.count;
 }
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
-/* Read tokens piece by piece through a small buffer. Every id is checked here, on use, because
- * checking a file of 100 GB at open would take minutes. */
+/* Check ids of tokens, or labels. They are checked on use, because a dataset of 100 GB would take
+ * minutes to check at open. */
+static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t first, int64_t count,
+                                       const int32_t *ids)
+{
+    const uint32_t most = (uint32_t)dataset->vocab_count;
+    uint32_t bad = 0;
+    for (int64_t i = 0; i < count; i++) bad |= (uint32_t)ids[i] >= most;
+    if (!bad) return DTRAIN_OK;
+    int64_t i = 0;
+    while ((uint32_t)ids[i] < most) i++;
+    const bool tokens = dataset->item_bytes == 0;
+    const dtrain__data_file *file =
+        dataset->data.count ? dtrain__data_file_of(&dataset->data, first + i) : NULL;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
+                       file ? file->path : dataset->name, tokens ? "token" : "sample",
+                       (long long)(first + i - (file ? file->first_item : 0)),
+                       tokens ? "id" : "label", (unsigned)ids[i],
+                       tokens ? "the vocabulary has" : "labels are below", (long long)most,
+                       tokens ? "was the file made by another tokenizer?"
+                              : "has the file another format, or desc->vocab_count to be larger?");
+}
+
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             int32_t *tokens)
+                                             void *items, int32_t *labels)
 {
-    unsigned char raw[DTRAIN__READ_TOKENS * 4];
-    if (!dataset || count < 0 || (count > 0 && !tokens))
+    if (!dataset || count < 0 || (count > 0 && !items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
-    if (first < 0 || first > dataset->token_count - count)
+                           "dtrain_dataset_read: dataset or items is NULL, or count is negative");
+    const bool tokens = dataset->item_bytes == 0;
+    if (tokens && labels)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
-                           "%lld",
-                           (long long)count, (long long)first, dataset->path,
-                           (long long)dataset->token_count);
-    const uint32_t width = dataset->token_bytes;
-    for (int64_t done = 0; done < count;) {
-        const int64_t some = dtrain__min(count - done, DTRAIN__READ_TOKENS);
-        DTRAIN__TRY(dtrain__dataset_pread(dataset, dataset->header_bytes + (first + done) * width,
-                                          raw, (size_t)some * width));
-        for (int64_t i = 0; i < some; i++, done++) {
-            const uint32_t id = dtrain__le(raw + i * width, width);
-            if ((int64_t)id >= dataset->vocab_count)
-                return dtrain_fail(DTRAIN_ERROR_DATA,
-                                   "%s: token %lld has id %u, but the vocabulary has %lld: was the "
-                                   "file made by another tokenizer?",
-                                   dataset->path, (long long)(first + done), (unsigned)id,
-                                   (long long)dataset->vocab_count);
-            tokens[done] = (int32_t)id;
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Read all `bytes` at `offset`, or fail. A read may be short or interrupted at any time; only 0 is
- * the end of the file, and there the file must have shrunk, because offsets were checked. */
-static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
-                                           unsigned char *buffer, size_t bytes)
-{
-    while (bytes > 0) {
-        ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
-                               dataset->path, (long long)offset, strerror(errno));
-        if (got == 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "%s ended at byte %lld, but had %lld bytes when it was opened: was "
-                               "it truncated or written again during the run?",
-                               dataset->path, (long long)offset, (long long)dataset->file_bytes);
-        buffer += got;
-        bytes -= (size_t)got;
-        offset += got;
-    }
-    return DTRAIN_OK;
-}
-
-/* Return the little-endian number of `width` bytes, whatever the host's order. */
-static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
-{
-    uint32_t value = 0;
-    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
-    return value;
+                           "dtrain_dataset_read: labels of tokens were asked for, in %s",
+                           dataset->name);
+    if (first < 0 || first > dataset->item_count - count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: %lld %s from %lld on were asked for, %s has %lld",
+                           (long long)count, tokens ? "tokens" : "samples", (long long)first,
+                           dataset->name, (long long)dataset->item_count);
+    if (count == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
+    if (!tokens && !labels) return DTRAIN_OK;
+    return dtrain__ids_check(dataset, first, count, tokens ? (const int32_t *)items : labels);
 }
 
 /* ================================================================================================
@@ -19376,9 +20380,9 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
 
 /* Loaders
  *
- * A loader cuts the stream into windows that share one border token (target of one, input of the
- * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
- * seen behind the same context:
+ * Of tokens a loader cuts windows that share one border token (target of one, input of the next).
+ * When shuffling, the grid moves by a new shift every epoch, so that a token is not always seen
+ * behind the same context:
  *
  *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
  *               shift  0       1       2    +1 target
@@ -19388,63 +20392,126 @@ static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
  *
  * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
  * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
- * that every shift in [0, sequence) leaves them room (but never fewer than one). */
+ * that every shift in [0, sequence) leaves them room (but never fewer than one). Where items are
+ * samples, each is a window of its own, and there is no shift. With drop_last an epoch has the
+ * largest number of windows that B R divides.
+ *
+ * A batch comes in two steps: it is dealt, which enters epochs and is done in order, and read,
+ * which looks at nothing that changes. So threads may read batches ahead (prefetch.c) without
+ * changing any. */
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
+#define DTRAIN__MOST_WORKERS 64
+#define DTRAIN__MOST_PREFETCH 65536
+#define DTRAIN__NEXT_TIMEOUT_NS \
+    UINT64_C(600000000000) /* without a world: ten minutes, as its default */
 
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch);
+static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
+static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
 
-/* Fill a batch, sample by sample. Inputs and targets of a sample are both cut from `window`: its
- * tokens are used twice and read once. */
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets)
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
-    if (!loader || !inputs || !targets)
+    if (!loader || !inputs || (loader->desc.sequence && !targets))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_next: loader, inputs or targets is NULL");
-    const dtrain_loader_desc *desc = &loader->desc;
-    const size_t row = (size_t)desc->sequence;
-    const uint64_t windows = (uint64_t)loader->window_count;
-    for (uint32_t i = 0; i < desc->batch; i++) {
-        const uint64_t k = loader->position + i * loader->ranks + loader->rank;
-        if (!desc->in_order) dtrain__loader_enter(loader, k / windows);
-        const int64_t place = (int64_t)(k % windows);
-        const int64_t index = desc->in_order ? place : loader->order[place];
-        const int64_t first = desc->first_token + loader->shift + index * desc->sequence;
-        DTRAIN__TRY(dtrain_dataset_read(desc->dataset, first, desc->sequence + 1, loader->window));
-        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
-        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
+    if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
+    else {
+        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
+        DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
     }
     /* Only now: a call that failed can be repeated. */
-    loader->position += desc->batch * loader->ranks;
+    loader->position += loader->desc.batch * loader->ranks;
     return DTRAIN_OK;
+}
+
+/* Find the samples of this rank's batch at `position`, entering their epochs. */
+DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
+                                         dtrain__pick *picks)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const uint64_t samples = (uint64_t)loader->samples_per_epoch;
+    const int64_t stride = desc->sequence ? desc->sequence : 1;
+    for (uint32_t i = 0; i < desc->batch; i++) {
+        const uint64_t k = position + i * loader->ranks + loader->rank;
+        picks[i].epoch = k / samples;
+        if (!desc->in_order) dtrain__loader_enter(loader, seed, picks[i].epoch);
+        const int64_t place = (int64_t)(k % samples);
+        const int64_t index = desc->in_order ? place : loader->order[place];
+        picks[i].item = desc->first_item + loader->shift + index * stride;
+    }
 }
 
 /* Make order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
  * growing k, so a batch across a border enters each epoch once. */
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
 {
     uint32_t random[4];
-    if (loader->entered && loader->epoch == epoch) return;
-    dtrain__randperm(loader->desc.seed + epoch, loader->window_count, loader->order);
-    dtrain__philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    if (loader->entered && loader->epoch == epoch && loader->seed == seed) return;
+    dtrain__randperm(seed + epoch, loader->window_count, loader->order);
+    dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
     loader->epoch = epoch;
+    loader->seed = seed;
     loader->entered = true;
+}
+
+/* Read a sample with its label, and transform it into `output`. */
+static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtrain__pick *pick,
+                                         void *scratch, void *output, int32_t *label)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    if (!desc->transform) return dtrain_dataset_read(desc->dataset, pick->item, 1, output, label);
+    dtrain_sample sample;
+    memset(&sample, 0, sizeof sample);
+    sample.item = pick->item;
+    sample.epoch = pick->epoch;
+    sample.data = scratch;
+    DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
+    if (label) *label = sample.label;
+    return desc->transform(desc->user, &sample, output);
+}
+
+/* Read a batch that has been dealt, sample by sample. Inputs and targets of a window are both cut
+ * from the scratch: its tokens are used twice and read once. */
+DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
+                                                  const dtrain__batch *batch, void *inputs,
+                                                  int32_t *targets)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const size_t row = (size_t)desc->sequence;
+    unsigned char *to = (unsigned char *)inputs;
+    for (uint32_t i = 0; i < desc->batch; i++, to += loader->sample_bytes) {
+        const dtrain__pick *pick = &batch->picks[i];
+        if (desc->sequence) {
+            const int32_t *window = (const int32_t *)batch->scratch;
+            DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, desc->sequence + 1,
+                                            batch->scratch, NULL));
+            memcpy(to, window, loader->sample_bytes);
+            memcpy(targets + i * row, window + 1, loader->sample_bytes);
+        } else {
+            int32_t *label = targets ? targets + i : NULL;
+            DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
+        }
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
     if (!info) return;
-    info->samples_per_epoch = loader ? loader->window_count : 0;
+    info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
     info->position = loader ? loader->position : 0;
+    info->sample_bytes = loader ? loader->sample_bytes : 0;
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
-    if (loader) loader->position = position;
+    if (!loader) return;
+    dtrain__prefetch_rest(loader);
+    loader->position = position;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -19456,6 +20523,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     if (!out || !desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
     *out = NULL;
+    DTRAIN__TRY(dtrain__loader_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
@@ -19464,66 +20532,883 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->desc = *desc;
     loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
     loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
+    if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
     dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) {
-        loader->window = (int32_t *)dtrain__alloc(&allocator, (size_t)desc->sequence + 1,
-                                                  sizeof *loader->window, "a loader's window");
-        if (!desc->in_order)
-            loader->order = (int64_t *)dtrain__alloc(&allocator, (size_t)loader->window_count,
-                                                     sizeof *loader->order, "a loader's order");
-        if (!loader->window || !(loader->order || desc->in_order)) result = DTRAIN_ERROR_MEMORY;
-    }
+    if (result == DTRAIN_OK) result = dtrain__loader_memory(loader);
+    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_create(loader);
     if (result == DTRAIN_OK) *out = loader;
     else dtrain_loader_destroy(loader);
     return result;
 }
 
-/* Check the desc, resolve token_count, and count the windows of an epoch and the shifts to choose
- * from, by the rule at the top. Written with subtractions only: nothing overflows. */
-static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
+/* Refuse what does not go together. */
+static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
-    dtrain_loader_desc *desc = &loader->desc;
-    if (!desc->dataset || desc->batch == 0 || desc->sequence <= 0)
+    const bool tokens = desc->dataset && desc->dataset->item_bytes == 0;
+    if (!desc->dataset || desc->batch == 0 || desc->sequence < 0 || (tokens && !desc->sequence))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
                            "least 1, found %s, %u and %lld",
                            desc->dataset ? "one" : "none", (unsigned)desc->batch,
                            (long long)desc->sequence);
-    const int64_t have = desc->dataset->token_count;
-    if (desc->first_token < 0 || desc->first_token > have || desc->token_count < 0 ||
-        desc->token_count > have - desc->first_token)
+    if (!tokens && desc->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: %lld tokens from %lld on were asked for, %s has "
+                           "dtrain_loader_create: sequence is %lld, but %s holds samples, which "
+                           "are not cut: expected 0",
+                           (long long)desc->sequence, desc->dataset->name);
+    if (!desc->transform != !desc->output_bytes || (desc->user && !desc->transform) ||
+        (desc->transform && tokens))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: %s",
+                           desc->transform && tokens ? "transform is for samples, not for tokens"
+                           : desc->transform         ? "transform needs output_bytes"
+                                                     : "output_bytes and user are for a transform");
+    if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
+        (desc->prefetch && !desc->workers))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: workers is %u and prefetch %u; expected at most "
+                           "%d and %d, and no prefetch without workers",
+                           (unsigned)desc->workers, (unsigned)desc->prefetch, DTRAIN__MOST_WORKERS,
+                           DTRAIN__MOST_PREFETCH);
+    return DTRAIN_OK;
+}
+
+/* Resolve item_count, and count the windows of an epoch and the shifts to choose from, by the rule
+ * at the top. Written with subtractions only: nothing overflows. */
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
+{
+    dtrain_loader_desc *desc = &loader->desc;
+    const bool tokens = desc->sequence != 0;
+    const char *name = desc->dataset->name;
+    const int64_t have = desc->dataset->item_count;
+    if (desc->first_item < 0 || desc->first_item > have || desc->item_count < 0 ||
+        desc->item_count > have - desc->first_item)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: %lld %s from %lld on were asked for, %s has "
                            "%lld",
-                           (long long)desc->token_count, (long long)desc->first_token,
-                           desc->dataset->path, (long long)have);
-    if (desc->token_count == 0) desc->token_count = have - desc->first_token;
-    const int64_t tokens = desc->token_count, sequence = desc->sequence;
-    if (tokens <= sequence)
+                           (long long)desc->item_count, tokens ? "tokens" : "samples",
+                           (long long)desc->first_item, name, (long long)have);
+    if (desc->item_count == 0) desc->item_count = have - desc->first_item;
+    const int64_t items = desc->item_count, sequence = desc->sequence;
+    if (items <= sequence)
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_loader_create: %s has %lld tokens here, but a window of %lld + "
-                           "1 needs %llu: use a shorter sequence or a larger file",
-                           desc->dataset->path, (long long)tokens, (long long)sequence,
+                           tokens ? "dtrain_loader_create: %s has %lld tokens here, but a window "
+                                    "of %lld + 1 needs %llu: use a shorter sequence or a larger "
+                                    "file"
+                                  : "dtrain_loader_create: %s has %lld samples here",
+                           name, (long long)items, (long long)sequence,
                            (unsigned long long)sequence + 1);
-    loader->window_count =
-        desc->in_order ? (tokens - 1) / sequence : dtrain__max(1, tokens / sequence - 1);
-    loader->shift_count = dtrain__min(sequence, tokens - loader->window_count * sequence);
+    loader->window_count = !tokens          ? items
+                           : desc->in_order ? (items - 1) / sequence
+                                            : dtrain__max(1, items / sequence - 1);
+    loader->shift_count =
+        tokens ? dtrain__min(sequence, items - loader->window_count * sequence) : 1;
+    const int64_t step = (int64_t)((uint64_t)desc->batch * loader->ranks); /* < 2^63 */
+    loader->samples_per_epoch =
+        loader->window_count - (desc->drop_last ? loader->window_count % step : 0);
+    if (loader->samples_per_epoch == 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_loader_create: with drop_last nothing is left of %s: it has "
+                           "%lld samples here, and %d ranks take batches of %u",
+                           name, (long long)loader->window_count, (int)loader->ranks,
+                           (unsigned)desc->batch);
     if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
                        "expected fewer than %lld: use a longer sequence or a part of the file",
-                       (long long)loader->window_count, (long long)sequence,
+                       (long long)loader->window_count, (long long)dtrain__max(1, sequence),
                        (long long)DTRAIN__RANDPERM_LIMIT);
+}
+
+/* Allocate the order of an epoch, and batches: one without workers, whose inputs and targets are
+ * then the caller's. */
+static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const dtrain_allocator *allocator = &loader->allocator;
+    const size_t row =
+        (size_t)desc->sequence; /* tokens fit in memory as bytes, maybe not as int32 */
+    if (row > SIZE_MAX / sizeof(int32_t) - 1)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
+    loader->sample_bytes = row               ? row * sizeof(int32_t)
+                           : desc->transform ? desc->output_bytes
+                                             : desc->dataset->item_bytes;
+    loader->target_bytes = (row ? row : 1) * sizeof(int32_t);
+    loader->scratch_bytes = row ? (row + 1) * sizeof(int32_t) : desc->dataset->item_bytes;
+    if (!desc->in_order) {
+        loader->order = (int64_t *)dtrain__alloc(allocator, (size_t)loader->window_count,
+                                                 sizeof *loader->order, "a loader's order");
+        if (!loader->order) return DTRAIN_ERROR_MEMORY;
+    }
+    loader->batch_count = desc->workers ? desc->prefetch : 1;
+    loader->batches = (dtrain__batch *)dtrain__alloc(allocator, loader->batch_count,
+                                                     sizeof *loader->batches, "a loader's batches");
+    for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
+        dtrain__batch *batch = &loader->batches[i];
+        batch->picks = (dtrain__pick *)dtrain__alloc(allocator, desc->batch, sizeof *batch->picks,
+                                                     "the samples of a batch");
+        batch->scratch = dtrain__alloc(allocator, loader->scratch_bytes, 1, "a sample");
+        if (!batch->picks || !batch->scratch) return DTRAIN_ERROR_MEMORY;
+        if (!desc->workers) continue;
+        batch->inputs =
+            dtrain__alloc(allocator, desc->batch, loader->sample_bytes, "a batch's inputs");
+        batch->targets = (int32_t *)dtrain__alloc(allocator, desc->batch, loader->target_bytes,
+                                                  "a batch's targets");
+        if (!batch->inputs || !batch->targets) return DTRAIN_ERROR_MEMORY;
+    }
+    return loader->batches ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;
     dtrain_allocator allocator = loader->allocator;
-    dtrain__free(&allocator, loader->window, (size_t)loader->desc.sequence + 1,
-                 sizeof *loader->window);
+    const uint32_t count = loader->desc.batch;
+    dtrain__prefetch_destroy(loader);
+    for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
+        dtrain__batch *batch = &loader->batches[i];
+        dtrain__free(&allocator, batch->picks, count, sizeof *batch->picks);
+        dtrain__free(&allocator, batch->scratch, loader->scratch_bytes, 1);
+        dtrain__free(&allocator, batch->inputs, count, loader->sample_bytes);
+        dtrain__free(&allocator, batch->targets, count, loader->target_bytes);
+    }
+    dtrain__free(&allocator, loader->batches, loader->batch_count, sizeof *loader->batches);
     dtrain__free(&allocator, loader->order, (size_t)loader->window_count, sizeof *loader->order);
     dtrain__free(&allocator, loader, 1, sizeof *loader);
+}
+
+/* ================================================================================================
+ * src/train/prefetch.c
+ * ==============================================================================================*/
+
+/* Threads that read batches ahead
+ *
+ * Workers take batches in turn, 0, 1, 2, ... from where the loader stands, and read each into its
+ * place in a ring. The loader copies them out in the same order, so how many workers there are and
+ * which of them is slow changes no batch:
+ *
+ *     batches         0 1 2 | 3 . 5 . | 7 ...           . read by a worker at the moment
+ *                     taken   |<----->|                 no more than batch_count from here on
+ *                             next out    next claimed
+ *
+ * `deal` is held by the worker whose turn it is, also while it waits for a free place: epochs are
+ * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, for
+ * some lines at a time.
+ *
+ * A seek, a failed batch and a loaded checkpoint are one thing: workers come to rest, what they
+ * have read is dropped, and the next call starts them from the position that the loader has then.
+ * Work starts with the first call, not with creation. */
+
+typedef struct dtrain__prefetch {
+    pthread_mutex_t deal, mutex;
+    pthread_cond_t room;  /* workers wait for it */
+    pthread_cond_t ready; /* the loader waits for a batch, or for workers to rest */
+    pid_t process;        /* that has the threads: a child of it has none */
+    int rank;             /* to be named in error sentences */
+    pthread_t *threads;   /* (thread_count) of (desc.workers) */
+    uint32_t thread_count;
+
+    /* Under mutex. Batch n begins at position + n * batch * ranks and lies at n % batch_count. */
+    bool running, ending;
+    uint64_t seed, position;
+    uint64_t claimed, taken;
+    uint32_t busy; /* batches that are claimed and not ready */
+} dtrain__prefetch;
+
+/* ---- a worker ---------------------------------------------------------------------------------*/
+
+/* Wait for a place, claim the next batch and deal it; NULL at the end. */
+static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    dtrain__batch *batch = NULL;
+    uint64_t seed = 0, position = 0;
+    pthread_mutex_lock(&p->deal);
+    pthread_mutex_lock(&p->mutex);
+    while (!p->ending && !(p->running && p->claimed - p->taken < loader->batch_count))
+        pthread_cond_wait(&p->room, &p->mutex);
+    if (!p->ending) {
+        seed = p->seed;
+        position = p->position + p->claimed * loader->desc.batch * loader->ranks;
+        batch = &loader->batches[p->claimed % loader->batch_count];
+        p->claimed++;
+        p->busy++;
+    }
+    pthread_mutex_unlock(&p->mutex);
+    if (batch) dtrain__loader_deal(loader, seed, position, batch->picks);
+    pthread_mutex_unlock(&p->deal);
+    return batch;
+}
+
+static void *dtrain__prefetch_worker(void *argument)
+{
+    dtrain_loader *loader = (dtrain_loader *)argument;
+    dtrain__prefetch *p = loader->prefetch;
+    dtrain__batch *batch;
+    dtrain__set_thread_rank(p->rank);
+    while ((batch = dtrain__prefetch_claim(loader)) != NULL) {
+        batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
+        if (batch->result != DTRAIN_OK)
+            snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
+        pthread_mutex_lock(&p->mutex);
+        batch->ready = true;
+        p->busy--;
+        pthread_cond_signal(&p->ready);
+        pthread_mutex_unlock(&p->mutex);
+    }
+    return NULL;
+}
+
+/* ---- the loader's thread ----------------------------------------------------------------------*/
+
+/* Wait for the next batch, at most until the deadline; false: it has passed. */
+static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *batch)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    const uint64_t end = dtrain__now_ns() + loader->timeout_ns;
+    struct timespec deadline;
+    deadline.tv_sec = (time_t)(end / 1000000000u);
+    deadline.tv_nsec = (long)(end % 1000000000u);
+    int error = 0;
+    while (!batch->ready && error == 0)
+        error = pthread_cond_timedwait(&p->ready, &p->mutex, &deadline);
+    return batch->ready;
+}
+
+/* Take the next batch out of the ring, as a copy. One that failed leaves the workers at rest, to
+ * begin with it again. */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
+                                                    int32_t *targets)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    const size_t count = loader->desc.batch;
+    if (p->process != getpid())
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_loader_next: this loader's workers live in process %ld, from "
+                           "which this one was forked: create loaders after the fork",
+                           (long)p->process);
+    pthread_mutex_lock(&p->mutex);
+    if (!p->running) {
+        p->running = true;
+        p->seed = loader->desc.seed;
+        p->position = loader->position;
+        pthread_cond_signal(&p->room); /* one alone waits for it: the others wait for deal */
+    }
+    dtrain__batch *batch = &loader->batches[p->taken % loader->batch_count];
+    const bool there = dtrain__prefetch_await(loader, batch);
+    pthread_mutex_unlock(&p->mutex);
+    if (!there)
+        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                           "dtrain_loader_next: the batch at sample %llu of %s has not been read "
+                           "within %.1f s: is its storage there?",
+                           (unsigned long long)loader->position, loader->desc.dataset->name,
+                           1e-9 * (double)loader->timeout_ns);
+    if (batch->result != DTRAIN_OK) {
+        const dtrain_result result = batch->result;
+        dtrain__set_last_error(batch->error);
+        dtrain__prefetch_rest(loader);
+        return result;
+    }
+    memcpy(inputs, batch->inputs, count * loader->sample_bytes);
+    if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
+    pthread_mutex_lock(&p->mutex);
+    batch->ready = false;
+    p->taken++;
+    pthread_cond_signal(&p->room);
+    pthread_mutex_unlock(&p->mutex);
+    return DTRAIN_OK;
+}
+
+/* Let workers finish the batches that they are reading, and drop all. */
+DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    if (!p || p->process != getpid()) return;
+    pthread_mutex_lock(&p->mutex);
+    p->running = false;
+    while (p->busy > 0) pthread_cond_wait(&p->ready, &p->mutex);
+    p->claimed = p->taken = 0;
+    for (size_t i = 0; i < loader->batch_count; i++) loader->batches[i].ready = false;
+    pthread_mutex_unlock(&p->mutex);
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+/* Start the workers, in which no signal of the host's is handled. After a failure
+ * prefetch_destroy ends those that have started. */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader)
+{
+    pthread_condattr_t attributes;
+    sigset_t all, before;
+    dtrain__prefetch *p =
+        (dtrain__prefetch *)dtrain__alloc(&loader->allocator, 1, sizeof *p, "a loader's workers");
+    if (!p) return DTRAIN_ERROR_MEMORY;
+    p->process = getpid();
+    p->rank = dtrain__rank_of_thread();
+    pthread_mutex_init(&p->deal, NULL);
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&p->room, &attributes);
+    pthread_cond_init(&p->ready, &attributes);
+    pthread_condattr_destroy(&attributes);
+    loader->prefetch = p;
+    p->threads = (pthread_t *)dtrain__alloc(&loader->allocator, loader->desc.workers,
+                                            sizeof *p->threads, "a loader's threads");
+    if (!p->threads) return DTRAIN_ERROR_MEMORY;
+    int error = 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (p->thread_count < loader->desc.workers && error == 0) {
+        error = pthread_create(&p->threads[p->thread_count], NULL, dtrain__prefetch_worker, loader);
+        if (error == 0) p->thread_count++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_loader_create: worker %u of %u could not be started: %s",
+                       p->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
+}
+
+/* End the workers behind the reads that they are in. A forked child has only their memory. */
+DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    if (!p) return;
+    if (p->process == getpid()) {
+        pthread_mutex_lock(&p->mutex);
+        p->ending = true;
+        pthread_cond_broadcast(&p->room);
+        pthread_mutex_unlock(&p->mutex);
+        for (uint32_t i = 0; i < p->thread_count; i++) pthread_join(p->threads[i], NULL);
+        pthread_cond_destroy(&p->ready);
+        pthread_cond_destroy(&p->room);
+        pthread_mutex_destroy(&p->mutex);
+        pthread_mutex_destroy(&p->deal);
+    }
+    dtrain__free(&loader->allocator, p->threads, loader->desc.workers, sizeof *p->threads);
+    dtrain__free(&loader->allocator, p, 1, sizeof *p);
+    loader->prefetch = NULL;
+}
+
+/* ================================================================================================
+ * src/train/tokens.c
+ * ==============================================================================================*/
+
+/* Token files
+ *
+ *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
+ *     .bin     | magic | version | count | 0 ... | t | t | ...
+ *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
+ *     u16      | t | t | t | ...                                      2 bytes, little endian
+ *
+ * The tokens of all files are one stream: what is cut out of it may begin in one file and end in
+ * the next. */
+
+#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
+#define DTRAIN__BIN_MAGIC_U16 20240520u
+#define DTRAIN__BIN_MAGIC_U32 20240801u
+#define DTRAIN__READ_BYTES 16384 /* read at once, into the stack */
+
+/* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. One that cannot
+ * be read is none: learning it will say why. */
+DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
+{
+    unsigned char head[4];
+    if (file->opened.st_size < 4 || dtrain__data_file_read(file, 0, head, sizeof head) != DTRAIN_OK)
+        return false;
+    const uint32_t magic = dtrain__le(head, 4);
+    return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    dataset->token_bytes = 1;
+    file->item_count = (int64_t)file->opened.st_size;
+    return DTRAIN_OK;
+}
+
+/* The count of a header must fit exactly, as llm.c demands: a longer file is as suspect as a
+ * shorter one (two files glued together, a count that overflowed). */
+DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    unsigned char head[DTRAIN__BIN_HEADER] = {0};
+    const int64_t size = (int64_t)file->opened.st_size;
+    const int64_t have = dtrain__min(size, DTRAIN__BIN_HEADER);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
+    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
+    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
+    if ((!narrow && magic != DTRAIN__BIN_MAGIC_U32) || have < DTRAIN__BIN_HEADER ||
+        version != (narrow ? 1 : 7))
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
+                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
+                           "bytes, %u and %u; nanoGPT's .bin files lack the header: they are "
+                           "DTRAIN_DATA_U16, and text is DTRAIN_DATA_BYTES",
+                           file->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
+                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
+    const uint32_t token_bytes = narrow ? 2 : 4;
+    if (dataset->token_bytes && dataset->token_bytes != token_bytes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has tokens of %u bytes and %s of %u: files of "
+                           "one dataset have one size of token",
+                           file->path, token_bytes, dataset->data.files->path,
+                           dataset->token_bytes);
+    dataset->token_bytes = token_bytes;
+    file->header_bytes = DTRAIN__BIN_HEADER;
+    file->item_count = dtrain__le(head + 8, 4);
+    const int64_t bytes = DTRAIN__BIN_HEADER + file->item_count * token_bytes;
+    if (file->item_count > 0 && bytes == size) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
+                       "has %lld: is it cut off?",
+                       file->path, (long long)file->item_count, (long long)bytes, (long long)size);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__u16_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    if (dtrain__is_bin(file))
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s begins with the header of an llm.c token file: "
+                           "it is DTRAIN_DATA_BIN, not DTRAIN_DATA_U16",
+                           file->path);
+    if (file->opened.st_size % 2)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s has %lld bytes, no whole number of uint16 "
+                           "tokens: is it cut off?",
+                           file->path, (long long)file->opened.st_size);
+    dataset->token_bytes = 2;
+    file->item_count = (int64_t)file->opened.st_size / 2;
+    return DTRAIN_OK;
+}
+
+/* Write tokens of 1, 2 or 4 bytes as int32. */
+static void dtrain__widen(const unsigned char *raw, uint32_t width, int64_t count, int32_t *tokens)
+{
+    if (width == 1)
+        for (int64_t i = 0; i < count; i++) tokens[i] = raw[i];
+    else if (width == 2)
+        for (int64_t i = 0; i < count; i++) tokens[i] = raw[2 * i] | raw[2 * i + 1] << 8;
+    else
+        for (int64_t i = 0; i < count; i++) tokens[i] = (int32_t)dtrain__le(raw + 4 * i, 4);
+}
+
+/* Read tokens through a small buffer, file after file. */
+DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count,
+                                                  void *items, int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const uint32_t width = dataset->token_bytes;
+    unsigned char raw[DTRAIN__READ_BYTES];
+    (void)labels; /* tokens have none */
+    for (int64_t done = 0; done < count;) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);
+        const int64_t at = first + done - file->first_item;
+        const int64_t some = dtrain__min(dtrain__min(count - done, file->item_count - at),
+                                         (int64_t)(sizeof raw / width));
+        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * width, raw,
+                                           (size_t)some * width));
+        dtrain__widen(raw, width, some, (int32_t *)items + done);
+        done += some;
+    }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/train/images.c
+ * ==============================================================================================*/
+
+/* Image files
+ *
+ *     CIFAR-10    | label | 3072 pixels | label | 3072 pixels | ...    planes of red, green, blue,
+ *     CIFAR-100   | coarse | fine | 3072 pixels | ...                  32 rows of 32 each
+ *     IDX         | 0 | 0 | 8 | axes | length of axis 1, 2, ... | bytes ...       in two files:
+ *                 |<- 4 bytes ------>|<- 4 bytes each, big endian         images, and their labels
+ */
+
+#define DTRAIN__CIFAR_PIXELS 3072
+#define DTRAIN__IDX_AXES 4
+#define DTRAIN__IDX_BYTES 8u /* the type: unsigned bytes */
+
+/* ---- CIFAR ------------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const dtrain__format *format = dataset->format;
+    dataset->item_bytes = DTRAIN__CIFAR_PIXELS;
+    dataset->shape[0] = 3;
+    dataset->shape[1] = dataset->shape[2] = 32;
+    file->item_count = (int64_t)file->opened.st_size / format->item_bytes;
+    if (file->opened.st_size % format->item_bytes == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s has %lld bytes, no whole number of records of %u: "
+                       "is it the binary version of %s, and not cut off?",
+                       file->path, (long long)file->opened.st_size, format->item_bytes,
+                       format->name);
+}
+
+/* Read records one by one: a label or two, then pixels. */
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count,
+                                                 void *items, int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const uint32_t record_bytes = dataset->format->item_bytes,
+                   label_bytes = dataset->format->label_bytes;
+    unsigned char record[2 + DTRAIN__CIFAR_PIXELS];
+    for (int64_t i = 0; i < count; i++) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
+        const int64_t at = first + i - file->first_item;
+        DTRAIN__TRY(dtrain__data_file_read(file, at * record_bytes, record, record_bytes));
+        memcpy((unsigned char *)items + i * DTRAIN__CIFAR_PIXELS, record + label_bytes,
+               DTRAIN__CIFAR_PIXELS);
+        if (labels) labels[i] = record[label_bytes - 1]; /* the last one is the fine one */
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- IDX --------------------------------------------------------------------------------------*/
+
+/* Check the header of an IDX file of bytes with `least` to `most` axes. The lengths of its axes,
+ * behind each other, must make exactly the bytes that are there. */
+static dtrain_result dtrain__idx_header(dtrain__data_file *file, uint32_t least, uint32_t most,
+                                        int64_t lengths[DTRAIN__IDX_AXES])
+{
+    unsigned char head[4 + 4 * DTRAIN__IDX_AXES] = {0};
+    const int64_t size = (int64_t)file->opened.st_size;
+    const int64_t have = dtrain__min(size, (int64_t)sizeof head);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)have));
+    const uint32_t axes = head[3];
+    if (have < 8 || head[0] || head[1] || head[2] != DTRAIN__IDX_BYTES || axes < least ||
+        axes > most || have < 4 + 4 * (int64_t)axes)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: %s is no IDX file of %s: expected bytes 0 0 8 and "
+                           "%u%s axes at its beginning, found %u %u %u %u in %lld bytes%s",
+                           file->path, most > 1 ? "images" : "labels", least,
+                           most > least ? " to 4" : "", head[0], head[1], head[2], head[3],
+                           (long long)size,
+                           head[0] == 0x1f && head[1] == 0x8b ? ": gunzip it first" : "");
+    int64_t bytes = 1; /* of the data: no more than size, which bounds every product below */
+    bool fits = true;
+    for (uint32_t i = 0; i < axes; i++) {
+        const unsigned char *big = head + 4 + 4 * i;
+        lengths[i] = (int64_t)big[0] << 24 | big[1] << 16 | big[2] << 8 | big[3];
+        fits = fits && lengths[i] > 0 && lengths[i] <= size / bytes;
+        if (fits) bytes *= lengths[i];
+    }
+    file->header_bytes = 4 + 4 * (int64_t)axes;
+    file->item_count = lengths[0];
+    if (fits && file->header_bytes + bytes == size) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "dtrain_dataset_open: %s announces %lld items in %u axes, which does not "
+                       "make its %lld bytes: is it cut off?",
+                       file->path, (long long)lengths[0], axes, (long long)size);
+}
+
+/* Learn a file of images, and the file of labels in the same place of the other list. Two axes make
+ * one row an image, three are (images, rows, columns), four have channels behind the first. */
+DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file)
+{
+    const size_t at = (size_t)(file - dataset->data.files);
+    int64_t lengths[DTRAIN__IDX_AXES], shape[3] = {1, 1, 1}, label_count[DTRAIN__IDX_AXES];
+    if (dataset->labels.count != dataset->data.count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "dtrain_dataset_open: %zu IDX files of images and %zu of labels; expected "
+            "as many in desc->labels as in desc->path",
+            dataset->data.count, dataset->labels.count);
+    dtrain__data_file *beside = &dataset->labels.files[at];
+    DTRAIN__TRY(dtrain__idx_header(file, 2, DTRAIN__IDX_AXES, lengths));
+    DTRAIN__TRY(dtrain__idx_header(beside, 1, 1, label_count));
+    beside->first_item = file->first_item;
+    if (file->item_count != beside->item_count)
+        return dtrain_fail(
+            DTRAIN_ERROR_DATA, "dtrain_dataset_open: %s has %lld images and %s %lld labels",
+            file->path, (long long)file->item_count, beside->path, (long long)beside->item_count);
+    const int64_t axes = (file->header_bytes - 4) / 4;
+    for (int64_t i = 1; i < axes; i++) shape[3 - axes + i] = lengths[i];
+    if (at > 0 && memcmp(shape, dataset->shape, sizeof shape) != 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_dataset_open: images of %s are (%lld, %lld, %lld), those of %s "
+                           "(%lld, %lld, %lld)",
+                           file->path, (long long)shape[0], (long long)shape[1],
+                           (long long)shape[2], dataset->data.files->path,
+                           (long long)dataset->shape[0], (long long)dataset->shape[1],
+                           (long long)dataset->shape[2]);
+    memcpy(dataset->shape, shape, sizeof shape);
+    dataset->item_bytes = (size_t)(shape[0] * shape[1] * shape[2]);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count,
+                                               void *items, int32_t *labels)
+{
+    const dtrain_dataset *dataset = (const dtrain_dataset *)user;
+    const size_t bytes = dataset->item_bytes;
+    for (int64_t i = 0; i < count; i++) {
+        const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + i);
+        const int64_t at = first + i - file->first_item;
+        DTRAIN__TRY(dtrain__data_file_read(file, file->header_bytes + at * (int64_t)bytes,
+                                           (unsigned char *)items + (size_t)i * bytes, bytes));
+        if (!labels) continue;
+        const dtrain__data_file *beside = dtrain__data_file_of(&dataset->labels, first + i);
+        unsigned char label;
+        DTRAIN__TRY(dtrain__data_file_read(beside, beside->header_bytes + at, &label, 1));
+        labels[i] = label;
+    }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/train/files.c
+ * ==============================================================================================*/
+
+/* Files of a dataset
+ *
+ * Files are read with pread into the caller's memory, never mapped. A mapping of a file that
+ * another process cuts off ends this one with SIGBUS, which only a signal handler could stop, and
+ * what that process writes into the file shows up in the middle of an item. A read is short
+ * instead, and after each one the file must still have the size and the time of its last change
+ * that it was opened with: else it is an error that names it. The page cache serves both ways
+ * alike; bench_data has what a read costs. */
+
+#include <dirent.h>
+#include <fnmatch.h>
+
+#define DTRAIN__OPEN_FILES \
+    64 /* stay open; any more are opened for each read: descriptors are few */
+
+/* Paths that are collected: while a folder is listed, and then in order of their names. */
+typedef struct dtrain__data_search {
+    const dtrain_allocator *allocator;
+    dtrain__data_files *files;
+    char path[PATH_MAX]; /* of the part of `paths` that is looked at */
+} dtrain__data_search;
+
+static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths);
+static dtrain_result dtrain__data_file_open(dtrain__data_file *file, bool stays);
+
+/* Find the files that `paths` names, and open each. After a failure files_close frees what is
+ * there. */
+DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
+                                                      const char *paths, dtrain__data_files *files)
+{
+    dtrain__data_search search;
+    memset(&search, 0, sizeof search);
+    search.allocator = allocator;
+    search.files = files;
+    DTRAIN__TRY(dtrain__data_files_find(&search, paths));
+    for (size_t i = 0; i < files->count; i++)
+        DTRAIN__TRY(dtrain__data_file_open(&files->files[i], i < DTRAIN__OPEN_FILES));
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
+                                              dtrain__data_files *files)
+{
+    for (size_t i = 0; i < files->count; i++) {
+        dtrain__data_file *file = &files->files[i];
+        if (file->file >= 0) close(file->file);
+        dtrain__free(allocator, file->path, strlen(file->path) + 1, 1);
+    }
+    dtrain__free(allocator, files->files, files->room, sizeof *files->files);
+    memset(files, 0, sizeof *files);
+}
+
+/* Return the file that holds an item of the dataset. */
+DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
+                                                              int64_t item)
+{
+    size_t low = 0, high = files->count; /* it is one of [low, high) */
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        if (files->files[middle].first_item <= item) low = middle;
+        else high = middle;
+    }
+    return &files->files[low];
+}
+
+/* Return the little-endian number of `width` bytes, whatever the host's order. */
+DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
+{
+    uint32_t value = 0;
+    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
+    return value;
+}
+
+/* ---- reading ----------------------------------------------------------------------------------*/
+
+/* Open a file. Without O_NONBLOCK a pipe would wait for its writer here. */
+static int dtrain__data_open(const char *path)
+{
+    int file;
+    do file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    while (file < 0 && errno == EINTR);
+    return file;
+}
+
+/* Check that the file is the one that was opened, unchanged. Two changes within one tick of the
+ * kernel's clock, a few ms, that leave the size alone look like one. */
+static dtrain_result dtrain__data_file_check(const dtrain__data_file *file, int descriptor)
+{
+    const struct stat *then = &file->opened;
+    struct stat now;
+    if (fstat(descriptor, &now) != 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be looked at: %s", file->path,
+                           strerror(errno));
+    if (now.st_size == then->st_size && now.st_mtim.tv_sec == then->st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == then->st_mtim.tv_nsec && now.st_ino == then->st_ino &&
+        now.st_dev == then->st_dev)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE,
+                       "%s changed while it was in use: it had %lld bytes when it was opened and "
+                       "has %lld now, %s; open the dataset again when nobody writes to its files",
+                       file->path, (long long)then->st_size, (long long)now.st_size,
+                       now.st_ino != then->st_ino    ? "being another file"
+                       : now.st_size < then->st_size ? "having been cut"
+                                                     : "having been written to");
+}
+
+static dtrain_result dtrain__data_file_pread(const dtrain__data_file *file, int descriptor,
+                                             int64_t offset, void *buffer, size_t bytes)
+{
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t got = pread(descriptor, (unsigned char *)buffer + done, bytes - done,
+                                  (off_t)(offset + (int64_t)done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s", file->path,
+                               (long long)offset + (long long)done, strerror(errno));
+        if (got == 0) { /* offsets lie inside the size that it had */
+            DTRAIN__TRY(dtrain__data_file_check(file, descriptor));
+            return dtrain_fail(DTRAIN_ERROR_FILE, "%s ended at byte %lld of %lld", file->path,
+                               (long long)offset + (long long)done,
+                               (long long)file->opened.st_size);
+        }
+        done += (size_t)got;
+    }
+    return dtrain__data_file_check(file, descriptor);
+}
+
+/* Read all `bytes` at `offset`, from a file that is as it was when it was opened, or fail. */
+DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
+                                                     void *buffer, size_t bytes)
+{
+    if (file->file >= 0) return dtrain__data_file_pread(file, file->file, offset, buffer, bytes);
+    const int descriptor = dtrain__data_open(file->path);
+    if (descriptor < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened again: %s", file->path,
+                           strerror(errno));
+    const dtrain_result result = dtrain__data_file_pread(file, descriptor, offset, buffer, bytes);
+    close(descriptor);
+    return result;
+}
+
+/* Open a file to learn its size, and keep it open if it `stays`. */
+static dtrain_result dtrain__data_file_open(dtrain__data_file *file, bool stays)
+{
+    file->file = dtrain__data_open(file->path);
+    if (file->file < 0 || fstat(file->file, &file->opened) != 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                           file->path, strerror(errno));
+    if (!S_ISREG(file->opened.st_mode) || file->opened.st_size == 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_dataset_open: %s is %s, expected a file of data", file->path,
+                           S_ISREG(file->opened.st_mode) ? "empty" : "no regular file");
+    if (stays) return DTRAIN_OK;
+    close(file->file);
+    file->file = -1;
+    return DTRAIN_OK;
+}
+
+/* ---- finding ----------------------------------------------------------------------------------*/
+
+static dtrain_result dtrain__data_files_add(dtrain__data_search *search, const char *path)
+{
+    dtrain__data_files *files = search->files;
+    void *array = files->files;
+    const size_t bytes = strlen(path) + 1;
+    const bool room = dtrain__grow(search->allocator, &array, files->count, &files->room,
+                                   sizeof *files->files, "a dataset's files");
+    files->files = (dtrain__data_file *)array;
+    char *copy = room ? (char *)dtrain__alloc(search->allocator, bytes, 1, "a path") : NULL;
+    if (!copy) return DTRAIN_ERROR_MEMORY;
+    dtrain__data_file *file = &files->files[files->count++];
+    memset(file, 0, sizeof *file);
+    file->path = (char *)memcpy(copy, path, bytes);
+    file->file = -1;
+    return DTRAIN_OK;
+}
+
+static int dtrain__compare_data_files(const void *a, const void *b)
+{
+    return strcmp(((const dtrain__data_file *)a)->path, ((const dtrain__data_file *)b)->path);
+}
+
+/* Add the regular files of a folder whose names fit the pattern, in the order of their names. */
+static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const char *folder,
+                                             const char *pattern)
+{
+    const size_t before = search->files->count;
+    dtrain_result result = DTRAIN_OK;
+    DIR *directory = opendir(*folder ? folder : ".");
+    if (!directory)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
+                           *folder ? folder : ".", strerror(errno));
+    const size_t length = strlen(folder);
+    const char *slash = length && folder[length - 1] != '/' ? "/" : "";
+    for (const struct dirent *entry; result == DTRAIN_OK && (entry = readdir(directory));) {
+        char path[PATH_MAX + 1 + NAME_MAX + 1];
+        struct stat info;
+        if (fnmatch(pattern, entry->d_name, FNM_PERIOD) != 0) continue;
+        snprintf(path, sizeof path, "%s%s%s", folder, slash, entry->d_name);
+        if (stat(path, &info) == 0 && S_ISREG(info.st_mode))
+            result = dtrain__data_files_add(search, path);
+    }
+    closedir(directory);
+    DTRAIN__TRY(result);
+    if (search->files->count == before)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_dataset_open: the folder %s has no file whose name fits \"%s\"",
+                           *folder ? folder : ".", pattern);
+    qsort(search->files->files + before, search->files->count - before,
+          sizeof *search->files->files, dtrain__compare_data_files);
+    return DTRAIN_OK;
+}
+
+/* Add the file, the folder's files or those that fit the pattern of search->path. What exists is
+ * taken as it is, whatever characters are in its name. */
+static dtrain_result dtrain__data_files_find_one(dtrain__data_search *search)
+{
+    struct stat info;
+    char *path = search->path;
+    const bool exists = stat(path, &info) == 0;
+    if (exists && S_ISDIR(info.st_mode)) return dtrain__data_files_list(search, path, "*");
+    if (exists || !strpbrk(path, "*?[")) return dtrain__data_files_add(search, path);
+    char *slash = strrchr(path, '/');
+    if (!slash) return dtrain__data_files_list(search, "", path);
+    char pattern[NAME_MAX + 1];
+    snprintf(pattern, sizeof pattern, "%s", slash + 1);
+    slash[slash == path] = 0; /* the root keeps its slash */
+    return dtrain__data_files_list(search, path, pattern);
+}
+
+/* Find all files: `paths` is one that exists, or several with commas between. */
+static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const char *paths)
+{
+    struct stat info;
+    const bool whole = stat(paths, &info) == 0;
+    for (const char *at = paths;;) {
+        const size_t length = whole ? strlen(at) : strcspn(at, ",");
+        if (length == 0 || length >= sizeof search->path)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "dtrain_dataset_open: a path in \"%.200s\" is %s", paths,
+                               length ? "too long" : "empty");
+        memcpy(search->path, at, length);
+        search->path[length] = 0;
+        DTRAIN__TRY(dtrain__data_files_find_one(search));
+        if (!at[length]) return DTRAIN_OK;
+        at += length + 1;
+    }
 }
 
 /* ================================================================================================
@@ -19535,7 +21420,7 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
  * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
  *
- *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 5 words
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 6 words
  *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
@@ -19547,7 +21432,8 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
  * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
  * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
- * in the record's own all-gather is in no figure. */
+ * in the record's own all-gather is in no figure. Waiting for data counts as compute time, so that
+ * a rank with a slow disk is found; how much of it that was is a figure of its own. */
 
 /* ================================================================================================
  * src/train/trainer_internal.h
@@ -19565,6 +21451,7 @@ enum {
     DTRAIN__WORD_COMM,
     DTRAIN__WORD_EXPOSED,
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
+    DTRAIN__WORD_DATA, /* seconds in next_batch */
     DTRAIN__WORD_COUNT
 };
 
@@ -19586,6 +21473,7 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
+    double data;       /* seconds that this call of step has spent in next_batch */
     float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute;   /* (ranks) seconds, for the median */
     int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
@@ -19609,6 +21497,7 @@ typedef struct dtrain__queue {
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
 /* train/trainer.c */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
                                                     dtrain_tensor **loss);
@@ -19647,6 +21536,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
     dtrain__strategy_comm_info(trainer->desc.strategy, &before);
     const double start = dtrain_seconds();
+    trainer->data = 0;
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
     own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
@@ -19659,6 +21549,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_EXPOSED] = (float)exposed;
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
+    own[DTRAIN__WORD_DATA] = (float)trainer->data;
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
     trainer->step++;
@@ -19689,7 +21580,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
     const uint32_t micro = trainer->micro;
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
-    if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
+    if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
@@ -19698,6 +21589,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
     result = dtrain_strategy_finish(desc->strategy);
     trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
+    return result;
+}
+
+/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
+{
+    const double start = dtrain_seconds();
+    const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
+    trainer->data += dtrain_seconds() - start;
     return result;
 }
 
@@ -19780,12 +21680,13 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
 {
     const bool overflow = !dtrain_is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT], seconds = 0;
+    double mean[DTRAIN__WORD_COUNT], seconds = 0, data = 0;
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     for (int r = 0; r < trainer->ranks; r++) {
-        const double one = (double)trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_STEP];
-        if (one > seconds) seconds = one;
+        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
+        if ((double)words[DTRAIN__WORD_DATA] > data) data = (double)words[DTRAIN__WORD_DATA];
     }
     record->skipped_steps = trainer->skipped;
     if (trainer->scaling) {
@@ -19802,6 +21703,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     record->step_ms = 1e3 * seconds;
     record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
     record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
+    record->data_ms = 1e3 * data;
     record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;
@@ -20035,7 +21937,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
     const float *norm = queue->results + desc->micro_batches;
-    *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
+    *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
@@ -20060,7 +21962,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
-        if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
             dtrain__feed_fill(&feed->items[i]);
         feed->filled = true;
@@ -20103,7 +22005,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
-        dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars)));
+        dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
@@ -20140,8 +22042,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
-    else if (trainer->desc.optimizer->desc.variance_steps)
-        missing = "an optimizer without variance_steps: what is recorded would never stop";
+    else if (dtrain__not_recordable(trainer->desc.optimizer))
+        missing = dtrain__not_recordable(trainer->desc.optimizer);
     else if (trainer->desc.strategy->desc.offload)
         missing = "everything on the device: an offloaded update runs on the host";
     else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
@@ -20269,7 +22171,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
     }
     if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
-    else if (desc->optimizer) memory->optimizer = desc->optimizer->state_bytes;
+    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +
                     memory->grads + memory->optimizer + memory->buffers + memory->workspace;
     return DTRAIN_OK;
@@ -20601,6 +22503,7 @@ static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_reco
     dtrain__line_number(&line, "step_ms", record->step_ms);
     dtrain__line_number(&line, "comm_ms", record->comm_ms);
     dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
+    dtrain__line_number(&line, "data_ms", record->data_ms);
     dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
     if (record->loss_scale > 0) {
         dtrain__line_number(&line, "loss_scale", record->loss_scale);
@@ -20630,6 +22533,7 @@ static void dtrain__metrics_json_final(dtrain_metrics *metrics)
     dtrain__line_number(&line, "step_ms", s.step_ms);
     dtrain__line_number(&line, "comm_ms", s.comm_ms);
     dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
+    dtrain__line_number(&line, "data_ms", s.data_ms);
     dtrain__line_number(&line, "scaling", s.scaling);
     dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
     dtrain__metrics_write(metrics, &line);
@@ -20665,6 +22569,7 @@ static void dtrain__progress_draw(const dtrain_metrics *metrics)
     }
     if (dtrain_world_size(metrics->world) > 1)
         dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
     if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
         line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
     fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
@@ -20701,11 +22606,12 @@ static void dtrain__progress_table(const dtrain_metrics *metrics)
     dtrain__line_time_left(&left, metrics);
     if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
     if (first)
-        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s\n", "step", "loss",
-                "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed", "eta");
-    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8s\n",
+        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
+                "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed",
+                "data_ms", "eta");
+    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
             (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
-            r->step_ms, r->comm_ms, r->exposed_comm_ms, left.text);
+            r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
     fflush(metrics->desc.progress);
 }
 
@@ -20819,6 +22725,7 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
     summary->comm_ms = dtrain__median(metrics, offsetof(dtrain_step_record, comm_ms));
     summary->exposed_comm_ms =
         dtrain__median(metrics, offsetof(dtrain_step_record, exposed_comm_ms));
+    summary->data_ms = dtrain__median(metrics, offsetof(dtrain_step_record, data_ms));
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;
@@ -20951,44 +22858,51 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* Find the optimizer's view of this rank's piece of a parameter; NULL: there is none. Tensors
- * follow shards, without the empty ones. */
-static const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
-                                                         const dtrain_param *param)
+/* Return the kind of a parameter's class 1 or 2 of optimizer state; KINDS: there is none. */
+static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, int class_)
 {
-    size_t at = 0;
-    if (!optimizer) return NULL;
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        if (shard->param == param) return shard->count > 0 ? &optimizer->tensors[at] : NULL;
-        at += shard->count > 0;
-    }
-    return NULL;
+    if ((size_t)class_ > dtrain__states_of(desc)) return DTRAIN_STATE_KINDS;
+    if (class_ == 2) return DTRAIN_STATE_EXP_AVG_SQ;
+    return desc->kind == DTRAIN_OPTIMIZER_ADAMW || desc->kind == DTRAIN_OPTIMIZER_LION
+               ? DTRAIN_STATE_EXP_AVG
+               : DTRAIN_STATE_MOMENTUM;
 }
 
-/* Append the values of all parameters, then each class of the optimizer's state. An offloaded
- * update has a master copy of values that are on the device: both are the same between steps. */
-static dtrain_result dtrain__state_params(dtrain_state *state)
+/* Append the values of all parameters. An offloaded update has a master copy of values that are on
+ * the device: both are the same between steps. */
+static dtrain_result dtrain__state_values(dtrain_state *state)
 {
     const dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_optimizer *optimizer = state->desc.optimizer;
-    const bool adamw = optimizer && optimizer->desc.kind == DTRAIN_OPTIMIZER_ADAMW;
-    const bool momentum = optimizer && !adamw && optimizer->desc.momentum > 0;
-    for (int class_ = 0; class_ < 3; class_++) {
-        if ((class_ == 1 && !adamw && !momentum) || (class_ == 2 && !adamw)) continue;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_shard shard;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        dtrain__shard_of(strategy, i, &shard);
+        const dtrain_optimizer_tensor *view =
+            optimizer ? dtrain__moments_of(optimizer, shard.param) : NULL;
+        DTRAIN__TRY(dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE, shard.value,
+                                       view ? view->value : NULL));
+    }
+    return DTRAIN_OK;
+}
+
+/* Append each class of the optimizer's state: first moments and momentum, then second moments. */
+static dtrain_result dtrain__state_moments(dtrain_state *state)
+{
+    const dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_optimizer *optimizer = state->desc.optimizer;
+    for (int class_ = 1; class_ <= 2 && optimizer; class_++) {
         for (size_t i = 0; i < strategy->param_count; i++) {
+            const dtrain_param *p = &strategy->params[i];
+            const dtrain_state_kind kind =
+                dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
             dtrain_shard shard;
-            if (strategy->params[i].state.storage != &strategy->params[i]) continue;
-            if (class_ && !strategy->layout.entries[i].trainable) continue;
+            if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
+            if (kind == DTRAIN_STATE_KINDS) continue;
             dtrain__shard_of(strategy, i, &shard);
-            const dtrain_optimizer_tensor *moments = dtrain__moments_of(optimizer, shard.param);
-            float *memory = shard.value, *mirror = moments ? moments->value : NULL;
-            if (class_) memory = !moments ? NULL : class_ == 1 ? moments->m : moments->v;
-            const dtrain_state_kind kind = !class_       ? DTRAIN_STATE_VALUE
-                                           : !adamw      ? DTRAIN_STATE_MOMENTUM
-                                           : class_ == 1 ? DTRAIN_STATE_EXP_AVG
-                                                         : DTRAIN_STATE_EXP_AVG_SQ;
-            DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, class_ ? NULL : mirror));
+            const dtrain_optimizer_tensor *view = dtrain__moments_of(optimizer, p);
+            float *memory = !view ? NULL : class_ == 1 ? view->m : view->v;
+            DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, NULL));
         }
     }
     return DTRAIN_OK;
@@ -21158,7 +23072,8 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->comm = desc->strategy->comm;
     state->device = desc->strategy->device;
     dtrain__state_list_scalars(state);
-    dtrain_result result = dtrain__state_params(state);
+    dtrain_result result = dtrain__state_values(state);
+    if (result == DTRAIN_OK) result = dtrain__state_moments(state);
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
@@ -21195,8 +23110,8 @@ DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
     return DTRAIN_OK;
 }
 
-/* Bring values to their mirrors and to the next forward. A loader makes its epoch's order anew, as
- * the seed may be another one; a strategy decides anew how its buckets travel, which with
+/* Bring values to their mirrors and to the next forward. A loader's workers have read ahead of
+ * the old position: that is dropped. A strategy decides anew how its buckets travel, which with
  * compression depends on its step, and forgets micro-batches of a step under way. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
@@ -21208,7 +23123,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
                                         (size_t)tensor->count * sizeof(float));
     }
-    if (state->desc.loader) state->desc.loader->entered = false;
+    if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
     dtrain__rewind(state->desc.strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(state->desc.strategy, result));
@@ -26618,10 +28533,10 @@ typedef struct dtrain__job {
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
     X(pointwise_backward) X(softmax) X(softmax_backward) X(rotary) X(permute)        \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)             \
-    X(batchnorm_moments) X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)        \
-    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                \
-    X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
+    X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
+    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
+    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -26639,12 +28554,15 @@ typedef struct dtrain__kernels {
     DTRAIN__RANGES(DTRAIN__RANGE)
 } dtrain__kernels;
 
-/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+/* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */
 typedef struct dtrain__update {
     const dtrain_adamw_args *adamw;
     const dtrain_sgd_args *sgd;
+    const dtrain_lion_args *lion;
+    const dtrain_muon_args *muon;
     const dtrain_optimizer_tensor *tensor;
     dtrain_step_scalars now;
+    float inverse; /* of a norm: muon */
 } dtrain__update;
 
 /* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
@@ -26691,31 +28609,26 @@ typedef struct dtrain__depthwise {
 #define DTRAIN__SMALL 16384
 #endif
 
-/* A call of attention; backward is NULL in the forward pass. */
-typedef struct dtrain__attention_pass {
-    dtrain_attention_args forward;
-    const dtrain_attention_backward_args *backward;
-} dtrain__attention_pass;
-
-/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
- * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
+/* One item of attention: where its head begins in q, k, v (and in their gradients), and in y and
+ * d_y (`at`); the rest is scratch of this thread. */
 typedef struct dtrain__head {
-    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
-    bool causal;
+    const dtrain_attention_args *args;
+    int64_t d, width, y_stride; /* width: d rounded up to a tile */
+    int64_t keys;               /* that count in this batch element */
     float scale;
-    const void *qkv, *y, *d_y;
-    dtrain_dtype dtype;
     int64_t q, k, v, at;        /* elements */
+    const float *mask;          /* (queries, all keys) or NULL */
     float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
-    float *keys;                /* (64, width): K, or V in the forward pass */
+    float *rows;                /* (64, width): K, or V in the forward pass */
     float *scores;              /* (64 keys, 64 queries) */
     float *out;                 /* (64, width): O forward, dQ backward */
     float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
     float *d_out, *d_out_t;     /* (64, width), (width, 64) */
     float *slopes;              /* (64, 64): dS^T */
     float *delta, *lse;         /* (64): rowsum(dO O) */
-    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *d_keys, *d_values;   /* (keys rounded up to 64, width) */
     float *values;              /* (64, width): V of halves, backward */
+    float *mask_rows, *mask_t;  /* (64, 64): a part of the mask, and transposed */
 } dtrain__head;
 
 /* Which part of a product of attention is not zero. */
@@ -27431,67 +29344,66 @@ dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_bac
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
-static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence, bool backward)
+static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool backward)
 {
-    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(n / heads, 32);
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(args->d, 32);
     int64_t floats = 4 * block * width + block * block + 3 * block;
+    if (args->mask) floats += 2 * block * block;
     if (backward) {
         floats += 3 * block * width + block * block + 2 * block;
-        floats += 2 * dtrain__multiple(sequence, block) * width;
+        floats += 2 * dtrain__multiple(args->keys, block) * width;
     }
     return dtrain__multiple(floats, DTRAIN__LINE);
 }
 
-/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head of keys
- * with all the heads of queries that share it. Items are of unequal cost; each thread has the
- * buffers of one. */
+static dtrain_result dtrain__check_attention(const dtrain_attention_args *args)
+{
+    if (args->d < 1 || args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld heads of queries, of %lld elements, cannot share %lld "
+                           "of keys equally",
+                           (long long)args->heads, (long long)args->d, (long long)args->kv_heads);
+    for (int64_t b = 0; b < args->batch && args->key_lengths; b++)
+        if (args->key_lengths[b] < 0 || args->key_lengths[b] > args->keys)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "attention: key length %ld of batch element %lld is outside [0, "
+                               "%lld]",
+                               (long)args->key_lengths[b], (long long)b, (long long)args->keys);
+    return DTRAIN_OK;
+}
+
+/* Forward an item is a block of queries of a head, backward a head of keys with all the heads of
+ * queries that share it. Items are of unequal cost; each thread has the buffers of one. */
 static dtrain_result dtrain__launch_attention(dtrain_device *device,
-                                              const dtrain_attention_args *args,
-                                              const dtrain_attention_backward_args *back)
+                                              const dtrain_attention_args *args, const void *pass,
+                                              int64_t items, bool backward)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t heads = args->heads, kv_heads = args->kv_heads ? args->kv_heads : heads;
-    const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__attention_pass pass = {*args, back};
-    const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
-    if (heads <= 0 || args->n <= 0 || args->n % heads != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: %lld columns cannot be cut into %lld heads",
-                           (long long)args->n, (long long)heads);
-    if (kv_heads < 1 || heads % kv_heads != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: %lld heads of queries cannot share %lld of keys equally",
-                           (long long)heads, (long long)kv_heads);
-    pass.forward.kv_heads = kv_heads;
-    const int64_t items = args->batch * (back ? kv_heads : heads * blocks);
-    dtrain__job job = dtrain__job_make(&pass, items, 1, args->dtype);
+    const int64_t longer = args->keys > args->queries ? args->keys : args->queries;
+    const int64_t count = args->batch * longer * args->heads * args->d;
+    dtrain__job job = dtrain__job_make(pass, items, 1, args->dtype);
     job.dynamic = true;
-    job.slot = dtrain__attention_slot(args->n, heads, args->sequence, back != NULL);
+    job.slot = dtrain__attention_slot(args, backward);
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return back ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
-                : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
+    return backward ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
+                    : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
                                                     const dtrain_attention_args *args)
 {
-    return dtrain__launch_attention(device, args, NULL);
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, blocks = (args->queries + block - 1) / block;
+    DTRAIN__TRY(dtrain__check_attention(args));
+    return dtrain__launch_attention(device, args, args, args->batch * args->heads * blocks, false);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    dtrain_attention_args forward;
-    memset(&forward, 0, sizeof forward);
-    forward.batch = args->batch;
-    forward.sequence = args->sequence;
-    forward.heads = args->heads;
-    forward.n = args->n;
-    forward.causal = args->causal;
-    forward.qkv = args->qkv;
-    forward.dtype = args->dtype;
-    forward.kv_heads = args->kv_heads;
-    return dtrain__launch_attention(device, &forward, args);
+    const dtrain_attention_args *forward = &args->forward;
+    DTRAIN__TRY(dtrain__check_attention(forward));
+    return dtrain__launch_attention(device, forward, args, forward->batch * forward->kv_heads,
+                                    true);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
@@ -27699,9 +29611,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
                                         size_t tensor_count, const dtrain_optimizer_tensor *tensors,
-                                        const dtrain_step_scalars *scalars, dtrain__range_fn range)
+                                        const dtrain_step_scalars *scalars, float lr_scale,
+                                        dtrain__range_fn range)
 {
-    if (scalars) update->now = *scalars;
+    if (scalars) {
+        update->now = *scalars;
+        update->now.lr *= lr_scale;
+    }
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
         DTRAIN__TRY(dtrain__elementwise(device, range, update, tensors[i].count, DTRAIN_DTYPE_F32));
@@ -27720,7 +29636,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
     update.now.correction2 = args->correction2;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              dtrain__cpu_kernels(device)->adamw);
+                              args->lr_scale, dtrain__cpu_kernels(device)->adamw);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
@@ -27731,7 +29647,31 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              dtrain__cpu_kernels(device)->sgd);
+                              args->lr_scale, dtrain__cpu_kernels(device)->sgd);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.lion = args;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
+                              args->lr_scale, dtrain__cpu_kernels(device)->lion);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.muon = args;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    if (args->stage == DTRAIN_MUON_NORMALIZE)
+        update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
+    return dtrain__cpu_update(device, &update, 1, args->tensor, args->scalars, args->lr_scale,
+                              dtrain__cpu_kernels(device)->muon);
 }
 
 /* ================================================================================================
@@ -29746,19 +31686,70 @@ DTRAIN__KERNEL(sgd)
     const dtrain_sgd_args *a = update->sgd;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
-    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(update->now.lr);
-    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(-update->now.lr);
+    const dtrain__v decay = dtrain__vset(t->weight_decay);
     float *buffer = t->m;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__v g = dtrain__vfma(decay, old, dtrain__vload_n(t->grad + i, n) * grad_scale);
         if (buffer) {
             dtrain__v b = g;
             if (!a->first) b = dtrain__vfma(momentum, dtrain__vload_n(buffer + i, n), g);
             dtrain__vstore_n(buffer + i, b, n);
             g = a->nesterov ? dtrain__vfma(momentum, b, g) : b;
         }
-        dtrain__vstore_n(t->value + i, dtrain__vload_n(t->value + i, n) * decay - lr * g, n);
+        dtrain__vstore_n(t->value + i, dtrain__vfma(lr, g, old), n);
+    }
+}
+
+DTRAIN__KERNEL(lion)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_lion_args *a = update->lion;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale), zero = dtrain__vset(0);
+    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
+    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v lr = dtrain__vset(update->now.lr);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v m = dtrain__vload_n(t->m + i, n);
+        const dtrain__v mean = dtrain__vfma(rest1, g, beta1 * m);
+        const dtrain__v up = dtrain__vkeep(lr, DTRAIN__K(vless)(zero, mean));
+        const dtrain__v down = dtrain__vkeep(lr, DTRAIN__K(vless)(mean, zero));
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__vstore_n(t->m + i, dtrain__vfma(rest2, g, beta2 * m), n);
+        dtrain__vstore_n(t->value + i, dtrain__vfma(old, decay, down - up), n);
+    }
+}
+
+DTRAIN__KERNEL(muon)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_muon_args *a = update->muon;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const float lr = update->now.lr, scale = lr * a->scale;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v momentum = dtrain__vset(a->momentum);
+    const dtrain__v decay = dtrain__vset(1 - lr * t->weight_decay), step = dtrain__vset(-scale);
+    const dtrain__v inverse = dtrain__vset(update->inverse);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        float *x = a->x + i;
+        if (a->stage == DTRAIN_MUON_MOMENTUM) {
+            const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+            const dtrain__v m = dtrain__vfma(momentum, dtrain__vload_n(t->m + i, n), g);
+            dtrain__vstore_n(t->m + i, m, n);
+            dtrain__vstore_n(x, a->nesterov ? dtrain__vfma(momentum, m, g) : m, n);
+        } else if (a->stage == DTRAIN_MUON_NORMALIZE) {
+            dtrain__vstore_n(x, dtrain__vload_n(x, n) * inverse, n);
+        } else {
+            const dtrain__v old = dtrain__vload_n(t->value + i, n) * decay;
+            dtrain__vstore_n(t->value + i, dtrain__vfma(step, dtrain__vload_n(x, n), old), n);
+        }
     }
 }
 
@@ -31796,7 +33787,8 @@ DTRAIN__KERNEL_AS(pool2d_backward)
  *     P^T = exp(S^T - top)           dP^T = V dO^T          dS^T = P^T (dP^T - rowsum(dO O))
  *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
  *
- * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. */
+ * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
+ * keys behind the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
@@ -31855,39 +33847,47 @@ DTRAIN__ROUTINE void DTRAIN__K(transpose)(float *to, const float *from, int64_t 
 DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attention_args *a,
                                             int64_t item, float *scratch)
 {
-    const int64_t d = a->n / a->heads, batch = item / a->heads, head = item % a->heads;
-    const int64_t row = batch * a->sequence, kv_n = a->kv_heads * d;
-    h->sequence = a->sequence;
+    const int64_t d = a->d, batch = item / a->heads, head = item % a->heads;
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, kv = head / (a->heads / a->kv_heads) * d;
+    h->args = a;
     h->d = d;
     h->width = (d + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
-    h->stride = a->n + 2 * kv_n;
-    h->y_stride = a->n;
-    h->causal = a->causal;
+    h->y_stride = a->heads * d;
+    h->keys = a->key_lengths ? a->key_lengths[batch] : a->keys;
     h->scale = 1 / sqrtf((float)d);
-    h->qkv = a->qkv;
-    h->dtype = a->dtype;
-    h->q = row * h->stride + head * d;
-    h->k = row * h->stride + a->n + head / (a->heads / a->kv_heads) * d;
-    h->v = h->k + kv_n;
+    h->q = batch * a->queries * a->q_stride + head * d;
+    h->k = batch * a->keys * a->k_stride + kv;
+    h->v = batch * a->keys * a->v_stride + kv;
+    h->at = batch * a->queries * h->y_stride + head * d;
+    h->mask = a->mask ? a->mask + batch * a->mask_batch_step + head * a->mask_head_step : NULL;
     h->queries = scratch;
-    h->queries_t = h->queries + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->keys = h->queries_t + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->out = h->keys + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->scores = h->out + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->top = h->scores + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-    h->sum = h->top + DTRAIN__ATTENTION_BLOCK;
-    h->factor = h->sum + DTRAIN__ATTENTION_BLOCK;
-    return h->factor + DTRAIN__ATTENTION_BLOCK;
+    h->queries_t = h->queries + block * h->width;
+    h->rows = h->queries_t + block * h->width;
+    h->out = h->rows + block * h->width;
+    h->scores = h->out + block * h->width;
+    h->top = h->scores + block * block;
+    h->sum = h->top + block;
+    h->factor = h->sum + block;
+    h->mask_rows = h->factor + block;
+    h->mask_t = h->mask_rows + (h->mask ? block * block : 0);
+    return h->mask_t + (h->mask ? block * block : 0);
 }
 
-/* Rows of qkv from element `at` on for products to read: in place, or widened into `buffer`. */
-DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, int64_t at, int64_t rows,
-                                                 float *buffer, int64_t *stride)
+/* Count the keys that any of the queries [q0, q0 + m) sees. */
+DTRAIN__HELPER int64_t DTRAIN__K(seen_keys)(const dtrain__head *h, int64_t q0, int64_t m)
 {
-    *stride = h->stride;
-    if (h->dtype <= DTRAIN_DTYPE_F32) return (const float *)h->qkv + at;
+    return h->args->causal && q0 + m < h->keys ? q0 + m : h->keys;
+}
+
+/* Rows of k or v from element `at` on for products to read: in place, or widened into `buffer`. */
+DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, const void *from,
+                                                 int64_t at, int64_t *stride, int64_t rows,
+                                                 float *buffer)
+{
+    const dtrain_dtype dtype = h->args->dtype;
+    if (dtype <= DTRAIN_DTYPE_F32) return (const float *)from + at;
+    dtrain__pack_rows(buffer, h->width, rows, from, dtype, at, *stride, rows, h->d, 1);
     *stride = h->width;
-    dtrain__pack_rows(buffer, h->width, rows, h->qkv, h->dtype, at, h->stride, rows, h->d, 1);
     return buffer;
 }
 
@@ -31897,7 +33897,7 @@ DTRAIN__HELPER int64_t DTRAIN__K(padded)(int64_t rows)
 }
 
 /* Keys that the queries [c, c + W) of a block see; on the diagonal, key j and query j are the same
- * position. The masked rest of these scores is -FLT_MAX, whose exp is 0. */
+ * position. The hidden rest of these scores is -infinity, whose exp is 0. */
 DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t keys, bool diagonal)
 {
     const dtrain__vi query = dtrain__viota() + dtrain__viset((int32_t)c);
@@ -31906,7 +33906,7 @@ DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t 
     for (int64_t key = c + 1; key < end; key++) {
         float *at = scores + key * DTRAIN__ATTENTION_BLOCK + c;
         const dtrain__vi hidden = dtrain__viless(query, dtrain__viset((int32_t)key));
-        dtrain__vstore(at, DTRAIN__K(vselect)(hidden, dtrain__vset(-FLT_MAX), dtrain__vload(at)));
+        dtrain__vstore(at, DTRAIN__K(vselect)(hidden, dtrain__vset(-INFINITY), dtrain__vload(at)));
     }
     return end;
 }
@@ -31916,6 +33916,23 @@ DTRAIN__HELPER void DTRAIN__K(clear_below)(float *scores, int64_t c, int64_t see
 {
     for (int64_t key = seen; key < keys && key < seen + 5; key++)
         dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
+}
+
+/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys); what of the scores
+ * was not computed stays as meaningless as it is. */
+DTRAIN__ROUTINE void DTRAIN__K(add_mask)(const dtrain__head *h, int64_t q0, int64_t m, int64_t k0,
+                                         int64_t keys)
+{
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, stride = h->args->keys;
+    const int64_t padded = DTRAIN__K(padded)(m);
+    if (!h->mask) return;
+    dtrain__pack_rows(h->mask_rows, block, padded, h->mask, DTRAIN_DTYPE_F32, q0 * stride + k0,
+                      stride, m, keys, 1);
+    DTRAIN__K(transpose)(h->mask_t, h->mask_rows, block, padded);
+    for (int64_t key = 0; key < keys; key++)
+        for (int64_t c = key * block; c < key * block + padded; c += DTRAIN__W)
+            dtrain__vstore(h->scores + c,
+                           dtrain__vload(h->scores + c) + dtrain__vload(h->mask_t + c));
 }
 
 /* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
@@ -31955,66 +33972,74 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
     }
 }
 
+/* Store y and lse of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
+ * anything. */
+DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0, int64_t m,
+                                              float *lse)
+{
+    const dtrain_attention_args *a = h->args;
+    for (int64_t r = 0; r < m; r++) {
+        const bool seen = h->sum[r] != 0;
+        const int64_t at = h->at + (q0 + r) * h->y_stride;
+        const dtrain__v inverse = dtrain__vset(1 / h->sum[r]);
+        for (int64_t j = 0; j < h->d; j += DTRAIN__W) {
+            const dtrain__v y = dtrain__vload(h->out + r * h->width + j) * inverse;
+            dtrain__vstore_as(a->y, a->dtype, at + j, seen ? y : dtrain__vset(0), h->d - j);
+        }
+        lse[q0 + r] = seen ? h->top[r] + logf(h->sum[r]) : INFINITY;
+    }
+}
+
 /* Item: one block of queries of one head; the long ones come first. */
 DTRAIN__KERNEL(attention)
 {
-    const dtrain_attention_args *a = &((const dtrain__attention_pass *)job->args)->forward;
-    const int64_t head_count = a->batch * a->heads;
-    const int64_t blocks = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
+    const dtrain_attention_args *a = (const dtrain_attention_args *)job->args;
+    const int64_t head_count = a->batch * a->heads, block = DTRAIN__ATTENTION_BLOCK;
+    const int64_t blocks = (a->queries + block - 1) / block;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        const int64_t head = item % head_count, batch = head / a->heads;
-        const int64_t q0 = (blocks - 1 - item / head_count) * DTRAIN__ATTENTION_BLOCK;
-        const int64_t left = a->sequence - q0,
-                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
-        const int64_t limit = a->causal ? q0 + m : a->sequence;
+        const int64_t head = item % head_count, q0 = (blocks - 1 - item / head_count) * block;
+        const int64_t m = a->queries - q0 < block ? a->queries - q0 : block;
         DTRAIN__K(head_open)(&h, a, head, job->scratch + index * job->slot);
-        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->qkv, a->dtype,
-                          h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
+        const int64_t limit = DTRAIN__K(seen_keys)(&h, q0, m);
+        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->q, a->dtype,
+                          h.q + q0 * a->q_stride, a->q_stride, m, h.d, h.scale);
         DTRAIN__K(transpose)(h.queries_t, h.queries, h.width, DTRAIN__K(padded)(m));
-        for (int i = 0; i < DTRAIN__ATTENTION_BLOCK; i++) {
+        for (int i = 0; i < block; i++) {
             h.top[i] = -FLT_MAX;
             h.sum[i] = 0;
         }
-        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t keys =
-                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+        for (int64_t k0 = 0; k0 < limit; k0 += block) {
+            const int64_t keys = limit - k0 < block ? limit - k0 : block;
             const bool diagonal = a->causal && k0 == q0;
-            int64_t k_stride;
-            const float *k = DTRAIN__K(head_rows)(&h, h.k + k0 * h.stride, keys, h.keys, &k_stride);
+            int64_t stride = a->k_stride;
+            const float *k =
+                DTRAIN__K(head_rows)(&h, a->k, h.k + k0 * stride, &stride, keys, h.rows);
             dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m),
-                            h.d, k, k_stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
-                            DTRAIN__ATTENTION_BLOCK, false);
+                            h.d, k, stride, 1, h.queries_t, block, h.scores, block, false);
+            DTRAIN__K(add_mask)(&h, q0, m, k0, keys);
             DTRAIN__K(softmax_block)(&h, m, keys, diagonal);
             if (k0 > 0) DTRAIN__K(scale_rows)(h.out, m, h.width, h.factor);
-            dtrain__pack_rows(h.keys, h.width, keys, a->qkv, a->dtype, h.v + k0 * h.stride,
-                              h.stride, keys, h.d, 1);
+            dtrain__pack_rows(h.rows, h.width, keys, a->v, a->dtype, h.v + k0 * a->v_stride,
+                              a->v_stride, keys, h.d, 1);
             dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
-                            1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
+                            1, block, h.rows, h.width, h.out, h.width, k0 > 0);
         }
-        for (int64_t r = 0; r < m; r++) {
-            const int64_t row = batch * a->sequence + q0 + r;
-            const int64_t at = row * a->n + head % a->heads * h.d;
-            const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
-            for (int64_t j = 0; j < h.d; j += DTRAIN__W)
-                dtrain__vstore_as(a->y, a->dtype, at + j,
-                                  dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
-            a->lse[head * a->sequence + q0 + r] = h.top[r] + logf(h.sum[r]);
-        }
+        DTRAIN__K(close_queries)(&h, q0, m, a->lse + head * a->queries);
     }
 }
 
 /* ---- Backward ---- */
 
 /* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
-DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, int64_t m,
-                                             const float *lse)
+DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *d_y, int64_t q0,
+                                             int64_t m, const float *lse)
 {
-    const int64_t padded = DTRAIN__K(padded)(m);
-    dtrain__pack_rows(h->queries, h->width, padded, h->qkv, h->dtype, h->q + q0 * h->stride,
-                      h->stride, m, h->d, h->scale);
-    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y, h->dtype, h->at + q0 * h->y_stride,
-                      h->y_stride, m, h->d, 1);
+    const dtrain_attention_args *a = h->args;
+    const int64_t padded = DTRAIN__K(padded)(m), at = h->at + q0 * h->y_stride;
+    dtrain__pack_rows(h->queries, h->width, padded, a->q, a->dtype, h->q + q0 * a->q_stride,
+                      a->q_stride, m, h->d, h->scale);
+    dtrain__pack_rows(h->d_out, h->width, padded, d_y, a->dtype, at, h->y_stride, m, h->d, 1);
     DTRAIN__K(transpose)(h->queries_t, h->queries, h->width, padded);
     DTRAIN__K(transpose)(h->d_out_t, h->d_out, h->width, padded);
     for (int64_t r = 0; r < DTRAIN__ATTENTION_BLOCK; r++) {
@@ -32022,8 +34047,7 @@ DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, 
         for (int64_t j = 0; r < m && j < h->d; j += DTRAIN__W)
             delta = dtrain__vfma(
                 dtrain__vload(h->d_out + r * h->width + j),
-                dtrain__vload_as(h->y, h->dtype, h->at + (q0 + r) * h->y_stride + j, h->d - j),
-                delta);
+                dtrain__vload_as(a->y, a->dtype, at + r * h->y_stride + j, h->d - j), delta);
         h->delta[r] = dtrain__vsum(delta);
         h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
     }
@@ -32048,74 +34072,71 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t qu
     }
 }
 
-/* One block of keys against the open block of queries: five products. */
-DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t m, int64_t k0,
-                                                int64_t keys, bool diagonal, bool first_keys)
+/* One block of keys against the open block of queries, from q0 on: five products. */
+DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t q0, int64_t m,
+                                                int64_t k0, int64_t keys)
 {
+    const dtrain_attention_args *a = h->args;
     const int64_t b = DTRAIN__ATTENTION_BLOCK, n = DTRAIN__K(padded)(m);
+    const bool diagonal = a->causal && k0 == q0;
     const int inner = diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL;
     const int over_queries = diagonal ? DTRAIN__A_UPPER : DTRAIN__FULL;
     const int over_keys = diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL;
-    int64_t v_stride;
-    const float *v = DTRAIN__K(head_rows)(h, h->v + k0 * h->stride, keys, h->values, &v_stride);
-    dtrain__pack_rows(h->keys, h->width, keys, h->qkv, h->dtype, h->k + k0 * h->stride, h->stride,
+    int64_t stride = a->v_stride;
+    const float *v = DTRAIN__K(head_rows)(h, a->v, h->v + k0 * stride, &stride, keys, h->values);
+    dtrain__pack_rows(h->rows, h->width, keys, a->k, a->dtype, h->k + k0 * a->k_stride, a->k_stride,
                       keys, h->d, 1);
-    dtrain__product(inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b,
+    dtrain__product(inner, keys, n, h->d, h->rows, h->width, 1, h->queries_t, b, h->scores, b,
                     false);
-    dtrain__product(inner, keys, n, h->d, v, v_stride, 1, h->d_out_t, b, h->slopes, b, false);
+    dtrain__product(inner, keys, n, h->d, v, stride, 1, h->d_out_t, b, h->slopes, b, false);
+    DTRAIN__K(add_mask)(h, q0, m, k0, keys);
     DTRAIN__K(softmax_slopes)(h, m, keys, diagonal);
     dtrain__product(over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
                     h->d_values + k0 * h->width, h->width, true);
     dtrain__product(over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
                     h->d_keys + k0 * h->width, h->width, true);
-    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->keys, h->width, h->out,
-                    h->width, !first_keys);
+    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->rows, h->width, h->out,
+                    h->width, k0 > 0);
 }
 
-/* to (rows, d), from element `at` on, = scale * from (rows, width). */
+/* to (rows, d), from element `at` on, = scale * from (rows, width); to NULL: nothing. */
 DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t at, int64_t stride,
                                          const float *from, int64_t width, int64_t rows, int64_t d,
                                          float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < rows; r++, at += stride, from += width)
+    for (int64_t r = 0; r < rows && to; r++, at += stride, from += width)
         for (int64_t j = 0; j < d; j += DTRAIN__W)
             dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
 /* Take one head of queries: store its dQ, and add its parts of dK and dV to those in scratch, which
  * the first of the heads that share them clears. All of these find them at the same address. */
-DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__attention_pass *pass,
+DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
+                                              const dtrain_attention_backward_args *pass,
                                               int64_t item, float *scratch, bool first)
 {
-    const dtrain_attention_backward_args *a = pass->backward;
-    const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK *
-                            DTRAIN__ATTENTION_BLOCK;
-    scratch = DTRAIN__K(head_open)(h, &pass->forward, item, scratch);
-    h->y = a->y;
-    h->d_y = a->d_y;
-    h->at = item / a->heads * a->sequence * a->n + item % a->heads * h->d;
+    const dtrain_attention_args *a = &pass->forward;
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, rounded = (a->keys + block - 1) / block * block;
+    scratch = DTRAIN__K(head_open)(h, a, item, scratch);
     h->d_out = scratch;
-    h->d_out_t = h->d_out + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->slopes = h->d_out_t + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->delta = h->slopes + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-    h->lse = h->delta + DTRAIN__ATTENTION_BLOCK;
-    h->d_keys = h->lse + DTRAIN__ATTENTION_BLOCK;
+    h->d_out_t = h->d_out + block * h->width;
+    h->slopes = h->d_out_t + block * h->width;
+    h->delta = h->slopes + block * block;
+    h->lse = h->delta + block;
+    h->d_keys = h->lse + block;
     h->d_values = h->d_keys + rounded * h->width;
     h->values = h->d_values + rounded * h->width;
     if (first) memset(h->d_keys, 0, (size_t)(2 * rounded * h->width) * sizeof(float));
-    for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
-        const int64_t left = a->sequence - q0,
-                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
-        const int64_t limit = a->causal ? q0 + m : a->sequence;
-        DTRAIN__K(open_queries)(h, q0, m, a->lse + item * a->sequence);
-        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t keys =
-                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
-            DTRAIN__K(attend_backward)(h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
-        }
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h->q + q0 * h->stride, h->stride, h->out, h->width,
-                            m, h->d, h->scale);
+    for (int64_t q0 = 0; q0 < a->queries; q0 += block) {
+        const int64_t m = a->queries - q0 < block ? a->queries - q0 : block;
+        const int64_t limit = DTRAIN__K(seen_keys)(h, q0, m);
+        if (limit == 0) memset(h->out, 0, (size_t)(m * h->width) * sizeof(float));
+        else DTRAIN__K(open_queries)(h, pass->d_y, q0, m, a->lse + item * a->queries);
+        for (int64_t k0 = 0; k0 < limit; k0 += block)
+            DTRAIN__K(attend_backward)(h, q0, m, k0, limit - k0 < block ? limit - k0 : block);
+        dtrain__unpack_rows(pass->d_q, a->dtype, h->q + q0 * a->q_stride, a->q_stride, h->out,
+                            h->width, m, h->d, h->scale);
     }
 }
 
@@ -32123,9 +34144,9 @@ DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__att
  * queries that share it are taken in order. */
 DTRAIN__KERNEL(attention_backward)
 {
-    const dtrain__attention_pass *pass = (const dtrain__attention_pass *)job->args;
-    const dtrain_attention_backward_args *a = pass->backward;
-    const int64_t sharing = a->heads / pass->forward.kv_heads;
+    const dtrain_attention_backward_args *pass = (const dtrain_attention_backward_args *)job->args;
+    const dtrain_attention_args *a = &pass->forward;
+    const int64_t sharing = a->heads / a->kv_heads;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
         int64_t head = item * sharing;
@@ -32133,9 +34154,9 @@ DTRAIN__KERNEL(attention_backward)
             const bool first = head == item * sharing;
             DTRAIN__K(head_backward)(&h, pass, head, job->scratch + index * job->slot, first);
         } while (++head < (item + 1) * sharing);
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
+        dtrain__unpack_rows(pass->d_k, a->dtype, h.k, a->k_stride, h.d_keys, h.width, a->keys, h.d,
                             1);
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,
+        dtrain__unpack_rows(pass->d_v, a->dtype, h.v, a->v_stride, h.d_values, h.width, a->keys,
                             h.d, 1);
     }
 }

@@ -14,13 +14,14 @@
        src/device/cuda/pointwise.cuh        Functions of single elements: activations, gated products, losses
        src/device/cuda/elementwise.cuh      Add, axpby, dropout, convert, activation
        src/device/cuda/reductions.cuh       Reductions: sum, clip, column sums
-       src/device/cuda/optimizers.cuh       Optimizers: AdamW and SGD, many tensors
+       src/device/cuda/optimizers.cuh       Optimizers: AdamW, SGD, Lion, the elementwise stages of Muon; many tensors
        src/device/cuda/gemm_plan.cuh        GEMM 1: cublasLt and the algorithm cache
        src/device/cuda/gemm.cuh             GEMM 2: epilogues and fallbacks
        src/device/cuda/layernorm.cuh        Layer norm, forward and backward
        src/device/cuda/tokens.cuh           Token ids: embedding and cross-entropy
        src/device/cuda/rows.cuh             Rows of activations: softmax, rotary embedding, permuted axes
        src/device/cuda/attention_gemm.cuh   Attention by batched GEMM and softmax
+       src/device/cuda/flash_tiles.cuh      Tiles of flash attention
        src/device/cuda/flash.cuh            Flash attention on tensor cores
        src/device/cuda/sparse.cuh           Sparse gradients: top-k and scatter-add
        src/device/cuda/columns.cuh          Orthonormal columns, for PowerSGD
@@ -40,14 +41,14 @@
    comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
    dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
    written down so that a measurement can contradict it; small inputs are limited by the launches,
-   2 to 5 microseconds each. bench/bench_kernels measures all but orthogonalize, convolution and
-   pooling. Measured: nothing, no hardware yet.
+   2 to 5 microseconds each. bench/bench_kernels measures all but muon, orthogonalize,
+   convolution and pooling. Measured: nothing, no hardware yet.
 
        kernels                          limiting resource                expected    measured
        add, axpby, convert, activation  memory bandwidth                 90 %        not measured
        dropout                          memory, integer units (Philox)   75 %        not measured
        sum, column sums                 memory bandwidth                 90 %        not measured
-       adamw, sgd                       memory bandwidth                 90 %        not measured
+       adamw, sgd, lion, muon           memory bandwidth                 90 %        not measured
        gemm, fused or bare              tensor cores (cublasLt)          75 %        not measured
        gemm epilogue kernel             memory bandwidth                 85 %        not measured
        layernorm                        memory bandwidth                 85 %        not measured
@@ -388,7 +389,8 @@ enum dtrain_cuda_fault_kind {
     DTRAIN_CUDA_NO_FAULT = 0,
     DTRAIN_CUDA_BAD_TOKEN = 1,
     DTRAIN_CUDA_BAD_TARGET = 2,
-    DTRAIN_CUDA_BAD_INDEX = 3
+    DTRAIN_CUDA_BAD_INDEX = 3,
+    DTRAIN_CUDA_BAD_KEY_LENGTH = 4
 };
 
 struct dtrain_cuda_fault {
@@ -621,6 +623,10 @@ static dtrain_result dtrain_cuda_report(const dtrain_cuda_fault *fault)
                            fault->value, fault->row, fault->limit);
     case DTRAIN_CUDA_BAD_INDEX:
         return dtrain_fail(DTRAIN_ERROR_DATA, "index %lld at place %lld is outside [0, %lld)",
+                           fault->value, fault->row, fault->limit);
+    case DTRAIN_CUDA_BAD_KEY_LENGTH:
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "attention: key length %lld of batch element %lld is outside [0, %lld]",
                            fault->value, fault->row, fault->limit);
     default:
         return dtrain_fail(DTRAIN_ERROR_INTERNAL, "the GPU's fault record has the unknown kind %u",
@@ -2166,7 +2172,7 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
  * src/device/cuda/optimizers.cuh
  * ==============================================================================================*/
 
-/* Optimizers: AdamW and SGD, many tensors
+/* Optimizers: AdamW, SGD, Lion, the elementwise stages of Muon; many tensors
  *
  * One launch updates many tensors: a table of up to 60 of them travels in the kernel's parameters
  * (at most 4 KiB); more tensors take more launches. A block finds its tensor by its own number and
@@ -2175,8 +2181,9 @@ static dtrain_result dtrain_cuda_column_sums(dtrain_device *device, dtrain_dtype
  *     blocks   | 0 1 2 3 4 | 5 6 | 7 | 8 9 10 ...
  *     tensors  | wte       | wpe | b | qkv              first block of each: 0, 5, 7, 8
  *
- * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28;
- * SGD with momentum 20. Multiply-adds are fused where the CPU device fuses them. */
+ * Bytes an element: AdamW reads value, grad, m, v and writes value, m, v: 28; Lion and SGD with
+ * momentum 20; Muon 16, 8 and 12 in its three stages. Multiply-adds are fused where the CPU device
+ * fuses them. */
 
 #include <math.h>
 
@@ -2205,19 +2212,20 @@ struct dtrain_cuda_tensors {
 /* ---- Rules: the update of one element ---------------------------------------------------------*/
 
 struct dtrain_cuda_adamw_rule {
-    float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
+    float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale, lr_scale;
 
     __device__ void resolve(const dtrain_step_scalars &scalars)
     {
-        lr = scalars.lr;
+        lr = scalars.lr * lr_scale;
         correction1 = scalars.correction1;
         correction2 = scalars.correction2;
         grad_scale = scalars.grad_scale;
     }
     /* Update one element. lr / correction1 is one factor, and v is scaled under the root, as on the
      * CPU. */
-    __device__ void step(float decay, float grad, float &value, float &m, float &v) const
+    __device__ void step(float weight_decay, float grad, float &value, float &m, float &v) const
     {
+        const float decay = __fmaf_rn(-lr, weight_decay, 1.0f);
         const float g = grad * grad_scale;
         m = __fmaf_rn(1 - beta1, g, beta1 * m);
         v = __fmaf_rn((1 - beta2) * g, g, beta2 * v);
@@ -2227,21 +2235,64 @@ struct dtrain_cuda_adamw_rule {
 };
 
 struct dtrain_cuda_sgd_rule {
-    float lr, momentum, grad_scale;
+    float lr, momentum, grad_scale, lr_scale;
     bool nesterov, first;
 
     __device__ void resolve(const dtrain_step_scalars &scalars)
     {
-        lr = scalars.lr;
+        lr = scalars.lr * lr_scale;
         grad_scale = scalars.grad_scale;
     }
     /* Update one element. Without momentum `buffer` comes in as 0 and is not stored. */
-    __device__ void step(float decay, float grad, float &value, float &buffer, float &) const
+    __device__ void step(float weight_decay, float grad, float &value, float &buffer, float &) const
+    {
+        const float g = __fmaf_rn(weight_decay, value, grad * grad_scale);
+        buffer = first ? g : __fmaf_rn(momentum, buffer, g);
+        value = __fmaf_rn(-lr, nesterov ? __fmaf_rn(momentum, buffer, g) : buffer, value);
+    }
+};
+
+struct dtrain_cuda_lion_rule {
+    float lr, beta1, beta2, grad_scale, lr_scale;
+
+    __device__ void resolve(const dtrain_step_scalars &scalars)
+    {
+        lr = scalars.lr * lr_scale;
+        grad_scale = scalars.grad_scale;
+    }
+    __device__ void step(float weight_decay, float grad, float &value, float &m, float &) const
+    {
+        const float decay = __fmaf_rn(-lr, weight_decay, 1.0f);
+        const float g = grad * grad_scale;
+        const float mean = __fmaf_rn(1 - beta1, g, beta1 * m);
+        m = __fmaf_rn(1 - beta2, g, beta2 * m);
+        value = __fmaf_rn(value, decay, mean > 0 ? -lr : mean < 0 ? lr : 0);
+    }
+};
+
+/* The first stage of Muon; the value is x, which is only written. */
+struct dtrain_cuda_muon_momentum_rule {
+    float momentum, grad_scale;
+    bool nesterov;
+
+    __device__ void resolve(const dtrain_step_scalars &scalars) { grad_scale = scalars.grad_scale; }
+    __device__ void step(float, float grad, float &x, float &m, float &) const
     {
         const float g = grad * grad_scale;
-        buffer = first ? g : __fmaf_rn(momentum, buffer, g);
-        value =
-            __fmaf_rn(value, decay, -(lr * (nesterov ? __fmaf_rn(momentum, buffer, g) : buffer)));
+        m = __fmaf_rn(momentum, m, g);
+        x = nesterov ? __fmaf_rn(momentum, m, g) : m;
+    }
+};
+
+/* The last one; the gradient is x. */
+struct dtrain_cuda_muon_step_rule {
+    float lr, scale, lr_scale;
+
+    __device__ void resolve(const dtrain_step_scalars &scalars) { lr = scalars.lr * lr_scale; }
+    __device__ void step(float weight_decay, float x, float &value, float &, float &) const
+    {
+        const float decay = __fmaf_rn(-lr, weight_decay, 1.0f);
+        value = __fmaf_rn(-(lr * scale), x, value * decay);
     }
 };
 
@@ -2249,8 +2300,8 @@ struct dtrain_cuda_sgd_rule {
 
 /* Update elements i .. i + W. */
 template <int W, typename Rule>
-static __device__ __forceinline__ void
-dtrain_cuda_update_group(const dtrain_cuda_tensor &tensor, const Rule &rule, float decay, int64_t i)
+static __device__ __forceinline__ void dtrain_cuda_update_group(const dtrain_cuda_tensor &tensor,
+                                                                const Rule &rule, int64_t i)
 {
     dtrain_cuda_pack<float, W> value, grad, m = {}, v = {};
     value = dtrain_cuda_load<W>(tensor.value + i);
@@ -2258,7 +2309,8 @@ dtrain_cuda_update_group(const dtrain_cuda_tensor &tensor, const Rule &rule, flo
     if (tensor.m) m = dtrain_cuda_load<W>(tensor.m + i);
     if (tensor.v) v = dtrain_cuda_load<W>(tensor.v + i);
     DTRAIN_CUDA_UNROLL
-    for (int j = 0; j < W; j++) rule.step(decay, grad.at[j], value.at[j], m.at[j], v.at[j]);
+    for (int j = 0; j < W; j++)
+        rule.step(tensor.weight_decay, grad.at[j], value.at[j], m.at[j], v.at[j]);
     dtrain_cuda_store(tensor.value + i, value);
     if (tensor.m) dtrain_cuda_store(tensor.m + i, m);
     if (tensor.v) dtrain_cuda_store(tensor.v + i, v);
@@ -2292,32 +2344,31 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
         if (tensors.scalars->skip) return;
         rule.resolve(*tensors.scalars);
     }
-    const float decay = __fmaf_rn(-rule.lr, tensor.weight_decay, 1.0f);
     for (int64_t i = begin + (int64_t)threadIdx.x * W; i < groups_end; i += blockDim.x * W)
-        dtrain_cuda_update_group<W>(tensor, rule, decay, i);
+        dtrain_cuda_update_group<W>(tensor, rule, i);
     for (int64_t i = groups_end + threadIdx.x; i < end; i += blockDim.x)
-        dtrain_cuda_update_group<1>(tensor, rule, decay, i);
+        dtrain_cuda_update_group<1>(tensor, rule, i);
 }
 
 /* ---- Launching --------------------------------------------------------------------------------*/
 
 static dtrain_result dtrain_cuda_check_tensor(const char *name, const dtrain_optimizer_tensor *from,
-                                              size_t number, bool needs_moments)
+                                              size_t number, int moments)
 {
-    if (needs_moments && (!from->m || !from->v))
+    if ((moments > 0 && !from->m) || (moments > 1 && !from->v))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: tensor %llu has no m or no v", name,
                            (unsigned long long)number);
     return DTRAIN_OK;
 }
 
 static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *from,
-                                                int64_t first_block, bool needs_moments)
+                                                int64_t first_block, int moments)
 {
     dtrain_cuda_tensor to = {};
     to.value = from->value;
     to.grad = from->grad;
     to.m = from->m;
-    to.v = needs_moments ? from->v : NULL;
+    to.v = moments > 1 ? from->v : NULL;
     to.count = from->count;
     to.weight_decay = from->weight_decay;
     to.aligned = dtrain_cuda_aligned(to.value) && dtrain_cuda_aligned(to.grad) &&
@@ -2327,19 +2378,19 @@ static dtrain_cuda_tensor dtrain_cuda_tensor_of(const dtrain_optimizer_tensor *f
 }
 
 /* Launch the update of a list of tensors. `tensors` has everything but the table. All tensors are
- * checked before the first one changes. */
+ * checked before the first one changes; moments: how many each needs. */
 template <typename Rule>
 static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name, const Rule &rule,
                                         const dtrain_optimizer_tensor *from, size_t count,
-                                        bool needs_moments, dtrain_cuda_tensors &tensors)
+                                        int moments, dtrain_cuda_tensors &tensors)
 {
     static_assert(sizeof tensors + sizeof rule <= 4096, "kernel parameters are limited to 4 KiB");
     int64_t blocks = 0;
     for (size_t i = 0; i < count; i++)
-        DTRAIN_CUDA_TRY(dtrain_cuda_check_tensor(name, &from[i], i, needs_moments));
+        DTRAIN_CUDA_TRY(dtrain_cuda_check_tensor(name, &from[i], i, moments));
     for (size_t i = 0; i < count; i++) {
         if (from[i].count > 0) {
-            tensors.at[tensors.count++] = dtrain_cuda_tensor_of(&from[i], blocks, needs_moments);
+            tensors.at[tensors.count++] = dtrain_cuda_tensor_of(&from[i], blocks, moments);
             blocks +=
                 (from[i].count + DTRAIN_CUDA_UPDATE_ELEMENTS - 1) / DTRAIN_CUDA_UPDATE_ELEMENTS;
         }
@@ -2355,23 +2406,65 @@ static dtrain_result dtrain_cuda_update(dtrain_device *device, const char *name,
 
 static dtrain_result dtrain_cuda_adamw(dtrain_device *device, const dtrain_adamw_args *args)
 {
-    const dtrain_cuda_adamw_rule rule = {args->lr,        args->beta1,       args->beta2,
-                                         args->epsilon,   args->correction1, args->correction2,
-                                         args->grad_scale};
+    const dtrain_cuda_adamw_rule rule = {args->lr,         args->beta1,       args->beta2,
+                                         args->epsilon,    args->correction1, args->correction2,
+                                         args->grad_scale, args->lr_scale};
     dtrain_cuda_tensors tensors = {};
     tensors.scalars = args->scalars;
-    return dtrain_cuda_update(device, "adamw", rule, args->tensors, args->tensor_count, true,
-                              tensors);
+    return dtrain_cuda_update(device, "adamw", rule, args->tensors, args->tensor_count, 2, tensors);
 }
 
 static dtrain_result dtrain_cuda_sgd(dtrain_device *device, const dtrain_sgd_args *args)
 {
-    const dtrain_cuda_sgd_rule rule = {args->lr, args->momentum, args->grad_scale, args->nesterov,
-                                       args->first};
+    const dtrain_cuda_sgd_rule rule = {args->lr,       args->momentum, args->grad_scale,
+                                       args->lr_scale, args->nesterov, args->first};
     dtrain_cuda_tensors tensors = {};
     tensors.scalars = args->scalars;
-    return dtrain_cuda_update(device, "sgd", rule, args->tensors, args->tensor_count, false,
-                              tensors);
+    return dtrain_cuda_update(device, "sgd", rule, args->tensors, args->tensor_count, 0, tensors);
+}
+
+static dtrain_result dtrain_cuda_lion(dtrain_device *device, const dtrain_lion_args *args)
+{
+    const dtrain_cuda_lion_rule rule = {args->lr, args->beta1, args->beta2, args->grad_scale,
+                                        args->lr_scale};
+    dtrain_cuda_tensors tensors = {};
+    tensors.scalars = args->scalars;
+    return dtrain_cuda_update(device, "lion", rule, args->tensors, args->tensor_count, 1, tensors);
+}
+
+/* ---- Muon -------------------------------------------------------------------------------------*/
+
+/* x (count) = x / (sqrt(sum_squares[0]) + epsilon); bytes an element: 8. */
+static __global__ void __launch_bounds__(DTRAIN_CUDA_UPDATE_THREADS)
+    dtrain_cuda_normalize_kernel(int64_t count, float *x, const double *sum_squares, float epsilon)
+{
+    const float inverse = (float)(1 / (sqrt(sum_squares[0]) + (double)epsilon));
+    const int64_t step = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step)
+        x[i] *= inverse;
+}
+
+static dtrain_result dtrain_cuda_muon(dtrain_device *device, const dtrain_muon_args *args)
+{
+    dtrain_optimizer_tensor tensor = *args->tensor;
+    dtrain_cuda_tensors tensors = {};
+    const int64_t blocks =
+        (tensor.count + DTRAIN_CUDA_UPDATE_ELEMENTS - 1) / DTRAIN_CUDA_UPDATE_ELEMENTS;
+    tensors.scalars = args->scalars;
+    if (args->stage == DTRAIN_MUON_NORMALIZE)
+        return DTRAIN_CUDA_RUN(device, "muon", dtrain_cuda_normalize_kernel, blocks,
+                               DTRAIN_CUDA_UPDATE_THREADS, 0, tensor.count, args->x,
+                               args->sum_squares, args->epsilon);
+    if (args->stage == DTRAIN_MUON_MOMENTUM) {
+        const dtrain_cuda_muon_momentum_rule rule = {args->momentum, args->grad_scale,
+                                                     args->nesterov};
+        tensor.value = args->x;
+        return dtrain_cuda_update(device, "muon", rule, &tensor, 1, 1, tensors);
+    }
+    const dtrain_cuda_muon_step_rule rule = {args->lr, args->scale, args->lr_scale};
+    tensor.grad = args->x;
+    tensor.m = NULL;
+    return dtrain_cuda_update(device, "muon", rule, &tensor, 1, 0, tensors);
 }
 
 /* ================================================================================================
@@ -4714,31 +4807,33 @@ static dtrain_result dtrain_cuda_permute(dtrain_device *device, const dtrain_per
 
 /* Attention by batched GEMM and softmax
  *
- * The fallback for all that the tiles of flash.cuh do not take: fp32 arithmetic, other head sizes,
- * unaligned memory. It is the oracle of flash.cuh as well. With T = sequence and d = head size, for
- * `together` heads of one batch element at a time:
+ * The fallback for all that the tiles of flash.cuh do not take: a mask, fp32 arithmetic, other head
+ * sizes, unaligned memory. It is the oracle of flash.cuh as well. With T queries, U keys and d =
+ * head size, for `together` heads of one batch element at a time:
  *
- *     forward    S = scale Q K'    P = softmax(S)                               Y = P V
- *     backward   S = scale Q K'    P = e^(S - lse)           G = dY V'
+ *     forward    S = scale Q K' + mask    P = softmax(S)                        Y = P V
+ *     backward   S = scale Q K' + mask    P = e^(S - lse)    G = dY V'
  *                D = rows of dY . Y                          dS = P (G - D)
  *                dV = P' dY        dQ = scale dS K           dK = scale dS' Q
  *
- * The products read q, k, v of a head where they lie in qkv and write dq, dk, dv in the same
- * layout: rows a row of qkv apart, heads d apart. Nothing is permuted. Heads of queries that share
- * a head of keys are one pass: the products read the same K and V for each of them, and their parts
- * of dK and dV, fp32 in scratch, are added up in order.
+ * The products read q, k, v of a head where they lie and write dq, dk, dv in the same layout: rows
+ * a stride apart, heads d apart. Nothing is permuted. Heads of queries that share a head of keys
+ * are one pass: the products read the same K and V for each of them, and their parts of dK and dV,
+ * fp32 in scratch, are added up in order.
  *
- * Scratch holds S, and G in backward: (together,T,ld) fp32, with ld = T rounded up to 8, within 32
+ * Scratch holds S, and G in backward: (together,T,ld) fp32, with ld = U rounded up to 8, within 32
  * MiB unless a single head needs more; the L2 cache of a large GPU holds 32 MiB too. Scores are
  * fp32 for any dtype, because their absolute error is the relative error of P. P and dS have the
- * dtype of qkv, which the next product needs, and take the place of S and G: row i of a half P
- * fills the first half of the fp32 row i, so its ld is 2 ld.
+ * dtype of q, which the next product needs, and take the place of S and G: row i of a half P
+ * fills the first half of the fp32 row i, so its ld is 2 ld. The mask is added by the softmax.
  *
- * Masked scores are neither read nor kept: P and dS are 0 there. But 0 times a NaN of V is NaN, so
- * here a NaN reaches all rows of its head, not only the later ones. */
+ * Scores of keys that are later (causal) or padding (key_lengths) are neither read nor kept: P and
+ * dS are 0 there. But 0 times a NaN of V is NaN, so here a NaN reaches all rows of its head, not
+ * only the later ones. */
 
 #include <cublasLt.h>
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -4750,10 +4845,8 @@ enum {
 
 /* The heads [first, first + count) of batch element `batch`. */
 struct dtrain_cuda_heads {
-    int64_t sequence, n, size, batch, first, count;
-    int64_t width, kv_n; /* columns of qkv, and of its k and v */
-    int64_t sharing;     /* heads of queries that share a head of keys */
-    dtrain_dtype dtype;
+    int64_t batch, first, count;
+    int64_t n, sharing; /* columns of y; heads of queries that share a head of keys */
     float scale;
 };
 
@@ -4763,140 +4856,210 @@ struct dtrain_cuda_head_matrix {
     int64_t ld, step;
 };
 
-/* Describe the matrices (T,d) that begin at column `column` of (batch*T,width). */
-static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_cuda_heads *x,
-                                                        const void *data, int64_t width,
-                                                        int64_t column)
+/* Describe the matrices (rows,d) of heads from `first` on, in (batch*rows, ld). */
+static dtrain_cuda_head_matrix dtrain_cuda_head_columns(const dtrain_attention_args *args,
+                                                        const void *data, int64_t ld,
+                                                        int64_t first_row, int64_t first_head)
 {
-    const int64_t offset = x->batch * x->sequence * width + column + x->first * x->size;
-    char *const at = (char *)(uintptr_t)data + offset * (int64_t)dtrain_dtype_bytes(x->dtype);
-    const dtrain_cuda_head_matrix matrix = {at, width, x->size};
+    const int64_t offset = first_row * ld + first_head * args->d;
+    char *at = (char *)(uintptr_t)data; /* NULL: a gradient that nobody wants */
+    if (at) at += offset * (int64_t)dtrain_dtype_bytes(args->dtype);
+    const dtrain_cuda_head_matrix matrix = {at, ld, args->d};
     return matrix;
 }
 
-/* Describe the part of k (part 1) or v (2) that the heads read: a matrix for each head or, where
- * heads share it, one for all of this pass. */
-static dtrain_cuda_head_matrix dtrain_cuda_head_keys(const dtrain_cuda_heads *x, const void *data,
-                                                     int64_t part)
+/* Describe the part of q, or of what lies as q does. */
+static dtrain_cuda_head_matrix dtrain_cuda_head_queries(const dtrain_attention_args *args,
+                                                        const dtrain_cuda_heads *x,
+                                                        const void *data, int64_t ld)
 {
-    dtrain_cuda_heads shared = *x;
-    shared.first = x->first / x->sharing;
+    return dtrain_cuda_head_columns(args, data, ld, x->batch * args->queries, x->first);
+}
+
+/* Describe the part of k or v that the heads read: a matrix for each head or, where heads share it,
+ * one for all of this pass. */
+static dtrain_cuda_head_matrix dtrain_cuda_head_keys(const dtrain_attention_args *args,
+                                                     const dtrain_cuda_heads *x, const void *data,
+                                                     int64_t ld)
+{
     dtrain_cuda_head_matrix matrix =
-        dtrain_cuda_head_columns(&shared, data, x->width, x->n + (part - 1) * x->kv_n);
+        dtrain_cuda_head_columns(args, data, ld, x->batch * args->keys, x->first / x->sharing);
     if (x->sharing > 1) matrix.step = 0;
     return matrix;
 }
 
-/* Describe scores (T,T) as the products write them (fp32), or P and dS as the kernels leave them
+/* Describe scores (T,U) as the products write them (fp32), or P and dS as the kernels leave them
  * (dtype). */
-static dtrain_cuda_head_matrix dtrain_cuda_head_scores(const dtrain_cuda_heads *x, float *scores,
-                                                       int64_t ld, dtrain_dtype dtype)
+static dtrain_cuda_head_matrix dtrain_cuda_head_scores(const dtrain_attention_args *args,
+                                                       float *scores, int64_t ld,
+                                                       dtrain_dtype dtype)
 {
     const int64_t per_float = (int64_t)(sizeof(float) / dtrain_dtype_bytes(dtype));
-    const dtrain_cuda_head_matrix matrix = {scores, ld * per_float, x->sequence * ld * per_float};
+    const dtrain_cuda_head_matrix matrix = {scores, ld * per_float, args->queries * ld * per_float};
     return matrix;
 }
 
-/* Multiply: C (T,n) = alpha op(A) (T,k) op(B) (k,n), for each head. */
+/* Multiply: C (m,n) = alpha op(A) (m,k) op(B) (k,n), for each head. */
 static dtrain_result dtrain_cuda_head_multiply(dtrain_device *device, const dtrain_cuda_heads *x,
                                                uint32_t flags, float alpha,
                                                dtrain_cuda_head_matrix a, dtrain_cuda_head_matrix b,
-                                               dtrain_cuda_head_matrix c, int64_t n, int64_t k,
-                                               dtrain_dtype c_type)
+                                               dtrain_cuda_head_matrix c, int64_t m, int64_t n,
+                                               int64_t k, dtrain_dtype type, dtrain_dtype c_type)
 {
     dtrain_cuda_product product;
     memset(&product, 0, sizeof product);
     product.flags = flags;
-    product.m = x->sequence, product.n = n, product.k = k, product.batch = x->count;
+    product.m = m, product.n = n, product.k = k, product.batch = x->count;
     product.alpha = alpha;
     product.a = a.data, product.lda = a.ld, product.a_step = a.step;
     product.b = b.data, product.ldb = b.ld, product.b_step = b.step;
     product.c = c.data, product.ldc = c.ld, product.c_step = c.step;
-    product.type = x->dtype, product.c_type = c_type;
+    product.type = type, product.c_type = c_type;
     product.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     return dtrain_cuda_gemm_batched(device, &product);
 }
 
-/* ---- Softmax: S (rows,T) -> P (rows,T) in place, lse (rows) -------------------------------------
+/* ---- What a query sees ------------------------------------------------------------------------*/
+
+/* Give the keys of a batch element that count; a bad length has been reported. */
+static __device__ __forceinline__ int64_t dtrain_cuda_key_count(const dtrain_attention_args &args,
+                                                                int64_t batch)
+{
+    if (!args.key_lengths) return args.keys;
+    const int64_t length = args.key_lengths[batch];
+    return length < 0 ? 0 : length > args.keys ? args.keys : length;
+}
+
+static __global__ void dtrain_cuda_key_lengths_kernel(dtrain_attention_args args,
+                                                      dtrain_cuda_fault *fault)
+{
+    const int64_t batch = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (batch >= args.batch ||
+        (args.key_lengths[batch] >= 0 && args.key_lengths[batch] <= args.keys))
+        return;
+    dtrain_cuda_set_fault(fault, DTRAIN_CUDA_BAD_KEY_LENGTH, args.key_lengths[batch], batch,
+                          args.keys);
+}
+
+/* Report a key length outside [0, keys], of a forward pass. */
+static dtrain_result dtrain_cuda_check_key_lengths(dtrain_device *device,
+                                                   const dtrain_attention_args *args)
+{
+    if (!args->key_lengths || args->batch < 1) return DTRAIN_OK;
+    return DTRAIN_CUDA_RUN(device, "attention (key lengths)", dtrain_cuda_key_lengths_kernel,
+                           (args->batch + 255) / 256, 256, 0, *args,
+                           dtrain_cuda_state_of(device)->fault);
+}
+
+/* ---- Softmax: S (rows,U) -> P (rows,U) in place, lse (rows) -------------------------------------
  *
  * rows = heads * T; row r is query r % T. A warp walks over its row three times: maximum, sum, P.
  * The first walk reads 4 bytes a score from memory (2 with a causal mask), the others find them in
- * cache; the third writes the T elements of P.
+ * cache; the third writes the U elements of P. A mask is read as often as the scores.
  *
  * P may be narrower than S and still take its place: a walk takes 128 scores at a time, all lanes
- * read theirs before one writes, and what is written lies at or before what was read. */
+ * read theirs before one writes, and what is written lies at or before what was read.
+ *
+ * The maximum begins at the smallest number, not at -infinity: a row of which the mask hides all
+ * has the sum 0 then, P 0 and lse +infinity. */
 
 struct dtrain_cuda_head_softmax {
-    int64_t rows, sequence, ld;
-    bool causal;
-    float *scores, *lse;
+    dtrain_cuda_heads heads;
+    int64_t ld;
+    float *scores, *grads; /* grads: of the backward pass */
 };
 
-static __device__ __forceinline__ float dtrain_cuda_score_row_max(const float *row, int64_t limit,
+/* A row of scores, and what is added to it. */
+struct dtrain_cuda_score_row {
+    float *scores;
+    const float *mask; /* or NULL */
+    int64_t limit;     /* keys seen */
+};
+
+static __device__ __forceinline__ dtrain_cuda_score_row dtrain_cuda_score_row_of(
+    const dtrain_attention_args &args, const dtrain_cuda_head_softmax &x, int64_t r)
+{
+    const int64_t query = r % args.queries, head = x.heads.first + r / args.queries;
+    const int64_t keys = dtrain_cuda_key_count(args, x.heads.batch);
+    dtrain_cuda_score_row row;
+    row.scores = x.scores + r * x.ld;
+    row.mask = args.mask ? args.mask + x.heads.batch * args.mask_batch_step +
+                               head * args.mask_head_step + query * args.keys
+                         : NULL;
+    row.limit = args.causal && query + 1 < keys ? query + 1 : keys;
+    return row;
+}
+
+/* Load 4 scores from j < limit on; those from limit on are not to be used. */
+static __device__ __forceinline__ dtrain_cuda_pack<float>
+dtrain_cuda_score_row_load(const dtrain_cuda_score_row &row, int64_t j)
+{
+    dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row.scores + j);
+    DTRAIN_CUDA_UNROLL
+    for (int i = 0; i < 4; i++)
+        if (row.mask && j + i < row.limit) x.at[i] += row.mask[j + i];
+    return x;
+}
+
+static __device__ __forceinline__ float dtrain_cuda_score_row_max(const dtrain_cuda_score_row &row,
                                                                   int lane)
 {
-    float most = -INFINITY;
-    for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
+    float most = -FLT_MAX;
+    for (int64_t j = lane * 4; j < row.limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
+        const dtrain_cuda_pack<float> x = dtrain_cuda_score_row_load(row, j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
-            if (j + i < limit) most = fmaxf(most, x.at[i]);
+            if (j + i < row.limit) most = fmaxf(most, x.at[i]);
     }
     return dtrain_cuda_warp_max(most);
 }
 
-static __device__ __forceinline__ float dtrain_cuda_score_row_sum(const float *row, int64_t limit,
+static __device__ __forceinline__ float dtrain_cuda_score_row_sum(const dtrain_cuda_score_row &row,
                                                                   int lane, float most)
 {
     float sum = 0;
-    for (int64_t j = lane * 4; j < limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
-        const dtrain_cuda_pack<float> x = dtrain_cuda_load<4>(row + j);
+    for (int64_t j = lane * 4; j < row.limit; j += DTRAIN_CUDA_SOFTMAX_STEP) {
+        const dtrain_cuda_pack<float> x = dtrain_cuda_score_row_load(row, j);
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++)
-            if (j + i < limit) sum += expf(x.at[i] - most);
+            if (j + i < row.limit) sum += expf(x.at[i] - most);
     }
     return dtrain_cuda_warp_sum(sum);
 }
 
 template <typename T>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_WARP)
-    dtrain_cuda_head_softmax_kernel(const dtrain_cuda_head_softmax args)
+    dtrain_cuda_head_softmax_kernel(const dtrain_attention_args args,
+                                    const dtrain_cuda_head_softmax softmax)
 {
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
     const int64_t r =
         (int64_t)blockIdx.x * DTRAIN_CUDA_SOFTMAX_WARPS + threadIdx.x / DTRAIN_CUDA_WARP;
-    if (r >= args.rows) return; /* the whole warp */
-    const int64_t limit = args.causal ? r % args.sequence + 1 : args.sequence;
-    float *const row = args.scores + r * args.ld;
-    T *const out = (T *)row;
-    const float most = dtrain_cuda_score_row_max(row, limit, lane);
-    const float lse = most + logf(dtrain_cuda_score_row_sum(row, limit, lane, most));
-    if (lane == 0) args.lse[r] = lse;
-    for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
+    if (r >= softmax.heads.count * args.queries) return; /* the whole warp */
+    const dtrain_cuda_score_row row = dtrain_cuda_score_row_of(args, softmax, r);
+    T *const out = (T *)row.scores;
+    const float most = dtrain_cuda_score_row_max(row, lane);
+    const float sum = dtrain_cuda_score_row_sum(row, lane, most);
+    const float lse = sum == 0 ? INFINITY : most + logf(sum);
+    if (lane == 0)
+        args.lse[(softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r] = lse;
+    for (int64_t base = 0; base < args.keys; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {};
         dtrain_cuda_pack<T, 4> p;
-        if (j < limit) x = dtrain_cuda_load<4>(row + j);
+        if (j < row.limit) x = dtrain_cuda_score_row_load(row, j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
-        for (int i = 0; i < 4; i++) x.at[i] = j + i < limit ? expf(x.at[i] - lse) : 0.0f;
+        for (int i = 0; i < 4; i++) x.at[i] = j + i < row.limit ? expf(x.at[i] - lse) : 0.0f;
         dtrain_cuda_narrow(x.at, p);
-        if (j < args.sequence) dtrain_cuda_store(out + j, p);
+        if (j < args.keys) dtrain_cuda_store(out + j, p);
     }
 }
 
-/* ---- Softmax backward: S, G (rows,T), lse (rows), Y, dY (T,n) -> P over S, dS over G ------------
+/* ---- Softmax backward: S, G (rows,U), lse (rows), Y, dY (T,n) -> P over S, dS over G ------------
  *
- * Head r / T owns columns [r / T * size, ...) of Y and dY. Reads 8 bytes a score (half of them with
- * a causal mask) and writes P and dS. */
-
-struct dtrain_cuda_head_softmax_backward {
-    int64_t rows, sequence, ld, n, size;
-    bool causal;
-    float *scores, *grads;
-    const float *lse;
-    const void *y, *d_y;
-};
+ * Head r / T owns columns [r / T * d, ...) of Y and dY. Reads 8 bytes a score (half of them with a
+ * causal mask) and writes P and dS. */
 
 template <typename T>
 static __device__ __forceinline__ float dtrain_cuda_score_row_dot(const T *x, const T *y,
@@ -4910,41 +5073,46 @@ static __device__ __forceinline__ float dtrain_cuda_score_row_dot(const T *x, co
 
 template <typename T>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_SOFTMAX_WARPS *DTRAIN_CUDA_WARP)
-    dtrain_cuda_head_softmax_backward_kernel(const dtrain_cuda_head_softmax_backward args)
+    dtrain_cuda_head_softmax_backward_kernel(const dtrain_attention_args args,
+                                             const dtrain_cuda_head_softmax softmax,
+                                             const void *d_y)
 {
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
     const int64_t r =
         (int64_t)blockIdx.x * DTRAIN_CUDA_SOFTMAX_WARPS + threadIdx.x / DTRAIN_CUDA_WARP;
-    if (r >= args.rows) return; /* the whole warp */
-    const int64_t query = r % args.sequence, head = r / args.sequence,
-                  limit = args.causal ? query + 1 : args.sequence;
-    const int64_t at = query * args.n + head * args.size;
-    const float mean = dtrain_cuda_score_row_dot((const T *)args.y + at, (const T *)args.d_y + at,
-                                                 args.size, lane);
-    const float lse = args.lse[r];
-    float *const row = args.scores + r * args.ld, *const grads = args.grads + r * args.ld;
-    T *const p_out = (T *)row, *const d_out = (T *)grads;
-    for (int64_t base = 0; base < args.sequence; base += DTRAIN_CUDA_SOFTMAX_STEP) {
+    if (r >= softmax.heads.count * args.queries) return; /* the whole warp */
+    const dtrain_cuda_score_row row = dtrain_cuda_score_row_of(args, softmax, r);
+    const int64_t token = softmax.heads.batch * args.queries + r % args.queries;
+    const int64_t head = softmax.heads.first + r / args.queries;
+    const int64_t at = token * softmax.heads.n + head * args.d;
+    const float mean =
+        dtrain_cuda_score_row_dot((const T *)args.y + at, (const T *)d_y + at, args.d, lane);
+    const float lse =
+        args.lse[(softmax.heads.batch * args.heads + softmax.heads.first) * args.queries + r];
+    float *const grads = softmax.grads + r * softmax.ld;
+    T *const p_out = (T *)row.scores, *const d_out = (T *)grads;
+    for (int64_t base = 0; base < args.keys; base += DTRAIN_CUDA_SOFTMAX_STEP) {
         const int64_t j = base + lane * 4;
         dtrain_cuda_pack<float> x = {}, g = {};
         dtrain_cuda_pack<T, 4> p, d;
-        if (j < limit) x = dtrain_cuda_load<4>(row + j), g = dtrain_cuda_load<4>(grads + j);
+        if (j < row.limit)
+            x = dtrain_cuda_score_row_load(row, j), g = dtrain_cuda_load<4>(grads + j);
         __syncwarp();
         DTRAIN_CUDA_UNROLL
         for (int i = 0; i < 4; i++) {
-            const bool seen = j + i < limit;
+            const bool seen = j + i < row.limit;
             x.at[i] = seen ? expf(x.at[i] - lse) : 0.0f;
             g.at[i] = seen ? x.at[i] * (g.at[i] - mean) : 0.0f;
         }
         dtrain_cuda_narrow(x.at, p);
         dtrain_cuda_narrow(g.at, d);
-        if (j >= args.sequence) continue;
+        if (j >= args.keys) continue;
         dtrain_cuda_store(p_out + j, p);
         dtrain_cuda_store(d_out + j, d);
     }
 }
 
-/* ---- Sums over heads: parts (heads,T,d), fp32 -> dK or dV of the head that they share ---------*/
+/* ---- Sums over heads: parts (heads,U,d), fp32 -> dK or dV of the head that they share ---------*/
 
 struct dtrain_cuda_head_sum_op {
     static constexpr int width = 1;
@@ -4965,39 +5133,51 @@ struct dtrain_cuda_head_sum_op {
     }
 };
 
-static dtrain_result dtrain_cuda_head_add_up(dtrain_device *device, const dtrain_cuda_heads *x,
+static dtrain_result dtrain_cuda_head_add_up(dtrain_device *device,
+                                             const dtrain_attention_args *args,
+                                             const dtrain_cuda_heads *x,
                                              dtrain_cuda_head_matrix parts,
                                              dtrain_cuda_head_matrix out)
 {
     const dtrain_cuda_head_sum_op op = {x->count,
                                         parts.step,
-                                        x->size,
+                                        args->d,
                                         out.ld,
                                         (const float *)parts.data,
-                                        dtrain_cuda_operand_of(out.data, x->dtype)};
-    return dtrain_cuda_each(device, "attention_backward (shared heads)", op, x->sequence * x->size,
+                                        dtrain_cuda_operand_of(out.data, args->dtype)};
+    return dtrain_cuda_each(device, "attention_backward (shared heads)", op, args->keys * args->d,
                             false);
 }
 
 /* ---- Passes -----------------------------------------------------------------------------------*/
 
+static int64_t dtrain_cuda_softmax_blocks(const dtrain_attention_args *args,
+                                          const dtrain_cuda_heads *x)
+{
+    const int64_t rows = x->count * args->queries;
+    return (rows + DTRAIN_CUDA_SOFTMAX_WARPS - 1) / DTRAIN_CUDA_SOFTMAX_WARPS;
+}
+
 template <typename T>
 static dtrain_result dtrain_cuda_head_softmax_as(dtrain_device *device,
+                                                 const dtrain_attention_args *args,
                                                  const dtrain_cuda_head_softmax *x)
 {
     return DTRAIN_CUDA_RUN(device, "softmax", dtrain_cuda_head_softmax_kernel<T>,
-                           (x->rows + DTRAIN_CUDA_SOFTMAX_WARPS - 1) / DTRAIN_CUDA_SOFTMAX_WARPS,
-                           DTRAIN_CUDA_SOFTMAX_WARPS * DTRAIN_CUDA_WARP, 0, *x);
+                           dtrain_cuda_softmax_blocks(args, &x->heads),
+                           DTRAIN_CUDA_SOFTMAX_WARPS * DTRAIN_CUDA_WARP, 0, *args, *x);
 }
 
 template <typename T>
 static dtrain_result
 dtrain_cuda_head_softmax_backward_as(dtrain_device *device,
-                                     const dtrain_cuda_head_softmax_backward *x)
+                                     const dtrain_attention_backward_args *args,
+                                     const dtrain_cuda_head_softmax *x)
 {
     return DTRAIN_CUDA_RUN(device, "softmax backward", dtrain_cuda_head_softmax_backward_kernel<T>,
-                           (x->rows + DTRAIN_CUDA_SOFTMAX_WARPS - 1) / DTRAIN_CUDA_SOFTMAX_WARPS,
-                           DTRAIN_CUDA_SOFTMAX_WARPS * DTRAIN_CUDA_WARP, 0, *x);
+                           dtrain_cuda_softmax_blocks(&args->forward, &x->heads),
+                           DTRAIN_CUDA_SOFTMAX_WARPS * DTRAIN_CUDA_WARP, 0, args->forward, *x,
+                           args->d_y);
 }
 
 static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
@@ -5005,98 +5185,105 @@ static dtrain_result dtrain_cuda_attention_pass(dtrain_device *device,
                                                 const dtrain_cuda_heads *x, float *scores,
                                                 int64_t ld)
 {
-    const int64_t T = x->sequence, n = x->n, d = x->size;
-    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, x->width, 0);
-    const dtrain_cuda_head_matrix k = dtrain_cuda_head_keys(x, args->qkv, 1);
-    const dtrain_cuda_head_matrix v = dtrain_cuda_head_keys(x, args->qkv, 2);
-    const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
-    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
-    const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
-    float *const lse = args->lse + (x->batch * args->heads + x->first) * T;
-    const dtrain_cuda_head_softmax softmax = {x->count * T, T, ld, args->causal, scores, lse};
+    const int64_t T = args->queries, U = args->keys, d = args->d;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, type = args->dtype;
+    const dtrain_cuda_head_matrix q = dtrain_cuda_head_queries(args, x, args->q, args->q_stride);
+    const dtrain_cuda_head_matrix k = dtrain_cuda_head_keys(args, x, args->k, args->k_stride);
+    const dtrain_cuda_head_matrix v = dtrain_cuda_head_keys(args, x, args->v, args->v_stride);
+    const dtrain_cuda_head_matrix y = dtrain_cuda_head_queries(args, x, args->y, x->n);
+    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(args, scores, ld, f32);
+    const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(args, scores, ld, type);
+    const dtrain_cuda_head_softmax softmax = {*x, ld, scores, NULL};
     DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, DTRAIN_GEMM_TRANS_B, x->scale, q, k, s, T,
-                                              d, DTRAIN_DTYPE_F32));
-    DTRAIN_CUDA_TRY(DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_as)(device, &softmax));
-    return dtrain_cuda_head_multiply(device, x, 0, 1, p, v, y, d, T, x->dtype);
+                                              U, d, type, f32));
+    DTRAIN_CUDA_TRY(
+        DTRAIN_CUDA_BY_DTYPE(type, dtrain_cuda_head_softmax_as)(device, args, &softmax));
+    return dtrain_cuda_head_multiply(device, x, 0, 1, p, v, y, T, d, U, type, type);
+}
+
+/* Give the gradient of k or v, (U,d) = alpha A' (U,T) B (T,d) for each head, or the sum over heads
+ * that share it, whose parts are made in scratch. */
+static dtrain_result dtrain_cuda_head_keys_gradient(dtrain_device *device,
+                                                    const dtrain_attention_args *args,
+                                                    const dtrain_cuda_heads *x, float alpha,
+                                                    dtrain_cuda_head_matrix a,
+                                                    dtrain_cuda_head_matrix b, float *scratch,
+                                                    void *gradient, int64_t ld)
+{
+    const int64_t T = args->queries, U = args->keys, d = args->d;
+    const dtrain_cuda_head_matrix out = dtrain_cuda_head_keys(args, x, gradient, ld);
+    const dtrain_cuda_head_matrix parts = {scratch, d, U * d};
+    if (!gradient) return DTRAIN_OK;
+    if (x->sharing == 1)
+        return dtrain_cuda_head_multiply(device, x, DTRAIN_GEMM_TRANS_A, alpha, a, b, out, U, d, T,
+                                         args->dtype, args->dtype);
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, DTRAIN_GEMM_TRANS_A, alpha, a, b, parts, U,
+                                              d, T, args->dtype, DTRAIN_DTYPE_F32));
+    return dtrain_cuda_head_add_up(device, args, x, parts, out);
 }
 
 static dtrain_result dtrain_cuda_attention_backward_pass(dtrain_device *device,
-                                                         const dtrain_attention_backward_args *args,
+                                                         const dtrain_attention_backward_args *pass,
                                                          const dtrain_cuda_heads *x, float *scores,
                                                          float *grads, int64_t ld)
 {
-    const int64_t T = x->sequence, n = x->n, d = x->size;
-    const dtrain_cuda_head_matrix q = dtrain_cuda_head_columns(x, args->qkv, x->width, 0);
-    const dtrain_cuda_head_matrix k = dtrain_cuda_head_keys(x, args->qkv, 1);
-    const dtrain_cuda_head_matrix v = dtrain_cuda_head_keys(x, args->qkv, 2);
-    const dtrain_cuda_head_matrix d_q = dtrain_cuda_head_columns(x, args->d_qkv, x->width, 0);
-    const dtrain_cuda_head_matrix d_k = dtrain_cuda_head_keys(x, args->d_qkv, 1);
-    const dtrain_cuda_head_matrix d_v = dtrain_cuda_head_keys(x, args->d_qkv, 2);
-    const dtrain_cuda_head_matrix y = dtrain_cuda_head_columns(x, args->y, n, 0);
-    const dtrain_cuda_head_matrix d_y = dtrain_cuda_head_columns(x, args->d_y, n, 0);
-    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(x, scores, ld, DTRAIN_DTYPE_F32);
-    const dtrain_cuda_head_matrix g = dtrain_cuda_head_scores(x, grads, ld, DTRAIN_DTYPE_F32);
-    const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(x, scores, ld, x->dtype);
-    const dtrain_cuda_head_matrix d_s = dtrain_cuda_head_scores(x, grads, ld, x->dtype);
-    const float *const lse = args->lse + (x->batch * args->heads + x->first) * T;
-    const dtrain_cuda_head_softmax_backward softmax = {
-        x->count * T, T, ld, n, d, args->causal, scores, grads, lse, y.data, d_y.data};
-    const uint32_t trans_a = DTRAIN_GEMM_TRANS_A, trans_b = DTRAIN_GEMM_TRANS_B;
+    const dtrain_attention_args *args = &pass->forward;
+    const int64_t T = args->queries, U = args->keys, d = args->d;
+    const dtrain_dtype f32 = DTRAIN_DTYPE_F32, type = args->dtype;
+    const dtrain_cuda_head_matrix q = dtrain_cuda_head_queries(args, x, args->q, args->q_stride);
+    const dtrain_cuda_head_matrix k = dtrain_cuda_head_keys(args, x, args->k, args->k_stride);
+    const dtrain_cuda_head_matrix v = dtrain_cuda_head_keys(args, x, args->v, args->v_stride);
+    const dtrain_cuda_head_matrix d_q =
+        dtrain_cuda_head_queries(args, x, pass->d_q, args->q_stride);
+    const dtrain_cuda_head_matrix d_y = dtrain_cuda_head_queries(args, x, pass->d_y, x->n);
+    const dtrain_cuda_head_matrix s = dtrain_cuda_head_scores(args, scores, ld, f32);
+    const dtrain_cuda_head_matrix g = dtrain_cuda_head_scores(args, grads, ld, f32);
+    const dtrain_cuda_head_matrix p = dtrain_cuda_head_scores(args, scores, ld, type);
+    const dtrain_cuda_head_matrix d_s = dtrain_cuda_head_scores(args, grads, ld, type);
+    const dtrain_cuda_head_softmax softmax = {*x, ld, scores, grads};
+    float *const parts = grads + x->count * T * ld;
+    const uint32_t trans_b = DTRAIN_GEMM_TRANS_B;
     DTRAIN_CUDA_TRY(
-        dtrain_cuda_head_multiply(device, x, trans_b, x->scale, q, k, s, T, d, DTRAIN_DTYPE_F32));
+        dtrain_cuda_head_multiply(device, x, trans_b, x->scale, q, k, s, T, U, d, type, f32));
     DTRAIN_CUDA_TRY(
-        dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, d, DTRAIN_DTYPE_F32));
+        dtrain_cuda_head_multiply(device, x, trans_b, 1, d_y, v, g, T, U, d, type, f32));
     DTRAIN_CUDA_TRY(
-        DTRAIN_CUDA_BY_DTYPE(x->dtype, dtrain_cuda_head_softmax_backward_as)(device, &softmax));
-    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, 0, x->scale, d_s, k, d_q, d, T, x->dtype));
-    if (x->sharing == 1) {
+        DTRAIN_CUDA_BY_DTYPE(type, dtrain_cuda_head_softmax_backward_as)(device, pass, &softmax));
+    if (pass->d_q)
         DTRAIN_CUDA_TRY(
-            dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, d_v, d, T, x->dtype));
-        return dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, d_k, d, T, x->dtype);
-    }
-    const dtrain_cuda_head_matrix parts = {grads + x->count * T * ld, d, T * d};
-    DTRAIN_CUDA_TRY(
-        dtrain_cuda_head_multiply(device, x, trans_a, 1, p, d_y, parts, d, T, DTRAIN_DTYPE_F32));
-    DTRAIN_CUDA_TRY(dtrain_cuda_head_add_up(device, x, parts, d_v));
-    DTRAIN_CUDA_TRY(dtrain_cuda_head_multiply(device, x, trans_a, x->scale, d_s, q, parts, d, T,
-                                              DTRAIN_DTYPE_F32));
-    return dtrain_cuda_head_add_up(device, x, parts, d_k);
+            dtrain_cuda_head_multiply(device, x, 0, x->scale, d_s, k, d_q, T, d, U, type, type));
+    DTRAIN_CUDA_TRY(dtrain_cuda_head_keys_gradient(device, args, x, 1, p, d_y, parts, pass->d_v,
+                                                   args->v_stride));
+    return dtrain_cuda_head_keys_gradient(device, args, x, x->scale, d_s, q, parts, pass->d_k,
+                                          args->k_stride);
 }
 
-/* Fill in what all passes share; Args is the argument struct of forward or backward. */
-template <typename Args>
-static dtrain_result dtrain_cuda_heads_of(const Args *args, dtrain_cuda_heads *x)
+/* Check the arguments and fill in what all passes share. */
+static dtrain_result dtrain_cuda_heads_of(const dtrain_attention_args *args, dtrain_cuda_heads *x)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("attention", args->dtype));
-    if (args->heads < 1 || args->n < 1 || args->n % args->heads)
+    if (args->d < 1 || args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: n is %lld, which %lld heads cannot share equally",
-                           (long long)args->n, (long long)args->heads);
-    const int64_t kv_heads = args->kv_heads ? args->kv_heads : args->heads;
-    if (kv_heads < 1 || args->heads % kv_heads)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: %lld heads of queries cannot share %lld of keys equally",
-                           (long long)args->heads, (long long)kv_heads);
+                           "attention: %lld heads of queries, of %lld elements, cannot share %lld "
+                           "of keys equally",
+                           (long long)args->heads, (long long)args->d, (long long)args->kv_heads);
     memset(x, 0, sizeof *x);
-    x->sequence = args->sequence;
-    x->n = args->n;
-    x->size = args->n / args->heads;
-    x->sharing = args->heads / kv_heads;
-    x->kv_n = kv_heads * x->size;
-    x->width = args->n + 2 * x->kv_n;
-    x->dtype = args->dtype;
-    x->scale = 1 / sqrtf((float)x->size);
+    x->n = args->heads * args->d;
+    x->sharing = args->heads / args->kv_heads;
+    x->scale = 1 / sqrtf((float)args->d);
     return DTRAIN_OK;
 }
 
 /* Choose how many heads a pass takes: those that share keys or, where none do, as many as the
  * scratch holds with `matrices` (T,ld) each, evened out over the passes. */
-static int64_t dtrain_cuda_heads_together(const dtrain_cuda_heads *x, int64_t heads, int64_t ld,
+static int64_t dtrain_cuda_heads_together(const dtrain_cuda_heads *x,
+                                          const dtrain_attention_args *args, int64_t ld,
                                           int64_t matrices)
 {
-    const int64_t sequence = x->sequence;
+    const int64_t heads = args->heads;
     if (x->sharing > 1) return x->sharing;
-    const int64_t fit = DTRAIN_CUDA_SCORE_BYTES / (int64_t)sizeof(float) / matrices / ld / sequence;
+    const int64_t fit =
+        DTRAIN_CUDA_SCORE_BYTES / (int64_t)sizeof(float) / matrices / ld / args->queries;
     const int64_t passes = fit < 1 ? heads : (heads + fit - 1) / fit;
     return (heads + passes - 1) / passes;
 }
@@ -5106,12 +5293,12 @@ static int64_t dtrain_cuda_heads_together(const dtrain_cuda_heads *x, int64_t he
 static dtrain_result dtrain_cuda_attention_gemm(dtrain_device *device,
                                                 const dtrain_attention_args *args)
 {
-    const int64_t T = args->sequence, ld = (T + 7) / 8 * 8;
+    const int64_t T = args->queries, ld = (args->keys + 7) / 8 * 8;
     dtrain_cuda_heads x;
     void *scores = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_heads_of(args, &x));
-    if (args->batch <= 0 || T <= 0) return DTRAIN_OK;
-    const int64_t together = dtrain_cuda_heads_together(&x, args->heads, ld, 1);
+    if (args->batch <= 0 || T <= 0 || args->keys <= 0) return DTRAIN_OK;
+    const int64_t together = dtrain_cuda_heads_together(&x, args, ld, 1);
     DTRAIN_CUDA_TRY(
         dtrain_cuda_scratch(device, (size_t)(together * T * ld) * sizeof(float), &scores));
     for (x.batch = 0; x.batch < args->batch; x.batch++)
@@ -5123,15 +5310,17 @@ static dtrain_result dtrain_cuda_attention_gemm(dtrain_device *device,
 }
 
 static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
-                                                         const dtrain_attention_backward_args *args)
+                                                         const dtrain_attention_backward_args *pass)
 {
-    const int64_t T = args->sequence, ld = (T + 7) / 8 * 8;
+    const dtrain_attention_args *args = &pass->forward;
+    const int64_t T = args->queries, ld = (args->keys + 7) / 8 * 8;
     dtrain_cuda_heads x;
     void *scores = NULL;
     DTRAIN_CUDA_TRY(dtrain_cuda_heads_of(args, &x));
-    if (args->batch <= 0 || T <= 0) return DTRAIN_OK;
-    const int64_t together = dtrain_cuda_heads_together(&x, args->heads, ld, 2);
-    const int64_t parts = x.sharing > 1 ? together * T * x.size : 0; /* of dK, and of dV */
+    if (args->batch <= 0 || T <= 0 || args->keys <= 0) return DTRAIN_OK;
+    const int64_t together = dtrain_cuda_heads_together(&x, args, ld, 2);
+    const int64_t parts =
+        x.sharing > 1 ? together * args->keys * args->d : 0; /* of dK, and of dV */
     DTRAIN_CUDA_TRY(dtrain_cuda_scratch(
         device, (size_t)(2 * together * T * ld + parts) * sizeof(float), &scores));
     float *const grads = (float *)scores + together * T * ld;
@@ -5139,64 +5328,24 @@ static dtrain_result dtrain_cuda_attention_gemm_backward(dtrain_device *device,
         for (x.first = 0; x.first < args->heads; x.first += together) {
             x.count = args->heads - x.first < together ? args->heads - x.first : together;
             DTRAIN_CUDA_TRY(
-                dtrain_cuda_attention_backward_pass(device, args, &x, (float *)scores, grads, ld));
+                dtrain_cuda_attention_backward_pass(device, pass, &x, (float *)scores, grads, ld));
         }
     return DTRAIN_OK;
 }
 
 /* ================================================================================================
- * src/device/cuda/flash.cuh
+ * src/device/cuda/flash_tiles.cuh
  * ==============================================================================================*/
 
-/* Flash attention on tensor cores
+/* Tiles of flash attention
  *
- * softmax(Q K^T / sqrt(head)) V without a matrix of sequence x sequence in memory (Dao,
- * FlashAttention-2, 2023), for head sizes 32, 64, 80, 96 and 128. For each (batch, head) and with T
- * = sequence: forward 2 products of 2 T T head flops each, backward 7; half of it when causal.
- * Bytes moved: each of q, k, v, y once from memory, and once for each tile from the L2 cache.
- *
- * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them for each warp, and
- * streams tiles of the other side past them. Everything of sequence x sequence stays in registers:
- * the accumulators of a product have just the layout that the A operand of the next one needs.
- *
- *                    own rows     streamed       in registers, per warp
- *     forward        Q            K, V           S = Q K^T       y  += P V
- *     backward, 1    K, V         Q, dY          S^T = K Q^T     dV += P^T dY,   dK += dS^T Q
- *     backward, 2    Q, dY        K, V           S = Q K^T       dQ += dS K
- *
- * with P = softmax(S), dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels
- * are one template, read by columns and by rows. Both compute S and dP: 7 products where a single
- * kernel would need 5. But a single kernel has to add up dQ across blocks, either by floating-point
- * atomics, whose order changes from run to run, or through T / 64 partial sums of dQ in memory.
- * Determinism costs at most 7/5 of the backward arithmetic.
- *
- * Where several heads of queries share a head of keys and values, the first backward kernel, whose
- * blocks own keys, streams the queries of all heads that share them, one head after the other.
- *
- * Why 32 rows for each warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds
- * two mma for each 16 rows, which take 3.2 cycles of the four tensor cores of a Hopper SM. With 16
- * rows the loads are the limit; with 32 they are half of it. Registers of a thread (limit 255, two
- * blocks per SM):
- *
- *     forward, head 128      y 128 + S 64                    Q is read again from shared memory
- *     forward, head 64       y 64 + S 64 + Q 32              Q stays in registers
- *     backward 1, head 128   dK 64 + dV 64 + S 32 + dP 32    16 rows a warp: 32 would need 256 sums
- *     backward 1, head 64    dK 64 + dV 64 + S 32 + dP 32    32 rows
- *     backward 2, head 128   dQ 128 + S 32 + dP 32           32 rows
- *
- * Shared memory of a block is 64 KiB forward and 97 KiB backward at head 128, 73 KiB backward at
- * head 96, 49 KiB backward at head 64. Blocks per SM at head 128, from the shared memory of an SM:
- *
- *     Hopper (sm_90)         228 KiB    two forward, two backward
- *     A100 (sm_80)           164 KiB    two forward, one backward; two backward up to head 96
- *     sm_86, sm_89           100 KiB    one forward, one backward */
+ * What the kernels of flash.cuh are made of: instructions of tensor cores, tiles in shared memory,
+ * products of a warp's rows with a tile, masks. Head sizes are multiples of 16. */
 
 #include <math.h>
 
 #define DTRAIN_CUDA_FLASH_WARPS 4
 #define DTRAIN_CUDA_FLASH_THREADS (DTRAIN_CUDA_FLASH_WARPS * DTRAIN_CUDA_WARP)
-#define DTRAIN_CUDA_FLASH_KEYS 64 /* of a streamed tile in the forward pass */
-#define DTRAIN_CUDA_LOG2_E 1.4426950408889634f
 
 /* ---- PTX ----------------------------------------------------------------------------------------
  *
@@ -5505,10 +5654,10 @@ dtrain_cuda_flash_store(Storage *matrix, int stride, int row, int rows,
  * tiles need no mask and return at once. */
 template <bool QUERY_ROWS, int M, int N>
 static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4], int query,
-                                                              int key, bool causal, int sequence)
+                                                              int key, bool causal, int keys)
 {
     const int last_key = key + (QUERY_ROWS ? 8 * N : 16 * M) - 1;
-    if (last_key <= (causal ? query : sequence - 1)) return;
+    if (last_key < keys && (!causal || last_key <= query)) return;
     const int lane = dtrain_cuda_not_hoisted(threadIdx.x % DTRAIN_CUDA_WARP);
     DTRAIN_CUDA_UNROLL
     for (int i = 0; i < M * N * 4; i++) {
@@ -5516,9 +5665,62 @@ static __device__ __forceinline__ void dtrain_cuda_flash_mask(float (&s)[M][N][4
         const int row = 16 * m + lane / 4 + e / 2 * 8, column = 8 * n + lane % 4 * 2 + e % 2;
         const int this_key = key + (QUERY_ROWS ? column : row),
                   this_query = query + (QUERY_ROWS ? row : column);
-        if (this_key > (causal ? this_query : sequence - 1)) s[m][n][e] = -INFINITY;
+        if (this_key >= keys || (causal && this_key > this_query)) s[m][n][e] = -INFINITY;
     }
 }
+
+/* ================================================================================================
+ * src/device/cuda/flash.cuh
+ * ==============================================================================================*/
+
+/* Flash attention on tensor cores
+ *
+ * softmax(Q K^T / sqrt(head)) V without a matrix of queries x keys in memory (Dao,
+ * FlashAttention-2, 2023), for head sizes 32, 64, 80, 96 and 128. For each (batch, head), with T
+ * queries and U keys: forward 2 products of 2 T U head flops each, backward 7; half of it when
+ * causal with T = U. A block stops at the key length of its batch element.
+ * Bytes moved: each of q, k, v, y once from memory, and once for each tile from the L2 cache.
+ *
+ * A block is 4 warps. It owns a tile of rows in shared memory, 16 or 32 of them for each warp, and
+ * streams tiles of the other side past them. Everything of queries x keys stays in registers:
+ * the accumulators of a product have just the layout that the A operand of the next one needs.
+ *
+ *                    own rows     streamed       in registers, per warp
+ *     forward        Q            K, V           S = Q K^T       y  += P V
+ *     backward, 1    K, V         Q, dY          S^T = K Q^T     dV += P^T dY,   dK += dS^T Q
+ *     backward, 2    Q, dY        K, V           S = Q K^T       dQ += dS K
+ *
+ * with P = softmax(S), dS = P * (dP - D), dP = dY V^T, D = rowsum(dY * y). The two backward kernels
+ * are one template, read by columns and by rows. Both compute S and dP: 7 products where a single
+ * kernel would need 5. But a single kernel has to add up dQ across blocks, either by floating-point
+ * atomics, whose order changes from run to run, or through U / 64 partial sums of dQ in memory.
+ * Determinism costs at most 7/5 of the backward arithmetic.
+ *
+ * Where several heads of queries share a head of keys and values, the first backward kernel, whose
+ * blocks own keys, streams the queries of all heads that share them, one head after the other.
+ *
+ * Why 32 rows for each warp: an ldmatrix of 16 x 16 keeps shared memory busy for 4 cycles and feeds
+ * two mma for each 16 rows, which take 3.2 cycles of the four tensor cores of a Hopper SM. With 16
+ * rows the loads are the limit; with 32 they are half of it. Registers of a thread (limit 255, two
+ * blocks per SM):
+ *
+ *     forward, head 128      y 128 + S 64                    Q is read again from shared memory
+ *     forward, head 64       y 64 + S 64 + Q 32              Q stays in registers
+ *     backward 1, head 128   dK 64 + dV 64 + S 32 + dP 32    16 rows a warp: 32 would need 256 sums
+ *     backward 1, head 64    dK 64 + dV 64 + S 32 + dP 32    32 rows
+ *     backward 2, head 128   dQ 128 + S 32 + dP 32           32 rows
+ *
+ * Shared memory of a block is 64 KiB forward and 97 KiB backward at head 128, 73 KiB backward at
+ * head 96, 49 KiB backward at head 64. Blocks per SM at head 128, from the shared memory of an SM:
+ *
+ *     Hopper (sm_90)         228 KiB    two forward, two backward
+ *     A100 (sm_80)           164 KiB    two forward, one backward; two backward up to head 96
+ *     sm_86, sm_89           100 KiB    one forward, one backward */
+
+#include <math.h>
+
+#define DTRAIN_CUDA_FLASH_KEYS 64 /* of a streamed tile in the forward pass */
+#define DTRAIN_CUDA_LOG2_E 1.4426950408889634f
 
 /* ---- Order of the blocks ------------------------------------------------------------------------
  *
@@ -5537,29 +5739,29 @@ struct dtrain_cuda_flash_work {
     unsigned pair, tile; /* pair: of (batch, head of queries), the first that shares the keys */
     unsigned column;     /* of the head of queries, in (tokens,n) */
     unsigned kv_column;  /* of its head of keys, in (tokens, columns of keys) */
-    int64_t token;       /* the first of the batch element */
+    unsigned batch;
 };
 
 /* With `by_keys` a pair is a batch element and a head of keys, else a head of queries. */
-template <typename Args>
-static dtrain_cuda_flash_order dtrain_cuda_flash_order_of(const Args &args, int64_t head,
+static dtrain_cuda_flash_order dtrain_cuda_flash_order_of(const dtrain_attention_args *args,
                                                           int64_t tile, bool by_keys)
 {
     dtrain_cuda_flash_order order;
-    const int64_t sequence = args.sequence, kv_heads = args.kv_heads ? args.kv_heads : args.heads;
-    const int64_t pairs = args.batch * (by_keys ? kv_heads : args.heads);
-    const int64_t fitting = DTRAIN_CUDA_FLASH_CACHE_BYTES / (sequence * head * 4);
+    const int64_t pairs = args->batch * (by_keys ? args->kv_heads : args->heads);
+    const int64_t own = by_keys ? args->keys : args->queries,
+                  streamed = by_keys ? args->queries : args->keys;
+    const int64_t fitting = DTRAIN_CUDA_FLASH_CACHE_BYTES / (streamed * args->d * 4);
     order.pairs = (unsigned)pairs;
-    order.tiles = (unsigned)((sequence + tile - 1) / tile);
+    order.tiles = (unsigned)((own + tile - 1) / tile);
     order.group = (unsigned)(fitting < 1 ? 1 : fitting < pairs ? fitting : pairs);
-    order.heads = (unsigned)(by_keys ? kv_heads : args.heads);
-    order.sharing = (unsigned)(args.heads / kv_heads);
+    order.heads = (unsigned)(by_keys ? args->kv_heads : args->heads);
+    order.sharing = (unsigned)(args->heads / args->kv_heads);
     return order;
 }
 
-template <int HEAD, bool BY_KEYS, typename Args>
-static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_of(
-    const dtrain_cuda_flash_order &order, const Args &args, bool last_is_heaviest)
+template <int HEAD, bool BY_KEYS>
+static __device__ __forceinline__ dtrain_cuda_flash_work
+dtrain_cuda_flash_work_of(const dtrain_cuda_flash_order &order, bool last_is_heaviest)
 {
     const unsigned block = (unsigned)dtrain_cuda_not_hoisted((int)blockIdx.x);
     const unsigned first = block / (order.group * order.tiles) * order.group;
@@ -5571,8 +5773,53 @@ static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_
     work.tile = last_is_heaviest ? order.tiles - 1 - inside / width : inside / width;
     work.column = (BY_KEYS ? head * order.sharing : head) * HEAD;
     work.kv_column = (BY_KEYS ? head : head / order.sharing) * HEAD;
-    work.token = pair / order.heads * args.sequence;
+    work.batch = pair / order.heads;
     return work;
+}
+
+/* Two matrices whose rows go together, of one head: K and V, Q and dY, or their gradients. */
+template <typename Storage> struct dtrain_cuda_flash_side {
+    Storage *a, *b; /* NULL: not there */
+    int a_stride, b_stride, rows;
+};
+
+/* Describe the rows of the block's keys, or of its queries, in a and b. */
+template <bool KEYS, typename Storage>
+static __device__ __forceinline__ dtrain_cuda_flash_side<Storage>
+dtrain_cuda_flash_side_of(const dtrain_attention_args &args, const dtrain_cuda_flash_work &work,
+                          Storage *a, Storage *b)
+{
+    const int64_t row = work.batch * (KEYS ? args.keys : args.queries);
+    const unsigned column = KEYS ? work.kv_column : work.column;
+    dtrain_cuda_flash_side<Storage> side;
+    side.a_stride = (int)(KEYS ? args.k_stride : args.q_stride);
+    side.b_stride = (int)(KEYS ? args.v_stride : args.heads * args.d);
+    side.a = a ? a + row * side.a_stride + column : NULL;
+    side.b = b ? b + row * side.b_stride + column : NULL;
+    side.rows = (int)(KEYS ? args.keys : args.queries);
+    return side;
+}
+
+/* Describe K and V of the block's head: the keys that count. */
+template <typename Storage>
+static __device__ __forceinline__ dtrain_cuda_flash_side<const Storage>
+dtrain_cuda_flash_keys_of(const dtrain_attention_args &args, const dtrain_cuda_flash_work &work)
+{
+    dtrain_cuda_flash_side<const Storage> keys = dtrain_cuda_flash_side_of<true>(
+        args, work, (const Storage *)args.k, (const Storage *)args.v);
+    keys.rows = (int)dtrain_cuda_key_count(args, work.batch);
+    return keys;
+}
+
+/* Load a tile of each of the two, one behind the other. */
+template <int HEAD, int ROWS, typename Half, typename Storage>
+static __device__ __forceinline__ void
+dtrain_cuda_flash_load_side(dtrain_cuda_pack<Half> *tiles,
+                            const dtrain_cuda_flash_side<const Storage> &side, int first)
+{
+    dtrain_cuda_flash_load<HEAD, ROWS>(tiles, side.a, side.a_stride, first, side.rows);
+    dtrain_cuda_flash_load<HEAD, ROWS>(tiles + ROWS * HEAD / 8, side.b, side.b_stride, first,
+                                       side.rows);
 }
 
 /* ---- Forward ------------------------------------------------------------------------------------
@@ -5584,8 +5831,8 @@ static __device__ __forceinline__ dtrain_cuda_flash_work dtrain_cuda_flash_work_
  *     barriers      |           |                    |          |
  *
  * Rows behind the end of the sequence are zeros in the tiles and are not stored. Keys go upwards
- * from 0, which every query may see: the running maximum is finite after the first tile if the
- * scores are. */
+ * from 0, which every query may see if there is one: the running maximum is finite after the first
+ * tile if the scores are. A batch element of key length 0 has no tile, and sums of 0. */
 
 template <int HEAD> struct dtrain_cuda_flash_forward_shape {
     static constexpr int m = 2, rows = 16 * m * DTRAIN_CUDA_FLASH_WARPS;
@@ -5631,7 +5878,7 @@ dtrain_cuda_flash_softmax(uint32_t (&p)[N / 2][M][4], const float (&s)[M][N][4],
 template <int M, int COLUMNS>
 static __device__ __forceinline__ void
 dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
-                         const float (&sum)[2 * M], float scale, float *lse, int row, int sequence)
+                         const float (&sum)[2 * M], float scale, float *lse, int row, int queries)
 {
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
     DTRAIN_CUDA_UNROLL
@@ -5640,10 +5887,11 @@ dtrain_cuda_flash_finish(float (&y)[M][COLUMNS][4], const float (&top)[2 * M],
         float total = sum[part];
         total += __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, total, 1);
         total += __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, total, 2);
-        const float inverse = __fdividef(1, total);
+        const float inverse = total == 0 ? 0.0f : __fdividef(1, total);
         DTRAIN_CUDA_UNROLL
         for (int n = 0; n < 2 * COLUMNS; n++) y[part / 2][n / 2][part % 2 * 2 + n % 2] *= inverse;
-        if (lane % 4 == 0 && here < sequence) lse[here] = top[part] * scale + logf(total);
+        if (lane % 4 == 0 && here < queries)
+            lse[here] = total == 0 ? INFINITY : top[part] * scale + logf(total);
     }
 }
 
@@ -5658,16 +5906,14 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     dtrain_cuda_pack<Half> *k_tile = q_tile + shape::rows * HEAD / 8,
                            *v_tile = k_tile + keys * HEAD / 8;
 
-    const dtrain_cuda_flash_work work =
-        dtrain_cuda_flash_work_of<HEAD, false>(order, args, args.causal);
-    const int sequence = (int)args.sequence, n = (int)args.n, kv_n = n / (int)order.sharing;
-    const int stride = n + 2 * kv_n;
-    const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
-    const Storage *k = q - work.column + n + work.kv_column, *v = k + kv_n;
+    const dtrain_cuda_flash_work work = dtrain_cuda_flash_work_of<HEAD, false>(order, args.causal);
+    const dtrain_cuda_flash_side<const Storage> kv = dtrain_cuda_flash_keys_of<Storage>(args, work);
+    const dtrain_cuda_flash_side<const Storage> q = dtrain_cuda_flash_side_of<false>(
+        args, work, (const Storage *)args.q, (const Storage *)NULL);
     const int first = (int)work.tile * shape::rows,
               warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M;
     const int row = first + warp_row,
-              end = args.causal ? min(sequence, first + shape::rows) : sequence;
+              end = args.causal ? min(kv.rows, first + shape::rows) : kv.rows;
     const int lane = threadIdx.x % DTRAIN_CUDA_WARP;
     const dtrain_cuda_pack<Half> *own = q_tile + warp_row * HEAD / 8;
 
@@ -5675,8 +5921,8 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     float sums[M][HEAD / 8][4] = {}, top[2 * M], sum[2 * M] = {};
     for (int part = 0; part < 2 * M; part++) top[part] = -INFINITY;
 
-    dtrain_cuda_flash_load<HEAD, shape::rows>(q_tile, q, stride, first, sequence);
-    dtrain_cuda_flash_load<HEAD, keys>(k_tile, k, stride, 0, sequence);
+    dtrain_cuda_flash_load<HEAD, shape::rows>(q_tile, q.a, q.a_stride, first, q.rows);
+    dtrain_cuda_flash_load<HEAD, keys>(k_tile, kv.a, kv.a_stride, 0, kv.rows);
     if (shape::resident) {
         dtrain_cuda_copy_wait();
         __syncthreads();
@@ -5688,60 +5934,62 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
     }
     for (int key = 0; key < end; key += keys) {
         const bool seen =
-            row < sequence && (!args.causal || key < row + 16 * M); /* by any row of this warp */
+            row < q.rows && (!args.causal || key < row + 16 * M); /* by any row of this warp */
         uint32_t p[keys / 16][M][4];
         dtrain_cuda_copy_wait();
         __syncthreads(); /* K is complete, and no warp reads the previous V any more */
-        dtrain_cuda_flash_load<HEAD, keys>(v_tile, v, stride, key, sequence);
+        dtrain_cuda_flash_load<HEAD, keys>(v_tile, kv.b, kv.b_stride, key, kv.rows);
         if (seen) {
             float s[M][keys / 8][4];
             dtrain_cuda_flash_scores<HEAD, shape::resident>(s, own, q_kept, k_tile);
-            dtrain_cuda_flash_mask<true>(s, row, key, args.causal, sequence);
+            dtrain_cuda_flash_mask<true>(s, row, key, args.causal, kv.rows);
             dtrain_cuda_flash_softmax(p, s, sums, top, sum, scale * DTRAIN_CUDA_LOG2_E, Half());
         }
         dtrain_cuda_copy_wait();
         __syncthreads(); /* V is complete, and no warp reads K any more */
         if (key + keys < end)
-            dtrain_cuda_flash_load<HEAD, keys>(k_tile, k, stride, key + keys, sequence);
+            dtrain_cuda_flash_load<HEAD, keys>(k_tile, kv.a, kv.a_stride, key + keys, kv.rows);
         if (seen) dtrain_cuda_flash_accumulate<HEAD>(sums, p, v_tile);
     }
-    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + work.pair * args.sequence, row,
-                             sequence);
-    dtrain_cuda_flash_store<HEAD>((Storage *)args.y + work.token * n + work.column, n, row,
-                                  sequence, sums, 1.0f);
+    dtrain_cuda_copy_wait(); /* where there was no key */
+    dtrain_cuda_flash_finish(sums, top, sum, scale, args.lse + work.pair * args.queries, row,
+                             q.rows);
+    const dtrain_cuda_flash_side<Storage> y = dtrain_cuda_flash_side_of<false>(
+        args, work, (Storage *)NULL, (Storage *)args.y); /* as dY lies */
+    dtrain_cuda_flash_store<HEAD>(y.b, y.b_stride, row, y.rows, sums, 1.0f);
 }
 
 /* ---- Backward: statistics of the queries --------------------------------------------------------
  *
- * statistics (batch*heads, 2, sequence): lse * log2(e), and D = sum of dY * y over the head. 8
- * lanes take a query, so that a warp reads whole lines. Moves 2 * rows * n elements. */
+ * statistics (batch*heads, 2, queries): lse * log2(e), and D = sum of dY * y over the head. 8 lanes
+ * take a query, so that a warp reads whole lines. Moves 2 * rows * n elements. */
 
 template <typename Storage>
-static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_backward_args args,
+static __global__ void dtrain_cuda_flash_statistics(dtrain_attention_args args, const void *d_y,
                                                     float *statistics)
 {
     constexpr int width = dtrain_cuda_pack<Storage>::width;
     const int64_t item =
-        ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 8; /* of (batch, sequence, heads) */
-    const int64_t row = item / args.heads, at = item % args.heads, head = args.n / args.heads;
-    const bool inside = row < args.batch * args.sequence;
+        ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 8; /* of (batch, queries, heads) */
+    const int64_t row = item / args.heads, at = item % args.heads;
+    const bool inside = row < args.batch * args.queries;
     float dot = 0;
-    for (int64_t i = threadIdx.x % 8 * width; i < head && inside; i += 8 * width) {
+    for (int64_t i = threadIdx.x % 8 * width; i < args.d && inside; i += 8 * width) {
         const dtrain_cuda_pack<Storage> y =
-            dtrain_cuda_load<width>((const Storage *)args.y + item * head + i);
-        const dtrain_cuda_pack<Storage> d_y =
-            dtrain_cuda_load<width>((const Storage *)args.d_y + item * head + i);
+            dtrain_cuda_load<width>((const Storage *)args.y + item * args.d + i);
+        const dtrain_cuda_pack<Storage> slope =
+            dtrain_cuda_load<width>((const Storage *)d_y + item * args.d + i);
         DTRAIN_CUDA_UNROLL
         for (int j = 0; j < width; j++)
-            dot += dtrain_cuda_widen(y.at[j]) * dtrain_cuda_widen(d_y.at[j]);
+            dot += dtrain_cuda_widen(y.at[j]) * dtrain_cuda_widen(slope.at[j]);
     }
     for (int distance = 4; distance > 0; distance /= 2)
         dot += __shfl_xor_sync(DTRAIN_CUDA_ALL_LANES, dot, distance);
     if (inside && threadIdx.x % 8 == 0) {
-        const int64_t pair = row / args.sequence * args.heads + at, query = row % args.sequence;
-        statistics[2 * pair * args.sequence + query] =
-            args.lse[pair * args.sequence + query] * DTRAIN_CUDA_LOG2_E;
-        statistics[(2 * pair + 1) * args.sequence + query] = dot;
+        const int64_t pair = row / args.queries * args.heads + at, query = row % args.queries;
+        statistics[2 * pair * args.queries + query] =
+            args.lse[pair * args.queries + query] * DTRAIN_CUDA_LOG2_E;
+        statistics[(2 * pair + 1) * args.queries + query] = dot;
     }
 }
 
@@ -5791,75 +6039,71 @@ dtrain_cuda_flash_gradients(uint32_t (&p)[N / 2][M][4], uint32_t (&ds)[N / 2][M]
 
 /* Give number i of the statistics (2,count) of queries `first` and following. */
 static __device__ __forceinline__ float
-dtrain_cuda_flash_statistic(const float *statistics, int sequence, int i, int count, int first)
+dtrain_cuda_flash_statistic(const float *statistics, int queries, int i, int count, int first)
 {
     const int which = i / count, query = first + i % count;
-    if (query >= sequence) return which == 0 ? INFINITY : 0.0f;
-    return statistics[which * sequence + query];
+    if (query >= queries) return which == 0 ? INFINITY : 0.0f;
+    return statistics[which * queries + query];
 }
 
 template <typename Half, typename Storage, int HEAD, bool KEYS>
 static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
-    dtrain_cuda_flash_backward(dtrain_attention_backward_args args, dtrain_cuda_flash_order order,
+    dtrain_cuda_flash_backward(dtrain_attention_backward_args pass, dtrain_cuda_flash_order order,
                                const float *statistics, float scale)
 {
     typedef dtrain_cuda_flash_backward_shape<HEAD, KEYS> shape;
     constexpr int M = shape::m, width = shape::streamed, tile = shape::streamed_chunks,
                   second = KEYS;
+    const dtrain_attention_args &args = pass.forward;
     DTRAIN_CUDA_DYNAMIC_SHARED(dtrain_cuda_pack<Half>, own);        /* 2 tiles: K, V or Q, dY */
     dtrain_cuda_pack<Half> *streamed = own + 2 * shape::own_chunks; /* 2 buffers of 2 tiles */
     float *shared_statistics = reinterpret_cast<float *>(streamed + 4 * tile);
 
     const dtrain_cuda_flash_work work =
-        dtrain_cuda_flash_work_of<HEAD, KEYS>(order, args, args.causal && !KEYS);
-    const int sequence = (int)args.sequence, n = (int)args.n, kv_n = n / (int)order.sharing;
-    const int stride = n + 2 * kv_n;
-    const Storage *q = (const Storage *)args.qkv + work.token * stride + work.column;
-    const Storage *k = q - work.column + n + work.kv_column, *v = k + kv_n;
-    const Storage *d_y = (const Storage *)args.d_y + work.token * n + work.column;
+        dtrain_cuda_flash_work_of<HEAD, KEYS>(order, args.causal && !KEYS);
+    typedef dtrain_cuda_flash_side<const Storage> side;
+    const side keys = dtrain_cuda_flash_keys_of<Storage>(args, work);
+    const side queries = dtrain_cuda_flash_side_of<false>(args, work, (const Storage *)args.q,
+                                                          (const Storage *)pass.d_y);
+    side other = KEYS ? queries : keys; /* what is streamed */
     const int first = (int)work.tile * shape::rows;
     const int warp_row = (int)threadIdx.x / DTRAIN_CUDA_WARP * 16 * M, row = first + warp_row;
-    /* In a causal mask a key is seen from its own query on, a query sees up to its own key. */
+    /* In a causal mask a key is seen from its own query on, a query sees up to its own key. Keys
+     * that do not count are seen by nobody. */
     const int begin = args.causal && KEYS ? first : 0;
-    const int end = args.causal && !KEYS ? min(sequence, first + shape::rows) : sequence;
+    const int end = KEYS          ? (first < keys.rows ? queries.rows : 0)
+                    : args.causal ? min(keys.rows, first + shape::rows)
+                                  : keys.rows;
     /* Tiles that this warp sees: with KEYS those from `seen` on, else those before it. */
     const int seen = KEYS ? (args.causal ? row - width + 1 : 0) : args.causal ? row + 16 * M : end;
     const int number = threadIdx.x % (2 * width); /* of a statistic; some threads fetch the same */
-    statistics += 2 * work.pair * args.sequence;
+    statistics += 2 * work.pair * args.queries;
 
-    const auto load_streamed = [&](int from, dtrain_cuda_pack<Half> *to) {
-        dtrain_cuda_flash_load<HEAD, width>(to, KEYS ? q : k, stride, from, sequence);
-        dtrain_cuda_flash_load<HEAD, width>(to + tile, KEYS ? d_y : v, KEYS ? n : stride, from,
-                                            sequence);
-    };
-    const auto load_own = [&](const Storage *from, int from_stride, dtrain_cuda_pack<Half> *to) {
-        dtrain_cuda_flash_load<HEAD, shape::rows>(to, from, from_stride, first, sequence);
-    };
     float sums[KEYS ? 2 : 1][M][HEAD / 8][4] = {}; /* dK and dV, or dQ */
-    load_own(KEYS ? k : q, stride, own);
-    load_own(KEYS ? v : d_y, KEYS ? stride : n, own + shape::own_chunks);
-    load_streamed(begin, streamed);
+    dtrain_cuda_flash_load_side<HEAD, shape::rows>(own, KEYS ? keys : queries, first);
+    dtrain_cuda_flash_load_side<HEAD, width>(streamed, other, begin);
     float ahead =
-        KEYS ? dtrain_cuda_flash_statistic(statistics, sequence, number, width, begin) : 0;
+        KEYS ? dtrain_cuda_flash_statistic(statistics, queries.rows, number, width, begin) : 0;
     for (int i = threadIdx.x; i < 2 * shape::rows && !KEYS; i += DTRAIN_CUDA_FLASH_THREADS)
         shared_statistics[i] =
-            dtrain_cuda_flash_statistic(statistics, sequence, i, shape::rows, first);
+            dtrain_cuda_flash_statistic(statistics, queries.rows, i, shape::rows, first);
 
     int buffer = 0, left = KEYS ? (int)order.sharing - 1 : 0, next; /* left: heads of queries */
     for (int at = begin; at < end; at = next, buffer ^= 1) {
         next = at + width;
         /* Behind the last query of a head come those of the next head that shares the keys. */
         if (KEYS && next >= end && left > 0)
-            left--, next = begin, q += HEAD, d_y += HEAD, statistics += 2 * sequence;
+            left--, next = begin, other.a += HEAD, other.b += HEAD, statistics += 2 * queries.rows;
         const dtrain_cuda_pack<Half> *tiles = streamed + buffer * 2 * tile;
         float *lse2 = shared_statistics + (KEYS ? buffer * 2 * width : warp_row);
         if (KEYS) lse2[number] = ahead;
         dtrain_cuda_copy_wait();
         __syncthreads();
         if (next < end) {
-            load_streamed(next, streamed + (buffer ^ 1) * 2 * tile);
+            dtrain_cuda_flash_load_side<HEAD, width>(streamed + (buffer ^ 1) * 2 * tile, other,
+                                                     next);
             if (KEYS)
-                ahead = dtrain_cuda_flash_statistic(statistics, sequence, number, width, next);
+                ahead = dtrain_cuda_flash_statistic(statistics, queries.rows, number, width, next);
         }
         if (KEYS ? at < seen : at >= seen) continue;
 
@@ -5869,19 +6113,21 @@ static __global__ void __launch_bounds__(DTRAIN_CUDA_FLASH_THREADS, 2)
         dtrain_cuda_flash_scores<HEAD, false>(s, own_rows, p, tiles);
         __syncwarp(); /* S before dP: loads for both at once would not fit in the registers */
         dtrain_cuda_flash_scores<HEAD, false>(dp, own_rows + shape::own_chunks, p, tiles + tile);
-        dtrain_cuda_flash_mask<!KEYS>(s, KEYS ? at : row, KEYS ? row : at, args.causal, sequence);
+        dtrain_cuda_flash_mask<!KEYS>(s, KEYS ? at : row, KEYS ? row : at, args.causal, keys.rows);
         dtrain_cuda_flash_gradients<KEYS>(p, ds, s, dp, scale * DTRAIN_CUDA_LOG2_E, lse2,
                                           lse2 + (KEYS ? width : shape::rows), Half());
         if (KEYS) dtrain_cuda_flash_accumulate<HEAD>(sums[second], p, tiles + tile);
         dtrain_cuda_flash_accumulate<HEAD>(sums[0], ds, tiles);
     }
+    dtrain_cuda_copy_wait(); /* where the loop was empty */
     /* Where the block writes is computed again: in the loop there is no register to keep it in. */
     const dtrain_cuda_flash_work own_work =
-        dtrain_cuda_flash_work_of<HEAD, KEYS>(order, args, args.causal && !KEYS);
-    Storage *d_own = (Storage *)args.d_qkv + own_work.token * stride +
-                     (KEYS ? n + (int)own_work.kv_column : (int)own_work.column);
-    dtrain_cuda_flash_store<HEAD>(d_own, stride, row, sequence, sums[0], scale);
-    if (KEYS) dtrain_cuda_flash_store<HEAD>(d_own + kv_n, stride, row, sequence, sums[second], 1);
+        dtrain_cuda_flash_work_of<HEAD, KEYS>(order, args.causal && !KEYS);
+    const dtrain_cuda_flash_side<Storage> to =
+        dtrain_cuda_flash_side_of<KEYS>(args, own_work, (Storage *)(KEYS ? pass.d_k : pass.d_q),
+                                        (Storage *)(KEYS ? pass.d_v : NULL));
+    if (to.a) dtrain_cuda_flash_store<HEAD>(to.a, to.a_stride, row, to.rows, sums[0], scale);
+    if (to.b) dtrain_cuda_flash_store<HEAD>(to.b, to.b_stride, row, to.rows, sums[second], 1);
 }
 
 /* ---- Launchers --------------------------------------------------------------------------------*/
@@ -5900,8 +6146,7 @@ template <typename Half, typename Storage, int HEAD>
 static dtrain_result dtrain_cuda_flash_run(dtrain_device *device, const dtrain_attention_args *args)
 {
     typedef dtrain_cuda_flash_forward_shape<HEAD> shape;
-    const dtrain_cuda_flash_order order =
-        dtrain_cuda_flash_order_of(*args, HEAD, shape::rows, false);
+    const dtrain_cuda_flash_order order = dtrain_cuda_flash_order_of(args, shape::rows, false);
     const auto kernel = dtrain_cuda_flash_forward<Half, Storage, HEAD>;
     DTRAIN_CUDA_TRY(dtrain_cuda_flash_allow(kernel, shape::shared_bytes));
     return DTRAIN_CUDA_RUN(device, "attention", kernel, (int64_t)order.pairs * order.tiles,
@@ -5911,40 +6156,44 @@ static dtrain_result dtrain_cuda_flash_run(dtrain_device *device, const dtrain_a
 
 template <typename Half, typename Storage, int HEAD, bool KEYS>
 static dtrain_result dtrain_cuda_flash_run_side(dtrain_device *device,
-                                                const dtrain_attention_backward_args *args,
+                                                const dtrain_attention_backward_args *pass,
                                                 const float *statistics)
 {
     typedef dtrain_cuda_flash_backward_shape<HEAD, KEYS> shape;
     const dtrain_cuda_flash_order order =
-        dtrain_cuda_flash_order_of(*args, HEAD, shape::rows, KEYS);
+        dtrain_cuda_flash_order_of(&pass->forward, shape::rows, KEYS);
     const auto kernel = dtrain_cuda_flash_backward<Half, Storage, HEAD, KEYS>;
     DTRAIN_CUDA_TRY(dtrain_cuda_flash_allow(kernel, shape::shared_bytes));
     return DTRAIN_CUDA_RUN(
         device, KEYS ? "attention_backward (keys)" : "attention_backward (queries)", kernel,
-        (int64_t)order.pairs * order.tiles, DTRAIN_CUDA_FLASH_THREADS, shape::shared_bytes, *args,
+        (int64_t)order.pairs * order.tiles, DTRAIN_CUDA_FLASH_THREADS, shape::shared_bytes, *pass,
         order, statistics, (float)(1 / sqrt((double)HEAD)));
 }
 
 template <typename Half, typename Storage, int HEAD>
 static dtrain_result dtrain_cuda_flash_run(dtrain_device *device,
-                                           const dtrain_attention_backward_args *args)
+                                           const dtrain_attention_backward_args *pass)
 {
-    const int64_t queries = args->batch * args->heads * args->sequence;
+    const dtrain_attention_args *args = &pass->forward;
+    const int64_t queries = args->batch * args->heads * args->queries;
     void *scratch;
     DTRAIN_CUDA_TRY(dtrain_cuda_scratch(device, (size_t)queries * 2 * sizeof(float), &scratch));
     float *statistics = (float *)scratch;
-    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(device, "attention_backward (statistics)",
-                                    dtrain_cuda_flash_statistics<Storage>,
-                                    (queries * 8 + 255) / 256, 256, 0, *args, statistics));
-    DTRAIN_CUDA_TRY(
-        (dtrain_cuda_flash_run_side<Half, Storage, HEAD, true>(device, args, statistics)));
-    return dtrain_cuda_flash_run_side<Half, Storage, HEAD, false>(device, args, statistics);
+    DTRAIN_CUDA_TRY(DTRAIN_CUDA_RUN(
+        device, "attention_backward (statistics)", dtrain_cuda_flash_statistics<Storage>,
+        (queries * 8 + 255) / 256, 256, 0, *args, pass->d_y, statistics));
+    if (pass->d_k || pass->d_v)
+        DTRAIN_CUDA_TRY(
+            (dtrain_cuda_flash_run_side<Half, Storage, HEAD, true>(device, pass, statistics)));
+    if (!pass->d_q) return DTRAIN_OK;
+    return dtrain_cuda_flash_run_side<Half, Storage, HEAD, false>(device, pass, statistics);
 }
 
 template <typename Half, typename Storage, typename Args>
-static dtrain_result dtrain_cuda_flash_by_head(dtrain_device *device, const Args *args)
+static dtrain_result dtrain_cuda_flash_by_head(dtrain_device *device, int64_t head,
+                                               const Args *args)
 {
-    switch (args->n / args->heads) {
+    switch (head) {
     case 32: return dtrain_cuda_flash_run<Half, Storage, 32>(device, args);
     case 64: return dtrain_cuda_flash_run<Half, Storage, 64>(device, args);
     case 80: return dtrain_cuda_flash_run<Half, Storage, 80>(device, args);
@@ -5953,50 +6202,63 @@ static dtrain_result dtrain_cuda_flash_by_head(dtrain_device *device, const Args
     }
 }
 
+/* Args is the argument struct of forward or backward, `forward` what both have. */
 template <typename Args>
-static dtrain_result dtrain_cuda_flash(dtrain_device *device, const Args *args)
+static dtrain_result dtrain_cuda_flash(dtrain_device *device, const dtrain_attention_args *forward,
+                                       const Args *args)
 {
-    if (args->dtype == DTRAIN_DTYPE_BF16)
-        return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, dtrain_cuda_bf16>(device, args);
-    if (args->dtype == DTRAIN_DTYPE_F16)
-        return dtrain_cuda_flash_by_head<dtrain_cuda_f16, dtrain_cuda_f16>(device, args);
-    return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, float>(device, args);
+    const int64_t head = forward->d;
+    if (forward->batch == 0 || forward->queries == 0 || forward->keys == 0) return DTRAIN_OK;
+    if (forward->dtype == DTRAIN_DTYPE_BF16)
+        return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, dtrain_cuda_bf16>(device, head, args);
+    if (forward->dtype == DTRAIN_DTYPE_F16)
+        return dtrain_cuda_flash_by_head<dtrain_cuda_f16, dtrain_cuda_f16>(device, head, args);
+    return dtrain_cuda_flash_by_head<dtrain_cuda_bf16, float>(device, head, args);
 }
 
-/* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: other head
- * sizes, fp32 arithmetic, pointers that are not 16-byte aligned, GPUs before Ampere or code for
- * them, little shared memory, numbers of rows or columns whose products inside a tile may not fit
- * 32 bits, and heads of queries that cannot share those of keys equally: an error there. */
-template <typename Args>
-static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state, const Args *args)
+/* Rows of 16-byte chunks whose products inside a tile fit 32 bits. */
+static bool dtrain_cuda_flash_rows(const void *matrix, int64_t stride)
 {
-    const int64_t head = args->heads > 0 && args->n % args->heads == 0 ? args->n / args->heads : 0;
+    return dtrain_cuda_aligned(matrix) && stride % 8 == 0 && stride <= 3 << 24;
+}
+
+/* Decide whether these kernels take an attention. attention_gemm.cuh takes the rest: a mask, other
+ * head sizes, fp32 arithmetic, rows that do not begin at multiples of 16 bytes, GPUs before Ampere
+ * or code for them, little shared memory, numbers of rows or columns whose products inside a tile
+ * may not fit 32 bits, and heads of queries that cannot share those of keys equally: an error
+ * there. */
+static bool dtrain_cuda_flash_takes(const dtrain_cuda_state *state,
+                                    const dtrain_attention_args *args)
+{
+    const int64_t head = args->d;
     const bool halves = args->dtype == DTRAIN_DTYPE_BF16 || args->dtype == DTRAIN_DTYPE_F16;
     const bool narrowed = args->dtype == DTRAIN_DTYPE_F32 && state->math == DTRAIN_MATH_BF16;
-    if (args->kv_heads && (args->kv_heads < 0 || args->heads % args->kv_heads)) return false;
-    return (head == 32 || head == 64 || head == 80 || head == 96 || head == 128) &&
+    if (args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads) return false;
+    return (head == 32 || head == 64 || head == 80 || head == 96 || head == 128) && !args->mask &&
            (halves || narrowed) && state->code_version >= 80 &&
            state->shared_limit >= dtrain_cuda_flash_backward_shape<128, true>::shared_bytes &&
-           dtrain_cuda_aligned(args->qkv) && dtrain_cuda_aligned(args->y) &&
-           args->sequence <= 1 << 30 && args->n <= 1 << 24;
+           dtrain_cuda_flash_rows(args->q, args->q_stride) &&
+           dtrain_cuda_flash_rows(args->k, args->k_stride) &&
+           dtrain_cuda_flash_rows(args->v, args->v_stride) && dtrain_cuda_aligned(args->y) &&
+           args->queries <= 1 << 30 && args->keys <= 1 << 30 && args->heads * head <= 1 << 24;
 }
 
 static dtrain_result dtrain_cuda_attention(dtrain_device *device, const dtrain_attention_args *args)
 {
+    DTRAIN_CUDA_TRY(dtrain_cuda_check_key_lengths(device, args));
     if (!dtrain_cuda_flash_takes(dtrain_cuda_state_of(device), args))
         return dtrain_cuda_attention_gemm(device, args);
-    if (args->batch == 0 || args->sequence == 0) return DTRAIN_OK;
-    return dtrain_cuda_flash(device, args);
+    return dtrain_cuda_flash(device, args, args);
 }
 
 static dtrain_result dtrain_cuda_attention_backward(dtrain_device *device,
-                                                    const dtrain_attention_backward_args *args)
+                                                    const dtrain_attention_backward_args *pass)
 {
-    if (!dtrain_cuda_flash_takes(dtrain_cuda_state_of(device), args) ||
-        !dtrain_cuda_aligned(args->d_y) || !dtrain_cuda_aligned(args->d_qkv))
-        return dtrain_cuda_attention_gemm_backward(device, args);
-    if (args->batch == 0 || args->sequence == 0) return DTRAIN_OK;
-    return dtrain_cuda_flash(device, args);
+    if (!dtrain_cuda_flash_takes(dtrain_cuda_state_of(device), &pass->forward) ||
+        !dtrain_cuda_aligned(pass->d_y) || !dtrain_cuda_aligned(pass->d_q) ||
+        !dtrain_cuda_aligned(pass->d_k) || !dtrain_cuda_aligned(pass->d_v))
+        return dtrain_cuda_attention_gemm_backward(device, pass);
+    return dtrain_cuda_flash(device, &pass->forward, pass);
 }
 
 /* ================================================================================================
@@ -7572,8 +7834,8 @@ static dtrain_result dtrain_cuda_pool2d_backward(dtrain_device *device,
 
 /* The table of device operations */
 
-static_assert(DTRAIN_DEVICE_ABI == 8,
-              "the table below is that of ABI 8: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 9,
+              "the table below is that of ABI 9: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -7632,6 +7894,8 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_convert,
                                           dtrain_cuda_adamw,
                                           dtrain_cuda_sgd,
+                                          dtrain_cuda_lion,
+                                          dtrain_cuda_muon,
                                           dtrain_cuda_topk,
                                           dtrain_cuda_scatter_add,
                                           dtrain_cuda_orthogonalize,

@@ -342,6 +342,19 @@ static dtrain_result call_sgd(dtrain_device *device, const kernel *k, void *cons
     return device->ops->sgd(device, &a);
 }
 
+static dtrain_result call_lion(dtrain_device *device, const kernel *k, void *const *m)
+{
+    dtrain_optimizer_tensor tensors[PIECES];
+    dtrain_lion_args a = {.tensor_count = PIECES,
+                          .tensors = tensors,
+                          .lr = 1e-4f,
+                          .beta1 = 0.9f,
+                          .beta2 = 0.99f,
+                          .grad_scale = 1};
+    optimizer_tensors(k, m, false, tensors);
+    return device->ops->lion(device, &a);
+}
+
 static void describe_adamw(kernel *k)
 {
     describe_sgd(k);
@@ -519,10 +532,28 @@ static void describe_attention(kernel *k)
     k->flops = attention_flops(k, 4);
     k->tolerance = k->dtype == DTRAIN_DTYPE_F32 && strcmp(opt.math, "fp32") == 0 ? 1e-4 : 3e-2;
 }
+/* Rows of q, k and v side by side. */
+static dtrain_attention_args attention_args(const kernel *k, const void *qkv, void *y, void *lse)
+{
+    const size_t bytes = (size_t)k->n * dtrain_dtype_bytes(k->dtype);
+    dtrain_attention_args a;
+    memset(&a, 0, sizeof a);
+    a.batch = k->batch;
+    a.queries = a.keys = k->sequence;
+    a.heads = a.kv_heads = k->heads;
+    a.d = k->n / k->heads;
+    a.causal = k->causal;
+    a.dtype = k->dtype;
+    a.q = qkv, a.k = (const char *)qkv + bytes, a.v = (const char *)qkv + 2 * bytes;
+    a.q_stride = a.k_stride = a.v_stride = 3 * k->n;
+    a.y = y;
+    a.lse = (float *)lse;
+    return a;
+}
+
 static dtrain_result call_attention(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_attention_args a = {k->batch, k->sequence, k->heads, k->n,     k->causal,
-                               m[0],     m[1],        m[2],     k->dtype, 0};
+    const dtrain_attention_args a = attention_args(k, m[0], m[1], m[2]);
     return device->ops->attention(device, &a);
 }
 
@@ -539,8 +570,11 @@ static void describe_attention_backward(kernel *k)
 }
 static dtrain_result call_attention_backward(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_attention_backward_args a = {k->batch, k->sequence, k->heads, k->n, k->causal, m[0],
-                                        m[1],     m[2],        m[3],     m[4], k->dtype,  0};
+    const dtrain_attention_args forward = attention_args(k, m[0], m[1], m[2]);
+    const size_t bytes = (size_t)k->n * dtrain_dtype_bytes(k->dtype);
+    char *d_qkv = (char *)m[4];
+    const dtrain_attention_backward_args a = {forward, m[3], d_qkv, d_qkv + bytes,
+                                              d_qkv + 2 * bytes};
     return device->ops->attention_backward(device, &a);
 }
 
@@ -568,6 +602,7 @@ static const struct operation {
     {"cross_entropy", describe_cross_entropy, call_cross_entropy, SIZED},
     {"cross_entropy_backward", describe_cross_entropy_backward, call_cross_entropy_backward, SIZED},
     {"sgd", describe_sgd, call_sgd, FP32_ONLY},
+    {"lion", describe_sgd, call_lion, FP32_ONLY},
     {"adamw", describe_adamw, call_adamw, FP32_ONLY},
     {"topk", describe_topk, call_topk, FP32_ONLY},
     {"scatter_add", describe_scatter_add, call_scatter_add, FP32_ONLY},

@@ -46,7 +46,7 @@ static inline void train_run_text(const char *text, train_run *run)
 {
     const char *plan = strstr(text, "a rank will need"), *end = strstr(text, "\n  memory ");
     const char *hash = strstr(text, "\n  parameters "), *model = strstr(text, "\nmodel ");
-    const char *step = strstr(text, "\nstep "), *optimizer = strstr(text, "AdamW ");
+    const char *step = strstr(text, "\nstep ");
     run->sequence = 1; /* of an image */
     if (step) sscanf(step, "\nstep %d x %d tokens", &run->batch, &run->sequence);
     if (model)
@@ -56,7 +56,7 @@ static inline void train_run_text(const char *text, train_run *run)
     run->planned_mib = number_after(text, "a rank sends ", 0) / 1048576;
     run->params = number_after(plan, "parameters ", 0);
     run->grads = number_after(plan, "gradients ", 0);
-    run->optimizer = number_after(plan, optimizer ? "AdamW " : "optimizer ", 0);
+    run->optimizer = number_after(plan, "optimizer ", 0);
     run->buffers = number_after(plan, "buffers ", 0);
     run->activations = number_after(plan, "activations ", 0);
     run->activation_grads = number_after(plan ? strstr(plan, "activations ") : NULL, "+ ", 0);

@@ -88,6 +88,7 @@ static void declare_model(model *m)
 static dtrain_tensor *forward(dtrain_tape *t, model *m, const int32_t *tokens, int64_t batch)
 {
     const int64_t shape[2] = {batch, SEQ};
+    const dtrain_attention_desc causal = {.sequence = SEQ, .heads = HEADS, .causal = true};
     dtrain_param *p = m->params;
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_embedding(
@@ -97,7 +98,7 @@ static dtrain_tensor *forward(dtrain_tape *t, model *m, const int32_t *tokens, i
         p = m->params + BLOCKS + l * BLOCK;
         dtrain_tensor *h = dtrain_layernorm(t, x, &p[LN1_W], &p[LN1_B]); /* (batch * SEQ, C) */
         h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACTIVATION_NONE); /* (.., 3 C) */
-        h = dtrain_attention(t, h, SEQ, HEADS, DTRAIN_ATTENTION_CAUSAL);       /* (.., C) */
+        h = dtrain_attention(t, h, NULL, NULL, &causal);                       /* (.., C) */
         x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACTIVATION_NONE));
         h = dtrain_layernorm(t, x, &p[LN2_W], &p[LN2_B]);
         h = dtrain_linear(t, h, &p[FC_W], &p[FC_B], DTRAIN_ACTIVATION_GELU); /* (.., 4 C) */
@@ -190,20 +191,21 @@ static int train(dtrain_world *world, void *user)
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
 
-    CHECK(dtrain_dataset_open(world, &(dtrain_dataset_desc){.path = s->data, .format = 1}, &text));
+    CHECK(dtrain_dataset_open(
+        world, &(dtrain_dataset_desc){.path = s->data, .format = DTRAIN_DATA_BYTES}, &text));
     dtrain_dataset_info info;
     dtrain_dataset_query(text, &info);
-    const int64_t all = info.token_count, part = all - all / 10;
+    const int64_t all = info.item_count, part = all - all / 10;
     dtrain_loader_desc window = {
-        .dataset = text, .batch = (uint32_t)s->batch, .sequence = SEQ, .token_count = part};
+        .dataset = text, .batch = (uint32_t)s->batch, .sequence = SEQ, .item_count = part};
     learn.inputs = malloc(tokens * sizeof *learn.inputs);
     learn.targets = malloc(tokens * sizeof *learn.targets);
     if (!learn.inputs || !learn.targets)
         CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %ld samples", s->batch));
     held_out = learn; /* the last tenth of the text, through the same two arrays */
     CHECK(dtrain_loader_create(world, &window, &learn.loader));
-    window.first_token = part;
-    window.token_count = all - part;
+    window.first_item = part;
+    window.item_count = all - part;
     CHECK(dtrain_loader_create(world, &window, &held_out.loader));
 
     dtrain_strategy_desc where = {0};

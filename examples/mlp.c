@@ -30,110 +30,80 @@
         if ((call) != DTRAIN_OK) return 1; \
     } while (0)
 
-enum { BATCH = 96, TEST_BATCH = 256, PIXELS = 3 * 32 * 32, RECORD = 1 + PIXELS };
+enum { BATCH = 96, TEST_BATCH = 256, PIXELS = 3 * 32 * 32 };
 
-/* ---- data: read before the ranks start, so that forked ranks share the memory ------------ */
+/* ---- data: two datasets, one for training and one for the test ---------------------------- */
 
-typedef struct samples {
-    int64_t count;
-    float *x;        /* (count, width) */
-    int32_t *labels; /* (count) */
-} samples;
-
-typedef struct data {
+typedef struct task {
+    const char *folder; /* of CIFAR-10; NULL: spirals */
     int64_t width, hidden, classes, epochs;
-    samples train, test;
-} data;
+} task;
 
-/* Make room for `more` samples at the end. */
-static bool grow(samples *s, int64_t more, int64_t width)
+/* Draw points of two noisy spirals, one a class, each of one and a half turns. */
+static dtrain_result draw_spirals(void *user, int64_t first, int64_t count, void *items,
+                                  int32_t *labels)
 {
-    const size_t count = (size_t)(s->count + more);
-    float *x = realloc(s->x, count * (size_t)width * sizeof *x);
-    if (x) s->x = x;
-    int32_t *labels = realloc(s->labels, count * sizeof *labels);
-    if (labels) s->labels = labels;
-    if (!x || !labels) fprintf(stderr, "mlp: no memory for %zu samples\n", count);
-    return x && labels;
-}
-
-/* Two noisy spirals, one a class, each of one and a half turns. */
-static bool make_spirals(samples *s, int64_t count, uint64_t seed)
-{
-    if (!grow(s, count, 2)) return false;
-    s->count = count;
-    for (int64_t i = 0; i < count; i++) {
+    const uint64_t seed = *(const uint64_t *)user;
+    float *x = items;
+    for (int64_t i = first; i < first + count; i++) {
         const float along = dtrain_random_uniform(seed, 0, (uint64_t)i);
         const float radius = along + 0.02f * dtrain_random_normal(seed, 1, (uint64_t)i);
-        s->labels[i] = (int32_t)(i % 2);
-        const float angle = 9.0f * along + 3.14159265f * (float)s->labels[i];
-        s->x[2 * i] = radius * cosf(angle);
-        s->x[2 * i + 1] = radius * sinf(angle);
+        const float angle = 9.0f * along + 3.14159265f * (float)(i % 2);
+        *x++ = radius * cosf(angle);
+        *x++ = radius * sinf(angle);
+        if (labels) labels[i - first] = (int32_t)(i % 2);
     }
-    return true;
+    return DTRAIN_OK;
 }
 
-/* Append the records of an open file: a byte with the label, then 3072 bytes of pixels. */
-static bool read_records(FILE *file, const char *path, samples *s)
+/* Write the bytes of an image as floats: 120 and 64 are about their mean and deviation. */
+static dtrain_result normalise(void *user, const dtrain_sample *sample, void *output)
 {
-    unsigned char record[RECORD];
-    fseek(file, 0, SEEK_END);
-    const long bytes = ftell(file);
-    rewind(file);
-    if (bytes <= 0 || bytes % RECORD) {
-        fprintf(stderr,
-                "mlp: \"%s\" has %ld bytes; expected records of %d bytes (CIFAR-10's "
-                "binary version)\n",
-                path, bytes, RECORD);
-        return false;
-    }
-    if (!grow(s, bytes / RECORD, PIXELS)) return false;
-    for (long r = 0; r < bytes / RECORD; r++, s->count++) {
-        if (fread(record, RECORD, 1, file) != 1) {
-            fprintf(stderr, "mlp: record %ld of \"%s\" could not be read\n", r, path);
-            return false;
-        }
-        if (record[0] > 9) {
-            fprintf(stderr, "mlp: record %ld of \"%s\" has label %d; expected 0 to 9\n", r, path,
-                    record[0]);
-            return false;
-        }
-        s->labels[s->count] = record[0];
-        for (int k = 0; k < PIXELS; k++) /* 120 and 64: about their mean and deviation */
-            s->x[s->count * PIXELS + k] = ((float)record[1 + k] - 120.0f) / 64.0f;
-    }
-    return true;
+    const unsigned char *pixels = sample->data;
+    float *x = output;
+    (void)user;
+    for (int k = 0; k < PIXELS; k++) x[k] = ((float)pixels[k] - 120.0f) / 64.0f;
+    return DTRAIN_OK;
 }
 
-static bool read_file(const char *folder, const char *name, samples *s)
+static dtrain_result open_data(dtrain_world *world, const task *d, bool test, dtrain_dataset **out)
 {
-    char path[4096];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *file = fopen(path, "rb");
-    if (!file) {
-        fprintf(stderr, "mlp: cannot open \"%s\": %s\n", path, strerror(errno));
-        return false;
-    }
-    const bool good = read_records(file, path, s);
-    fclose(file);
-    return good;
+    static uint64_t seeds[2] = {3, 4};
+    char path[4096] = "";
+    const dtrain_dataset_desc spirals = {.vocab_count = 2,
+                                         .item_count = test ? 200 : 1800,
+                                         .item_bytes = 2 * sizeof(float),
+                                         .read = draw_spirals,
+                                         .user = &seeds[test]};
+    const dtrain_dataset_desc files = {.format = DTRAIN_DATA_CIFAR10, .path = path};
+    if (!d->folder) return dtrain_dataset_open(world, &spirals, out);
+    if (test) snprintf(path, sizeof path, "%s/test_batch.bin", d->folder);
+    for (int i = 1; i <= 5 && !test; i++)
+        snprintf(path + strlen(path), sizeof path - strlen(path), "%s%s/data_batch_%d.bin",
+                 i > 1 ? "," : "", d->folder, i);
+    return dtrain_dataset_open(world, &files, out);
 }
 
-static bool read_cifar(data *d, const char *folder)
+/* Create a loader of x (batch, width) and labels (batch): shuffled, an epoch after the other, or in
+ * order for the test. */
+static dtrain_result open_loader(dtrain_world *world, const task *d, dtrain_dataset *from,
+                                 int64_t batch, bool test, dtrain_loader **out)
 {
-    char name[32];
-    for (int i = 1; i <= 5; i++) {
-        snprintf(name, sizeof name, "data_batch_%d.bin", i);
-        if (!read_file(folder, name, &d->train)) return false;
+    dtrain_loader_desc desc = {
+        .batch = (uint32_t)batch, .seed = 1, .in_order = test, .drop_last = !test, .dataset = from};
+    if (d->folder) {
+        desc.workers = 1; /* which reads the next batch while this one is learned */
+        desc.transform = normalise;
+        desc.output_bytes = PIXELS * sizeof(float);
     }
-    return read_file(folder, "test_batch.bin", &d->test);
+    return dtrain_loader_create(world, &desc, out);
 }
 
 /* ---- model ------------------------------------------------------------------------------- */
 
 enum { W1, B1, W2, B2, W3, B3, PARAMS };
 
-static void declare(dtrain_param params[PARAMS], const data *d)
+static void declare(dtrain_param params[PARAMS], const task *d)
 {
     static const char *const names[PARAMS] = {"fc1.weight", "fc1.bias",   "fc2.weight",
                                               "fc2.bias",   "fc3.weight", "fc3.bias"};
@@ -153,7 +123,7 @@ static void declare(dtrain_param params[PARAMS], const data *d)
 
 /* x (rows, width) -> logits (rows, classes). dtrain_tape_unit opens a unit, which strategies that
  * shard parameters gather and release; the others ignore it. */
-static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const data *d, const float *x,
+static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const task *d, const float *x,
                               int64_t rows)
 {
     const int64_t shape[2] = {rows, d->width};
@@ -168,66 +138,64 @@ static dtrain_tensor *forward(dtrain_tape *t, dtrain_param *p, const data *d, co
 
 /* ---- training ---------------------------------------------------------------------------- */
 
-/* *share = the fraction of all test samples whose largest logit is the label's. Each rank tests
- * every ranks-th chunk of TEST_BATCH samples. */
-static int test(dtrain_world *world, dtrain_tape *t, dtrain_param *params, const data *d,
-                float *logits, double *share)
+/* *share = the fraction of all test samples whose largest logit is the label's. Each rank takes its
+ * share of a batch; samples that come again behind the last one do not count. */
+static int test(dtrain_world *world, dtrain_tape *t, dtrain_param *params, const task *d,
+                dtrain_loader *loader, float *x, int32_t *labels, float *logits, double *share)
 {
-    const samples *s = &d->test;
-    const int64_t stride = (int64_t)TEST_BATCH * dtrain_world_size(world);
+    const int64_t rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
+    dtrain_loader_info info;
     int64_t correct = 0;
-    for (int64_t at = (int64_t)TEST_BATCH * dtrain_world_rank(world); at < s->count; at += stride) {
-        const int64_t rows = s->count - at < TEST_BATCH ? s->count - at : TEST_BATCH;
+    dtrain_loader_seek(loader, 0);
+    dtrain_loader_query(loader, &info);
+    const int64_t count = info.samples_per_epoch;
+    for (int64_t at = 0; at < count; at += TEST_BATCH * ranks) {
+        CHECK(dtrain_loader_next(loader, x, labels));
         CHECK(dtrain_tape_begin(t, DTRAIN_TAPE_NO_GRAD, 0));
-        CHECK(dtrain_tensor_read(t, forward(t, params, d, s->x + at * d->width, rows), logits));
-        for (int64_t r = 0; r < rows; r++) {
+        CHECK(dtrain_tensor_read(t, forward(t, params, d, x, TEST_BATCH), logits));
+        for (int64_t r = 0; r < TEST_BATCH && at + r * ranks + rank < count; r++) {
             const float *row = logits + r * d->classes;
             int32_t best = 0;
             for (int32_t c = 1; c < d->classes; c++)
                 if (row[c] > row[best]) best = c;
-            correct += best == s->labels[at + r];
+            correct += best == labels[r];
         }
     }
     CHECK(dtrain_all_reduce(dtrain_world_comm(world), &correct, &correct, 1, DTRAIN_DTYPE_I64,
                             DTRAIN_REDUCE_SUM, NULL));
-    *share = (double)correct / (double)s->count;
+    *share = (double)correct / (double)count;
     return 0;
 }
 
 /* Every rank runs this function. */
 static int train(dtrain_world *world, void *user)
 {
-    const data *d = user;
+    const task *d = user;
     const int rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
-    const dtrain_sampler_desc sampler = {.rank = (uint32_t)rank,
-                                         .rank_count = (uint32_t)ranks,
-                                         .item_count = d->train.count,
-                                         .seed = 1,
-                                         .shuffle = true,
-                                         .drop_last = true};
-    int64_t own; /* samples of this rank in an epoch */
-    CHECK(dtrain_sampler_indices(&sampler, 0, NULL, NULL, &own));
-    int64_t batch = BATCH / ranks > 0 ? BATCH / ranks : 1;
-    if (own < 1)
-        CHECK(dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%d ranks cannot share %lld training samples",
-                          ranks, (long long)d->train.count));
-    if (batch > own) batch = own;
+    dtrain_dataset *train_data, *test_data;
+    dtrain_dataset_info info;
+    dtrain_loader *train_loader, *test_loader;
+    CHECK(open_data(world, d, false, &train_data));
+    CHECK(open_data(world, d, true, &test_data));
+    dtrain_dataset_query(train_data, &info);
+    int64_t batch = BATCH < info.item_count ? BATCH / ranks : info.item_count / ranks;
+    if (batch < 1) batch = 1;
+    CHECK(open_loader(world, d, train_data, batch, false, &train_loader));
+    CHECK(open_loader(world, d, test_data, TEST_BATCH, true, &test_loader));
+    dtrain_loader_info epochs;
+    dtrain_loader_query(train_loader, &epochs);
 
-    int64_t *scratch = malloc((size_t)d->train.count * sizeof *scratch);
-    int64_t *order = malloc((size_t)own * sizeof *order);
-    float *x = malloc((size_t)(batch * d->width) * sizeof *x);
-    int32_t *labels = malloc((size_t)batch * sizeof *labels);
+    float *x = malloc((size_t)(TEST_BATCH * d->width) * sizeof *x); /* of either batch */
+    int32_t *labels = malloc(TEST_BATCH * sizeof *labels);
     float *logits = malloc((size_t)(TEST_BATCH * d->classes) * sizeof *logits);
-    if (!scratch || !order || !x || !labels || !logits)
-        CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %lld samples",
-                          (long long)batch));
+    if (!x || !labels || !logits) CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch"));
 
     dtrain_param params[PARAMS];
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_tape *tape;
     const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
-    const int64_t steps = own / batch; /* of an epoch */
+    const int64_t steps = epochs.samples_per_epoch / (batch * ranks); /* of an epoch */
     const dtrain_schedule schedule = {.kind = DTRAIN_SCHEDULE_COSINE,
                                       .lr = 3e-3f,
                                       .warmup_steps = 10,
@@ -240,13 +208,8 @@ static int train(dtrain_world *world, void *user)
     for (int64_t epoch = 0; epoch < d->epochs; epoch++) {
         float loss, norm, clip, sum = 0;
         double share;
-        CHECK(dtrain_sampler_indices(&sampler, (uint64_t)epoch, scratch, order, &own));
         for (int64_t step = 0; step < steps; step++) {
-            for (int64_t b = 0; b < batch; b++) {
-                const int64_t row = order[step * batch + b];
-                memcpy(x + b * d->width, d->train.x + row * d->width, (size_t)d->width * sizeof *x);
-                labels[b] = d->train.labels[row];
-            }
+            CHECK(dtrain_loader_next(train_loader, x, labels));
             CHECK(dtrain_tape_begin(tape, 0, 0));
             dtrain_tensor *mean = dtrain_cross_entropy(
                 tape, forward(tape, params, d, x, batch),
@@ -262,7 +225,7 @@ static int train(dtrain_world *world, void *user)
         if ((epoch + 1) % (d->epochs / 10)) continue;
         CHECK(dtrain_all_reduce(dtrain_world_comm(world), &sum, &sum, 1, DTRAIN_DTYPE_F32,
                                 DTRAIN_REDUCE_MEAN, NULL));
-        if (test(world, tape, params, d, logits, &share)) return 1;
+        if (test(world, tape, params, d, test_loader, x, labels, logits, &share)) return 1;
         if (rank == 0)
             printf("epoch %3lld  training loss %.4f  test accuracy %5.1f %%\n",
                    (long long)epoch + 1, sum, 100 * share);
@@ -270,8 +233,10 @@ static int train(dtrain_world *world, void *user)
     dtrain_tape_destroy(tape);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
-    free(scratch);
-    free(order);
+    dtrain_loader_destroy(train_loader);
+    dtrain_loader_destroy(test_loader);
+    dtrain_dataset_close(train_data);
+    dtrain_dataset_close(test_data);
     free(x);
     free(labels);
     free(logits);
@@ -282,36 +247,29 @@ int main(int argc, char **argv)
 {
     /* Under torchrun, mpirun or srun the launcher's number of ranks counts, else these two. */
     dtrain_launch_desc desc = {.default_rank_count = 2};
-    data d = {.width = 2, .hidden = 64, .classes = 2, .epochs = 60};
-    const char *device = "cpu", *folder = NULL;
+    task d = {.width = 2, .hidden = 64, .classes = 2, .epochs = 60};
+    const char *device = "cpu";
     for (int a = 1; a < argc; a++) {
         char *end;
         const unsigned long number = strtoul(argv[a], &end, 10);
         if (strcmp(argv[a], "--device") == 0 && a + 1 < argc) device = argv[++a];
         else if (*end == 0 && number > 0) desc.rank_count = (uint32_t)number;
-        else if (!folder && argv[a][0] != '-') folder = argv[a];
+        else if (!d.folder && argv[a][0] != '-') d.folder = argv[a];
         else {
             fprintf(stderr, "usage: mlp [RANKS] [FOLDER] [--device cpu|cuda], not \"%s\"\n",
                     argv[a]);
             return 2;
         }
     }
-    bool good;
-    if (folder) {
+    if (d.folder) {
         d.width = PIXELS;
         d.hidden = 256;
         d.classes = 10;
         d.epochs = 10;
-        good = read_cifar(&d, folder);
-    } else good = make_spirals(&d.train, 1800, 3) && make_spirals(&d.test, 200, 4);
-    if (good) {
-        good = dtrain_device_ops_by_name(device, &desc.device_ops) == DTRAIN_OK &&
-               dtrain_launch(&desc, train, &d, NULL) == DTRAIN_OK;
-        if (!good) fprintf(stderr, "mlp: %s\n", dtrain_last_error());
     }
-    free(d.train.x);
-    free(d.train.labels);
-    free(d.test.x);
-    free(d.test.labels);
-    return good ? 0 : 1;
+    if (dtrain_device_ops_by_name(device, &desc.device_ops) == DTRAIN_OK &&
+        dtrain_launch(&desc, train, &d, NULL) == DTRAIN_OK)
+        return 0;
+    fprintf(stderr, "mlp: %s\n", dtrain_last_error());
+    return 1;
 }

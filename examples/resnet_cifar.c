@@ -15,9 +15,9 @@
  *     model   ResNet-20: 272474 parameters; strategy ddp: a rank sends 1089920 bytes a step
  *     memory  a rank will need 65.9 MiB: parameters 1.0, gradients 1.0, optimizer 1.0, ...
  *     epoch   steps      lr  training loss  test accuracy  images/s
- *         1      31  0.1000         2.0141         20.0 %       ...
- *         2      62  0.0100         0.8781         64.0 %
- *         3      93  0.0010         0.7151         60.0 %
+ *         1      31  0.1000         2.0518         10.0 %       ...
+ *         2      62  0.0100         0.9472         51.6 %
+ *         3      93  0.0010         0.7402         59.6 %
  *
  * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So
  * ranks that share a batch see together what one rank sees; with --sync-batchnorm they normalise over all
@@ -31,72 +31,25 @@
         if ((call) != DTRAIN_OK) return 1; \
     } while (0)
 
-enum {
-    SIDE = 32,
-    COLORS = 3,
-    PIXELS = SIDE * SIDE * COLORS,
-    RECORD = 1 + PIXELS,
-    CLASSES = 10,
-    PADDING = 4
-};
+enum { SIDE = 32, COLORS = 3, PIXELS = SIDE * SIDE * COLORS, CLASSES = 10, PADDING = 4 };
 
-/* ---- images: bytes, as they are in the files; read before the ranks are forked, which share them ---- */
+/* ---- images ---- */
 
-typedef struct images {
-    int64_t count;
-    unsigned char *records; /* (count, RECORD): a label, then planes of red, green and blue */
-} images;
+typedef struct settings {
+    const char *data, *log, *device, *config;
+    uint32_t kind, tape_flags;
+    long ranks, batch, threads, epochs, steps, seed;
+    bool sync;
+} settings;
 
-static bool read_file(const char *folder, const char *name, images *to)
+/* Draw images for a try without data: stripes whose direction and colour are those of a class, in noise. */
+static dtrain_result draw_images(void *user, int64_t first, int64_t count, void *items,
+                                 int32_t *labels)
 {
-    char path[4096];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *file = fopen(path, "rb");
-    if (!file || fseek(file, 0, SEEK_END) != 0) {
-        fprintf(stderr, "resnet_cifar: cannot read \"%s\": %s\n", path, strerror(errno));
-        if (file) fclose(file);
-        return false;
-    }
-    const long bytes = ftell(file), count = bytes / RECORD;
-    const size_t before = (size_t)to->count * RECORD;
-    unsigned char *records = bytes > 0 ? realloc(to->records, before + (size_t)bytes) : NULL;
-    if (records) to->records = records;
-    rewind(file);
-    const bool whole = records && bytes % RECORD == 0 &&
-                       fread(records + before, RECORD, (size_t)count, file) == (size_t)count;
-    fclose(file);
-    if (!whole)
-        fprintf(stderr,
-                "resnet_cifar: \"%s\" has %ld bytes; expected records of %d (CIFAR-10's binary "
-                "version)\n",
-                path, bytes, RECORD);
-    for (long i = 0; whole && i < count; i++)
-        if (records[before + (size_t)i * RECORD] >= CLASSES) {
-            fprintf(stderr, "resnet_cifar: image %ld of \"%s\" has label %d; expected 0 to 9\n", i,
-                    path, records[before + (size_t)i * RECORD]);
-            return false;
-        }
-    if (whole) to->count += count;
-    return whole;
-}
-
-static bool read_cifar(const char *folder, images *train, images *test)
-{
-    char name[32];
-    for (int i = 1; i <= 5; i++) {
-        snprintf(name, sizeof name, "data_batch_%d.bin", i);
-        if (!read_file(folder, name, train)) return false;
-    }
-    return read_file(folder, "test_batch.bin", test);
-}
-
-/* Images for a try without data: stripes whose direction and colour are those of a class, in noise. */
-static bool draw_images(images *to, int64_t count, uint64_t seed)
-{
-    to->records = malloc((size_t)count * RECORD);
-    for (int64_t i = 0; to->records && i < count; i++) {
-        unsigned char *record = to->records + i * RECORD;
-        const int label = record[0] = (unsigned char)(i % CLASSES);
+    const uint64_t seed = *(const uint64_t *)user;
+    unsigned char *pixel = items;
+    for (int64_t i = first; i < first + count; i++) {
+        const int label = (int)(i % CLASSES);
         const float angle = 0.628f * (float)(label % 5),
                     phase = 6.28f * dtrain_random_uniform(seed, 0, (uint64_t)i);
         for (int p = 0; p < PIXELS; p++) {
@@ -104,24 +57,32 @@ static bool draw_images(images *to, int64_t count, uint64_t seed)
             const float wave = cosf(0.8f * (x * cosf(angle) + y * sinf(angle)) + phase);
             const float noise = dtrain_random_normal(seed, 1, (uint64_t)(i * PIXELS + p));
             const float light = p / (SIDE * SIDE) == label / 5 ? 40 * wave : 0;
-            record[1 + p] = (unsigned char)fminf(255, fmaxf(0, 120 + light + 40 * noise));
+            *pixel++ = (unsigned char)fminf(255, fmaxf(0, 120 + light + 40 * noise));
         }
+        if (labels) labels[i - first] = label;
     }
-    if (!to->records)
-        fprintf(stderr, "resnet_cifar: no memory for %lld images\n", (long long)count);
-    to->count = to->records ? count : 0;
-    return to->records != NULL;
+    return DTRAIN_OK;
 }
 
-/* ---- what a rank trains on ---- */
-
-typedef struct settings {
-    const char *data, *log, *device, *config;
-    uint32_t kind, tape_flags;
-    long ranks, batch, threads, epochs, steps, seed;
-    bool sync;
-    images train, test;
-} settings;
+/* Open the images of --data for training or for the test, or draw some. */
+static dtrain_result open_images(dtrain_world *world, const settings *s, bool test,
+                                 dtrain_dataset **out)
+{
+    static uint64_t seeds[2] = {1, 2};
+    char path[4096] = "";
+    const dtrain_dataset_desc drawn = {.vocab_count = CLASSES,
+                                       .item_count = test ? 500 : 2000,
+                                       .item_bytes = PIXELS,
+                                       .read = draw_images,
+                                       .user = &seeds[test]};
+    const dtrain_dataset_desc files = {.format = DTRAIN_DATA_CIFAR10, .path = path};
+    if (!s->data) return dtrain_dataset_open(world, &drawn, out);
+    if (test) snprintf(path, sizeof path, "%s/test_batch.bin", s->data);
+    for (int i = 1; i <= 5 && !test; i++)
+        snprintf(path + strlen(path), sizeof path - strlen(path), "%s%s/data_batch_%d.bin",
+                 i > 1 ? "," : "", s->data, i);
+    return dtrain_dataset_open(world, &files, out);
+}
 
 /* Write one image as floats, channels last: shifted, flipped, each colour about mean 0 and deviation 1. */
 static void put_image(const unsigned char *pixels, int down, int right, bool flip, float *out)
@@ -137,6 +98,26 @@ static void put_image(const unsigned char *pixels, int down, int right, bool fli
                 *out++ = inside ? ((float)pixels[at] - mean[c]) / deviation[c]
                                 : 0; /* padding: the mean */
             }
+}
+
+static dtrain_result plain(void *user, const dtrain_sample *sample, void *output)
+{
+    (void)user;
+    put_image(sample->data, 0, 0, false, output);
+    return DTRAIN_OK;
+}
+
+/* Crop and flip, as drawn for this image in this epoch: on whatever rank, by whatever worker. */
+static dtrain_result augmented(void *user, const dtrain_sample *sample, void *output)
+{
+    const settings *s = user;
+    float draw[3];
+    for (uint64_t k = 0; k < 3; k++)
+        draw[k] = dtrain_random_uniform((uint64_t)s->seed, sample->epoch + 1,
+                                        (uint64_t)sample->item * 3 + k);
+    put_image(sample->data, (int)(draw[0] * (2 * PADDING + 1)) - PADDING,
+              (int)(draw[1] * (2 * PADDING + 1)) - PADDING, draw[2] < 0.5f, output);
+    return DTRAIN_OK;
 }
 
 /* ---- model ---- */
@@ -156,12 +137,9 @@ typedef struct model {
     int count;
     dtrain_comm *comm; /* over which batches are normalised; NULL: each rank for itself */
     int rank, ranks;
-    int64_t drawn;  /* steps */
-    int64_t *order; /* of the images, in this epoch */
-    int64_t *scratch;
+    dtrain_loader *train, *test;
     float *x;        /* (batch, 32, 32, 3) */
     int32_t *labels; /* (batch) */
-    int64_t images;  /* in the batch that is there */
 } model;
 
 static dtrain_param *declare(model *m, uint32_t unit, const char *prefix, const char *name)
@@ -246,7 +224,7 @@ static dtrain_tensor *conv_norm(dtrain_tape *t, const model *m, dtrain_tensor *x
 static dtrain_tensor *forward(dtrain_tape *t, model *m)
 {
     const dtrain_activation relu = DTRAIN_ACTIVATION_RELU, none = DTRAIN_ACTIVATION_NONE;
-    const int64_t shape[4] = {m->images, SIDE, SIDE, COLORS};
+    const int64_t shape[4] = {m->s->batch, SIDE, SIDE, COLORS};
     dtrain_param *p = m->params;
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 4, shape, m->x, false);
@@ -268,7 +246,7 @@ static dtrain_tensor *forward(dtrain_tape *t, model *m)
 static dtrain_tensor *loss(dtrain_tape *t, void *user)
 {
     model *m = user;
-    const int64_t shape[1] = {m->images};
+    const int64_t shape[1] = {m->s->batch};
     dtrain_tensor *logits = forward(t, m);
     return dtrain_cross_entropy(
         t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, shape, m->labels, false), 0, 0);
@@ -276,73 +254,40 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
 
 /* ---- batches ---- */
 
-static int64_t steps_per_epoch(const settings *s, int ranks)
-{
-    return s->train.count / (s->batch * ranks);
-}
-
-/* Deal this rank its part of the step's batch; images that are left over at the end of an epoch wait for another. */
 static dtrain_result next_batch(void *user)
 {
     model *m = user;
-    const settings *s = m->s;
-    const int64_t steps = steps_per_epoch(s, m->ranks), epoch = m->drawn / steps,
-                  step = m->drawn % steps;
-    if (step == 0) {
-        const dtrain_sampler_desc all = {
-            .item_count = s->train.count, .seed = (uint64_t)s->seed, .shuffle = true};
-        int64_t count;
-        const dtrain_result result =
-            dtrain_sampler_indices(&all, (uint64_t)epoch, m->scratch, m->order, &count);
-        if (result != DTRAIN_OK) return result;
-    }
-    for (int64_t i = 0; i < s->batch; i++) {
-        const int64_t image = m->order[(step * m->ranks + m->rank) * s->batch + i];
-        const unsigned char *record = s->train.records + image * RECORD;
-        float draw[3];
-        for (uint64_t k = 0; k < 3; k++)
-            draw[k] = dtrain_random_uniform((uint64_t)s->seed, (uint64_t)epoch + 1,
-                                            (uint64_t)image * 3 + k);
-        put_image(record + 1, (int)(draw[0] * (2 * PADDING + 1)) - PADDING,
-                  (int)(draw[1] * (2 * PADDING + 1)) - PADDING, draw[2] < 0.5f, m->x + i * PIXELS);
-        m->labels[i] = record[0];
-    }
-    m->images = s->batch;
-    m->drawn++;
-    return DTRAIN_OK;
+    return dtrain_loader_next(m->train, m->x, m->labels);
 }
 
-/* Measure the accuracy on the test images, of which each rank takes its share; all make as many passes. */
-static dtrain_result test_accuracy(dtrain_world *world, dtrain_tape *t, model *m, double *accuracy)
+/* Measure the accuracy on `count` test images. Each rank takes its share of every batch; in the last one, images from
+ * the beginning come again and do not count. */
+static dtrain_result test_accuracy(dtrain_world *world, dtrain_tape *t, model *m, int64_t count,
+                                   double *accuracy)
 {
-    const settings *s = m->s;
-    const int64_t each = (s->test.count + m->ranks - 1) / m->ranks, first = each * m->rank;
-    const int64_t past = first + each < s->test.count ? first + each : s->test.count;
+    const int64_t batch = m->s->batch;
     int64_t right = 0;
-    for (int64_t done = 0; done < each; done += s->batch) {
-        dtrain_result result = dtrain_tape_begin(t, s->tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
-        m->images = each - done < s->batch ? each - done : s->batch;
-        for (int64_t i = 0; i < m->images;
-             i++) { /* a rank with fewer images repeats the last one */
-            const int64_t image =
-                first + done + i < s->test.count ? first + done + i : s->test.count - 1;
-            put_image(s->test.records + image * RECORD + 1, 0, 0, false, m->x + i * PIXELS);
-        }
-        float *logits = malloc((size_t)m->images * CLASSES * sizeof *logits);
-        if (!logits) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for logits");
+    float *logits = malloc((size_t)batch * CLASSES * sizeof *logits);
+    dtrain_result result = DTRAIN_OK;
+    if (!logits) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for logits");
+    dtrain_loader_seek(m->test, 0);
+    for (int64_t first = 0; first < count && result == DTRAIN_OK; first += batch * m->ranks) {
+        result = dtrain_loader_next(m->test, m->x, m->labels);
+        if (result == DTRAIN_OK)
+            result = dtrain_tape_begin(t, m->s->tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
         if (result == DTRAIN_OK) result = dtrain_tensor_read(t, forward(t, m), logits);
-        for (int64_t i = 0; i < m->images && first + done + i < past && result == DTRAIN_OK; i++) {
+        for (int64_t i = 0; i < batch && first + i * m->ranks + m->rank < count; i++) {
             int best = 0;
             for (int c = 1; c < CLASSES; c++)
                 if (logits[i * CLASSES + c] > logits[i * CLASSES + best]) best = c;
-            right += best == s->test.records[(first + done + i) * RECORD];
+            right += best == m->labels[i];
         }
-        free(logits);
-        if (result != DTRAIN_OK) return result;
     }
-    const dtrain_result result = dtrain_all_reduce(dtrain_world_comm(world), &right, &right, 1,
-                                                   DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL);
-    *accuracy = 100.0 * (double)right / (double)s->test.count;
+    free(logits);
+    if (result != DTRAIN_OK) return result;
+    result = dtrain_all_reduce(dtrain_world_comm(world), &right, &right, 1, DTRAIN_DTYPE_I64,
+                               DTRAIN_REDUCE_SUM, NULL);
+    *accuracy = 100.0 * (double)right / (double)count;
     return result;
 }
 
@@ -381,25 +326,39 @@ static int train(dtrain_world *world, void *user)
     dtrain_optimizer *optimizer;
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
+    dtrain_dataset *train_images, *test_images;
+    dtrain_dataset_info train_info, test_info;
+    dtrain_loader_info epoch;
     m.s = s;
     m.rank = dtrain_world_rank(world);
     m.ranks = dtrain_world_size(world);
-    const int64_t per_epoch = steps_per_epoch(s, m.ranks);
-    if (!per_epoch) {
-        dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                    "%lld training images are fewer than %d ranks x --batch %ld",
-                    (long long)s->train.count, m.ranks, s->batch);
-        return 1;
-    }
-    const int64_t total = s->steps ? s->steps : s->epochs * per_epoch;
     m.x = malloc((size_t)s->batch * PIXELS * sizeof *m.x);
     m.labels = calloc((size_t)s->batch, sizeof *m.labels);
-    m.order = malloc((size_t)s->train.count * sizeof *m.order);
-    m.scratch = malloc((size_t)s->train.count * sizeof *m.scratch);
-    if (!m.x || !m.labels || !m.order || !m.scratch) {
+    if (!m.x || !m.labels) {
         dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %ld images", s->batch);
         return 1;
     }
+    CHECK(open_images(world, s, false, &train_images));
+    CHECK(open_images(world, s, true, &test_images));
+    dtrain_loader_desc images = {.batch = (uint32_t)s->batch,
+                                 .seed = (uint64_t)s->seed,
+                                 .drop_last = true, /* what is left over waits for another epoch */
+                                 .dataset = train_images,
+                                 .workers = 1, /* makes the next batch while one is learned */
+                                 .transform = augmented,
+                                 .output_bytes = PIXELS * sizeof *m.x,
+                                 .user = user};
+    CHECK(dtrain_loader_create(world, &images, &m.train));
+    images.dataset = test_images;
+    images.in_order = true;
+    images.drop_last = false;
+    images.transform = plain;
+    CHECK(dtrain_loader_create(world, &images, &m.test));
+    dtrain_loader_query(m.train, &epoch);
+    dtrain_dataset_query(train_images, &train_info);
+    dtrain_dataset_query(test_images, &test_info);
+    const int64_t per_epoch = epoch.samples_per_epoch / (s->batch * m.ranks);
+    const int64_t total = s->steps ? s->steps : s->epochs * per_epoch;
     declare_model(&m);
 
     const dtrain_strategy_desc where = {.kind = s->kind, .init_seed = (uint64_t)s->seed};
@@ -407,7 +366,7 @@ static int train(dtrain_world *world, void *user)
     if (s->sync) CHECK(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &m.comm));
     dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
     sgd.momentum = 0.9f;
-    sgd.weight_decay = 1e-3f; /* decoupled: what 1e-4 in the gradient comes to with this momentum */
+    sgd.weight_decay = 1e-4f;
     CHECK(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
     const dtrain_trainer_desc how = {.tokens = (uint32_t)s->batch,
                                      .tape_flags = s->tape_flags,
@@ -421,14 +380,14 @@ static int train(dtrain_world *world, void *user)
                                      .user = &m};
     CHECK(dtrain_trainer_create(world, &how, &trainer));
     dtrain_memory plan;
-    m.images = s->batch;
     CHECK(dtrain_trainer_plan(world, &how, &plan));
     const dtrain_metrics_desc report = {.total_steps = total, .jsonl_path = s->log};
     CHECK(dtrain_metrics_create(world, &report, &metrics));
 
     if (m.rank == 0) {
         printf("%lld training images, %lld for the test; %d ranks x %ld images a step\n",
-               (long long)s->train.count, (long long)s->test.count, m.ranks, s->batch);
+               (long long)train_info.item_count, (long long)test_info.item_count, m.ranks,
+               s->batch);
         show_plan(strategy, &plan);
         printf("epoch   steps      lr  training loss  test accuracy  images/s\n");
     }
@@ -441,7 +400,8 @@ static int train(dtrain_world *world, void *user)
         sum += record.loss;
         if (step % per_epoch && step != total) continue;
         const double rate = (double)(since * s->batch * m.ranks) / (dtrain_seconds() - begun);
-        CHECK(test_accuracy(world, dtrain_trainer_tape(trainer), &m, &accuracy));
+        CHECK(test_accuracy(world, dtrain_trainer_tape(trainer), &m, test_info.item_count,
+                            &accuracy));
         if (m.rank == 0)
             printf("%5lld %7lld  %6.4f  %13.4f  %11.1f %%  %8.0f\n",
                    (long long)((step - 1) / per_epoch + 1), (long long)step, record.lr,
@@ -456,7 +416,11 @@ static int train(dtrain_world *world, void *user)
     dtrain_comm_destroy(m.comm);
     dtrain_optimizer_destroy(optimizer);
     dtrain_strategy_destroy(strategy);
-    free(m.x), free(m.labels), free(m.order), free(m.scratch);
+    dtrain_loader_destroy(m.train);
+    dtrain_loader_destroy(m.test);
+    dtrain_dataset_close(train_images);
+    dtrain_dataset_close(test_images);
+    free(m.x), free(m.labels);
     return 0;
 }
 
@@ -594,13 +558,9 @@ int main(int argc, char **argv)
         fprintf(stderr, "resnet_cifar: --device: %s\n", dtrain_last_error());
         return 2;
     }
-    const bool there = s.data ? read_cifar(s.data, &s.train, &s.test)
-                              : draw_images(&s.train, 2000, 1) && draw_images(&s.test, 500, 2);
     desc.rank_count = (uint32_t)s.ranks;
     desc.threads_per_rank = (uint32_t)s.threads;
-    const bool good = there && dtrain_launch(&desc, train, &s, NULL) == DTRAIN_OK;
-    if (there && !good) fprintf(stderr, "resnet_cifar: %s\n", dtrain_last_error());
-    free(s.train.records);
-    free(s.test.records);
-    return !good;
+    if (dtrain_launch(&desc, train, &s, NULL) == DTRAIN_OK) return 0;
+    fprintf(stderr, "resnet_cifar: %s\n", dtrain_last_error());
+    return 1;
 }

@@ -14,6 +14,7 @@
 #include "device/cuda/tokens.cuh"
 #include "device/cuda/rows.cuh"
 #include "device/cuda/attention_gemm.cuh"
+#include "device/cuda/flash_tiles.cuh"
 #include "device/cuda/flash.cuh"
 #include "device/cuda/sparse.cuh"
 #include "device/cuda/columns.cuh"

@@ -111,34 +111,35 @@ typedef struct dtrain_embedding_backward_args {
     dtrain_dtype dtype; /* of d_y */
 } dtrain_embedding_backward_args;
 
-/* Multi-head attention without a T x T matrix: blocks of keys, online softmax (Milakov and
- * Gimelshein 2018; Dao et al., FlashAttention, 2022). A row of qkv holds q, k, v of all heads side
- * by side, each head d = n/heads elements:
+/* Multi-head attention, y = softmax(q k^T / sqrt(d) + mask) v for each head, without a matrix of
+ * scores in memory: blocks of keys, online softmax (Milakov and Gimelshein 2018; Dao et al.,
+ * FlashAttention, 2022). Rows of q, k and v are a stride apart, so that the three may be columns of
+ * one matrix. With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023)
+ * head h takes those of head h / (heads/kv_heads).
  *
- *     | q: heads * d = n | k: kv_heads * d | v: kv_heads * d |
- *
- * With fewer heads of keys and values than of queries (Ainslie et al., "GQA", 2023) head h takes
- * those of head h / (heads/kv_heads). Scores are scaled by 1/sqrt(d). lse (batch, heads, sequence)
- * keeps log-sum-exp of each row. */
+ * A query sees the first key_lengths[b] keys of its batch element; if causal, of those the keys up
+ * to its own number. The mask is added to the scores, -infinity hides a key. A query that sees no
+ * key has y 0 and lse +infinity, so that e^(score - lse), its weight in backward, is 0. */
 typedef struct dtrain_attention_args {
-    int64_t batch, sequence, heads, n;
+    int64_t batch, queries, keys; /* of a batch element */
+    int64_t heads, kv_heads, d;   /* kv_heads divides heads; d elements a head */
     bool causal;
-    const void *qkv;
-    void *y;            /* (batch*sequence, n) */
-    float *lse;         /* (batch, heads, sequence) */
-    dtrain_dtype dtype; /* of qkv and y */
-    int64_t kv_heads;   /* divides heads; 0 = heads */
+    dtrain_dtype dtype;                      /* of q, k, v, y */
+    const void *q;                           /* (batch*queries, heads*d) */
+    const void *k, *v;                       /* (batch*keys, kv_heads*d) */
+    int64_t q_stride, k_stride, v_stride;    /* elements from row to row */
+    const int32_t *key_lengths;              /* (batch), in [0, keys]; NULL: all keys count */
+    const float *mask;                       /* (queries, keys) for each batch element and head */
+    int64_t mask_batch_step, mask_head_step; /* elements from mask to mask; 0: they share one */
+    void *y;                                 /* (batch*queries, heads*d) */
+    float *lse;                              /* (batch, heads, queries): log-sum-exp of each row */
 } dtrain_attention_args;
 
+/* The gradients lie as q, k and v do, and are overwritten; NULL: not wanted. */
 typedef struct dtrain_attention_backward_args {
-    int64_t batch, sequence, heads, n;
-    bool causal;
-    const void *qkv, *y;
-    const float *lse;
+    dtrain_attention_args forward; /* y and lse are read */
     const void *d_y;
-    void *d_qkv;        /* as qkv, overwritten */
-    dtrain_dtype dtype; /* of qkv, y, d_y, d_qkv */
-    int64_t kv_heads;   /* as above */
+    void *d_q, *d_k, *d_v;
 } dtrain_attention_backward_args;
 
 /* loss[row] = log(sum(exp(logits[row]))) - (1 - smoothing) logits[row][target[row]] - smoothing
@@ -325,32 +326,68 @@ typedef struct dtrain_optimizer_tensor {
     float weight_decay;
     float *value;
     const float *grad;
-    float *m, *v; /* AdamW's moments; SGD: m is the momentum buffer, NULL when momentum is 0 */
+    float *m, *v; /* AdamW's moments; m: Lion's, and the momentum buffer of SGD, NULL when momentum
+                     is 0, and of Muon */
 } dtrain_optimizer_tensor;
 
 /* AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), one fused pass over
  * all tensors:
  *   g = grad * grad_scale; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g g
  *   value = value (1 - lr*weight_decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr, the
- * corrections and grad_scale, and can skip the step. */
+ * with correction_i = 1 - b_i^step given by the caller. scalars, if given, replace lr (by theirs
+ * times lr_scale), the corrections and grad_scale, and can skip the step. */
 typedef struct dtrain_adamw_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, beta1, beta2, epsilon, correction1, correction2, grad_scale;
     const dtrain_step_scalars *scalars; /* device memory, or NULL */
+    float lr_scale;                     /* of the rate in scalars */
 } dtrain_adamw_args;
 
-/* SGD as PyTorch defines it, except that the decay is decoupled:
- *   g = grad * grad_scale; buf = momentum*buf + g (buf = g on the first step)
- *   value = value (1 - lr*weight_decay) - lr * (nesterov ? g + momentum*buf : buf) */
+/* SGD as PyTorch defines it:
+ *   g = grad * grad_scale + weight_decay*value; buf = momentum*buf + g (buf = g on the first step)
+ *   value = value - lr * (nesterov ? g + momentum*buf : buf) */
 typedef struct dtrain_sgd_args {
     size_t tensor_count;
     const dtrain_optimizer_tensor *tensors; /* host memory */
     float lr, momentum, grad_scale;
     bool nesterov, first;
-    const dtrain_step_scalars *scalars; /* device memory, or NULL */
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
 } dtrain_sgd_args;
+
+/* Lion (Chen et al., 2023):
+ *   g = grad * grad_scale
+ *   value = value (1 - lr*weight_decay) - lr sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g
+ * The sign of 0, and of NaN, is 0. */
+typedef struct dtrain_lion_args {
+    size_t tensor_count;
+    const dtrain_optimizer_tensor *tensors; /* host memory */
+    float lr, beta1, beta2, grad_scale;
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
+} dtrain_lion_args;
+
+/* The elementwise stages of Muon, each a call; optim/muon.c has all of it, with gemm between them:
+ *   MOMENTUM    g = grad * grad_scale; m = momentum*m + g; x = nesterov ? g + momentum*m : m
+ *   NORMALIZE   x = x / (sqrt(sum_squares[0]) + epsilon)
+ *   STEP        value = value (1 - lr*weight_decay) - lr*scale*x */
+typedef enum dtrain_muon_stage {
+    DTRAIN_MUON_MOMENTUM = 0,
+    DTRAIN_MUON_NORMALIZE = 1,
+    DTRAIN_MUON_STEP = 2
+} dtrain_muon_stage;
+
+typedef struct dtrain_muon_args {
+    uint32_t stage;                        /* dtrain_muon_stage */
+    const dtrain_optimizer_tensor *tensor; /* (1) host memory */
+    float *x;                              /* (tensor->count) */
+    float lr, momentum, grad_scale, scale, epsilon;
+    bool nesterov;
+    const double *sum_squares;          /* (1) device memory */
+    const dtrain_step_scalars *scalars; /* as in dtrain_adamw_args */
+    float lr_scale;
+} dtrain_muon_args;
 
 /* The k elements of largest magnitude of x, or of residual + x with error feedback (Stich et al.,
  * "Sparsified SGD with Memory", 2018): residual += x; indices (k) ascending and values (k) are
@@ -520,7 +557,7 @@ typedef enum dtrain_copy_kind {
     DTRAIN_COPY_DEVICE_TO_DEVICE = 3
 } dtrain_copy_kind;
 
-#define DTRAIN_DEVICE_ABI 8u
+#define DTRAIN_DEVICE_ABI 9u
 
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
@@ -605,6 +642,8 @@ struct dtrain_device_ops {
     dtrain_result (*convert)(dtrain_device *, const dtrain_convert_args *);
     dtrain_result (*adamw)(dtrain_device *, const dtrain_adamw_args *);
     dtrain_result (*sgd)(dtrain_device *, const dtrain_sgd_args *);
+    dtrain_result (*lion)(dtrain_device *, const dtrain_lion_args *);
+    dtrain_result (*muon)(dtrain_device *, const dtrain_muon_args *);
     dtrain_result (*topk)(dtrain_device *, const dtrain_topk_args *);
     dtrain_result (*scatter_add)(dtrain_device *, const dtrain_scatter_add_args *);
     dtrain_result (*orthogonalize)(dtrain_device *, const dtrain_orthogonalize_args *);

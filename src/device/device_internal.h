@@ -15,9 +15,10 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(embedding) X(embedding_backward) X(attention) X(attention_backward)                    \
     X(cross_entropy) X(cross_entropy_backward) X(pointwise) X(pointwise_backward)            \
     X(softmax) X(softmax_backward) X(rotary) X(permute) X(add) X(axpby) X(dropout)           \
-    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(topk) X(scatter_add) X(orthogonalize)        \
-    X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm) X(batchnorm_sums)              \
-    X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d) X(pool2d_backward)
+    X(sum) X(clip) X(convert) X(adamw) X(sgd) X(lion) X(muon) X(topk) X(scatter_add)         \
+    X(orthogonalize) X(batchnorm_moments) X(batchnorm_statistics) X(batchnorm)               \
+    X(batchnorm_sums) X(batchnorm_backward) X(conv2d) X(conv2d_backward) X(pool2d)           \
+    X(pool2d_backward)
 /* clang-format on */
 
 /* The entries from stream_create to may_free of a device that has finished its work when a call

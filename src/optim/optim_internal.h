@@ -14,21 +14,54 @@
 #include "device/backend.h"
 #include "device/device.h"
 
+/* Parameters that are updated in one way. Their tensors stand side by side. */
+typedef struct dtrain__group {
+    dtrain_optimizer_desc desc; /* without groups */
+    size_t first, count;        /* of the optimizer's tensors */
+} dtrain__group;
+
+/* Where Muon works: two matrices, two squares of the smaller side, and a sum. All of them have room
+ * for the largest matrix of this rank; NULL: it has none. */
+typedef struct dtrain__muon {
+    float *x, *y, *gram, *square;
+    double *sum;
+} dtrain__muon;
+
 struct dtrain_optimizer {
-    dtrain_optimizer_desc desc;
     dtrain_allocator allocator;
     dtrain_device *device;
     dtrain_strategy *strategy;
+    dtrain__group *groups; /* (group_count) that of the desc itself first */
+    size_t group_count;
     const dtrain_shard *shards; /* (shard_count), the strategy's */
     size_t shard_count;
-    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty */
+    dtrain_optimizer_tensor *tensors; /* (tensor_count), of (shard_count): shards not empty, in the
+                                         order of their groups */
+    const dtrain_shard **sources;     /* (tensor_count), likewise: their shards */
     size_t tensor_count;
     float *block; /* state; offloaded it is page-locked host memory, and holds more: optimizer.c */
-    size_t block_bytes, state_bytes; /* state_bytes: of moments and buffers alone */
-    int64_t stage;                   /* offloaded: elements of a stage */
+    size_t block_bytes;
+    size_t state_bytes, scratch_bytes; /* of it: moments and buffers; Muon's scratch */
+    dtrain__muon muon;
+    int64_t stage; /* offloaded: elements of a stage */
     bool offloaded;
     uint64_t step_count;
 };
+
+/* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
+ * offloaded. */
+typedef struct dtrain__group_step {
+    dtrain_device *device;
+    const dtrain_optimizer_desc *desc;
+    const dtrain_optimizer_tensor *tensors; /* (count) */
+    const dtrain_shard *const *sources;     /* (count) */
+    size_t count;
+    dtrain_step_scalars now; /* the numbers of this step, or ... */
+    const dtrain_step_scalars
+        *device_scalars; /* ... where they are when the kernel runs, or NULL */
+    const dtrain__muon *muon;
+    uint64_t step; /* from 0 */
+} dtrain__group_step;
 
 /* optim/scaler.c */
 DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy);
@@ -36,9 +69,25 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *stra
                                                      const char *call, const char *what);
 
 /* optim/optimizer.c */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer,
-                                                              float lr, float grad_scale);
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
-                                                       const dtrain_optimizer_tensor *piece,
-                                                       const dtrain_step_scalars *now,
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr);
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
+                                                       float grad_scale,
                                                        const dtrain_step_scalars *device_scalars);
+DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
+
+/* optim/groups.c */
+DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc);
+DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimizer *optimizer,
+                                                             const dtrain_param *param);
+DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
+                                                                  const dtrain_param *param);
+DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
+                                                      const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
+                                                  const dtrain_optimizer_desc *desc);
+
+/* optim/muon.c */
+DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
+                                           dtrain__muon *muon);
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step);

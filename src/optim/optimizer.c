@@ -1,22 +1,29 @@
-/* Optimizers: AdamW, SGD
+/* Optimizers: AdamW, SGD, Lion
  *
  * With g = grad * grad_scale, t the step from 1, and the decay decoupled (Loshchilov and Hutter,
- * "Decoupled Weight Decay Regularization", ICLR 2019):
+ * "Decoupled Weight Decay Regularization", ICLR 2019), but for SGD, where it is a part of the
+ * gradient as in torch:
  *
  *     AdamW   m = beta1 m + (1 - beta1) g        correction1 = 1 - beta1^t
  *             v = beta2 v + (1 - beta2) g^2      correction2 = 1 - beta2^t
  *             w = w (1 - lr decay) - lr (m / correction1) / (sqrt(v / correction2) + epsilon)
- *     SGD     b = momentum b + g                 (b = g in step 1)
- *             w = w (1 - lr decay) - lr (nesterov ? g + momentum b : b)
+ *     SGD     g = g + decay w
+ *             b = momentum b + g                 (b = g in step 1)
+ *             w = w - lr (nesterov ? g + momentum b : b)
+ *     Lion    w = w (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g)
+ *             m = beta2 m + (1 - beta2) g
+ *     Muon    optim/muon.c
  *
- * One fused kernel per shard reads gradient and state once and writes value and state once. State
- * is for this rank's shards only, one block, made at creation:
+ * One fused kernel a group reads gradient and state once and writes value and state once. State is
+ * for this rank's shards only, one block, made at creation, group by group (optim/groups.c):
  *
- *     AdamW   | m of shard 0 .. pad | v of shard 0 .. pad | m of shard 1 ...
- *     SGD     | buffer of shard 0 .. pad | buffer of shard 1 ...       (nothing without momentum)
+ *     AdamW   | m of tensor 0 .. pad | v of tensor 0 .. pad | m of tensor 1 ...
+ *     others  | m of tensor 0 .. pad | m of tensor 1 ...   (SGD: nothing without momentum)
+ *     behind  | scratch of Muon
  *
- * Offloaded, the block is page-locked host memory, each shard's master copy comes before its state,
- * two stages for gradients before everything, and the update goes in pieces:
+ * Offloaded, the block is page-locked host memory, each tensor's master copy comes before its
+ * state, two stages for gradients before everything, and the update goes in pieces, of Muon in
+ * whole matrices:
  *
  *     down    | grad 0 | grad 1 | grad 2      | ...        into stage 0, 1, 0, ...
  *     CPU              | update 0 | update 1  | update 2
@@ -42,9 +49,8 @@
 #include "device/device.h"
 #include "device/device_internal.h"
 
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
-                                            const dtrain_step_scalars *now);
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc);
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr,
+                                            float grad_scale);
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer);
 
 /* Update the parameters and publish them. A rate or scale that is not finite would destroy every
@@ -60,27 +66,26 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const dtrain_step_scalars now = dtrain__optimizer_scalars(optimizer, lr, grad_scale);
     const dtrain_result result = optimizer->offloaded
-                                     ? dtrain__update_on_host(optimizer, &now)
-                                     : dtrain__optimizer_update(optimizer, NULL, &now, NULL);
+                                     ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                                     : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
     DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
     optimizer->step_count++;
     return dtrain_strategy_publish(optimizer->strategy);
 }
 
-/* Compute what changes from step to step, for the step that comes next. */
-DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optimizer *optimizer,
-                                                              float lr, float grad_scale)
+/* Compute what changes from step to step for a group, for the step that comes next. */
+static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer *optimizer,
+                                                 const dtrain_optimizer_desc *desc, float lr,
+                                                 float grad_scale)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
     const uint64_t step = optimizer->step_count + 1;
     /* of how many steps the second moments are */
     const uint64_t seen =
         desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
     dtrain_step_scalars scalars;
     memset(&scalars, 0, sizeof scalars);
-    scalars.lr = lr;
+    scalars.lr = lr * desc->lr_scale;
     scalars.grad_scale = grad_scale;
     /* in double: in fp32, 1 - 0.999 has lost three digits already at step 1 */
     scalars.correction1 = (float)(1 - pow((double)desc->beta1, (double)step));
@@ -88,43 +93,131 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__optimizer_scalars(const dtrain_optim
     return scalars;
 }
 
-/* Update all tensors, or on the CPU the one piece of an offloaded one, with the scalars given, or
- * with those that `device_scalars` holds when the kernel runs. A beta2 of 1 leaves second moments
- * as they are. The first step of SGD fills the buffer with the gradient itself, as torch does. */
-DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer,
-                                                       const dtrain_optimizer_tensor *piece,
-                                                       const dtrain_step_scalars *now,
-                                                       const dtrain_step_scalars *device_scalars)
+/* Call AdamW's kernel. A beta2 of 1 leaves second moments as they are. */
+static dtrain_result dtrain__step_adamw(const dtrain__group_step *step)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
-    dtrain_device *device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
-    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) {
-        const uint64_t steps = desc->variance_steps;
-        dtrain_adamw_args args;
-        memset(&args, 0, sizeof args);
-        args.tensor_count = piece ? 1 : optimizer->tensor_count;
-        args.tensors = piece ? piece : optimizer->tensors;
-        args.lr = now->lr;
-        args.beta1 = desc->beta1;
-        args.beta2 = steps > 0 && optimizer->step_count >= steps ? 1 : desc->beta2;
-        args.epsilon = desc->epsilon;
-        args.correction1 = now->correction1;
-        args.correction2 = now->correction2;
-        args.grad_scale = now->grad_scale;
-        args.scalars = device_scalars;
-        return device->ops->adamw(device, &args);
-    }
+    const dtrain_optimizer_desc *desc = step->desc;
+    dtrain_adamw_args args;
+    memset(&args, 0, sizeof args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.beta1 = desc->beta1;
+    args.beta2 = desc->variance_steps > 0 && step->step >= desc->variance_steps ? 1 : desc->beta2;
+    args.epsilon = desc->epsilon;
+    args.correction1 = step->now.correction1;
+    args.correction2 = step->now.correction2;
+    args.grad_scale = step->now.grad_scale;
+    args.scalars = step->device_scalars;
+    args.lr_scale = desc->lr_scale;
+    return step->device->ops->adamw(step->device, &args);
+}
+
+/* Call SGD's kernel. The first step fills the buffer with the gradient itself, as torch does. */
+static dtrain_result dtrain__step_sgd(const dtrain__group_step *step)
+{
     dtrain_sgd_args args;
     memset(&args, 0, sizeof args);
-    args.tensor_count = piece ? 1 : optimizer->tensor_count;
-    args.tensors = piece ? piece : optimizer->tensors;
-    args.lr = now->lr;
-    args.momentum = desc->momentum;
-    args.grad_scale = now->grad_scale;
-    args.nesterov = desc->nesterov;
-    args.first = optimizer->step_count == 0;
-    args.scalars = device_scalars;
-    return device->ops->sgd(device, &args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.momentum = step->desc->momentum;
+    args.grad_scale = step->now.grad_scale;
+    args.nesterov = step->desc->nesterov;
+    args.first = step->step == 0;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    return step->device->ops->sgd(step->device, &args);
+}
+
+static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
+{
+    dtrain_lion_args args;
+    memset(&args, 0, sizeof args);
+    args.tensor_count = step->count;
+    args.tensors = step->tensors;
+    args.lr = step->now.lr;
+    args.beta1 = step->desc->beta1;
+    args.beta2 = step->desc->beta2;
+    args.grad_scale = step->now.grad_scale;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    return step->device->ops->lion(step->device, &args);
+}
+
+/* Update all tensors of a group, or on the CPU the one piece of an offloaded one that stands in
+ * place of tensor `at`. */
+static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
+                                          const dtrain__group *group, float lr, float grad_scale,
+                                          const dtrain_step_scalars *device_scalars,
+                                          const dtrain_optimizer_tensor *piece, size_t at)
+{
+    dtrain__group_step step;
+    step.device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
+    step.desc = &group->desc;
+    step.tensors = piece ? piece : optimizer->tensors + group->first;
+    step.sources = optimizer->sources + (piece ? at : group->first);
+    step.count = piece ? 1 : group->count;
+    step.now = dtrain__group_scalars(optimizer, &group->desc, lr, grad_scale);
+    step.device_scalars = device_scalars;
+    step.muon = &optimizer->muon;
+    step.step = optimizer->step_count;
+    switch (group->desc.kind) {
+    case DTRAIN_OPTIMIZER_ADAMW: return dtrain__step_adamw(&step);
+    case DTRAIN_OPTIMIZER_SGD: return dtrain__step_sgd(&step);
+    case DTRAIN_OPTIMIZER_LION: return dtrain__step_lion(&step);
+    default: return dtrain__step_muon(&step);
+    }
+}
+
+/* Update all groups, with the numbers given, or with those that `device_scalars` holds when the
+ * kernels run. */
+DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
+                                                       float grad_scale,
+                                                       const dtrain_step_scalars *device_scalars)
+{
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].count)
+            DTRAIN__TRY(dtrain__group_update(optimizer, &optimizer->groups[g], lr, grad_scale,
+                                             device_scalars, NULL, 0));
+    return DTRAIN_OK;
+}
+
+/* ---- A recorded step --------------------------------------------------------------------------*/
+
+/* Return the group whose corrections a recorded step has: the first of AdamW. */
+static const dtrain__group *dtrain__corrected_group(const dtrain_optimizer *optimizer)
+{
+    for (size_t g = 0; g < optimizer->group_count; g++)
+        if (optimizer->groups[g].desc.kind == DTRAIN_OPTIMIZER_ADAMW) return &optimizer->groups[g];
+    return &optimizer->groups[0];
+}
+
+/* Compute the numbers of the step that comes next, for kernels that read them from device memory:
+ * one set for all groups, which multiply the rate by their own lr_scale. */
+DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimizer *optimizer,
+                                                             float lr)
+{
+    const dtrain_optimizer_desc *desc = &dtrain__corrected_group(optimizer)->desc;
+    dtrain_step_scalars scalars = dtrain__group_scalars(optimizer, desc, lr, 1);
+    scalars.lr = lr;
+    return scalars;
+}
+
+/* Say what an optimizer would need for its step to be recorded; NULL: nothing. */
+DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer)
+{
+    const dtrain_optimizer_desc *one = &dtrain__corrected_group(optimizer)->desc;
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain_optimizer_desc *desc = &optimizer->groups[g].desc;
+        if (desc->variance_steps)
+            return "an optimizer without variance_steps: what is recorded would never stop";
+        if (desc->kind == DTRAIN_OPTIMIZER_ADAMW &&
+            (desc->beta1 != one->beta1 || desc->beta2 != one->beta2))
+            return "groups of AdamW with the same beta1 and beta2: one set of corrections changes "
+                   "from step to step";
+    }
+    return NULL;
 }
 
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
@@ -133,32 +226,13 @@ DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,
     if (!info) return;
     memset(info, 0, sizeof *info);
     if (!optimizer) return;
-    info->kind = optimizer->desc.kind;
+    info->kind = optimizer->groups[0].desc.kind;
     info->step_count = optimizer->step_count;
     info->state_bytes = optimizer->state_bytes;
+    info->scratch_bytes = optimizer->scratch_bytes;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
-
-DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_ADAMW;
-    desc.beta1 = 0.9f;
-    desc.beta2 = 0.999f;
-    desc.epsilon = 1e-8f;
-    desc.weight_decay = 0.01f;
-    return desc;
-}
-
-DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
-{
-    dtrain_optimizer_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.kind = DTRAIN_OPTIMIZER_SGD;
-    return desc;
-}
 
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
@@ -168,102 +242,110 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     if (!world || !strategy || !desc || !out)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_optimizer_create: world, strategy, desc or out is NULL");
-    DTRAIN__TRY(dtrain__check_optimizer(desc));
+    DTRAIN__TRY(dtrain__check_optimizer(desc, strategy));
     const dtrain_allocator *allocator = &world->allocator;
     dtrain_optimizer *optimizer =
         (dtrain_optimizer *)dtrain__alloc(allocator, 1, sizeof *optimizer, "an optimizer");
     if (!optimizer) return DTRAIN_ERROR_MEMORY;
-    optimizer->desc = *desc;
     optimizer->allocator = *allocator;
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
     optimizer->offloaded = strategy->offload.cpu != NULL;
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
+    if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
     if (result == DTRAIN_OK) result = dtrain__optimizer_memory(optimizer);
     if (result == DTRAIN_OK) *out = optimizer;
     else dtrain_optimizer_destroy(optimizer);
     return result;
 }
 
-/* Refuse a desc that does not come from one of the defaults or makes no sense. Comparisons are
- * written so that NaN fails them. */
-static dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc)
+/* Count what the block holds. The sums cannot overflow: a quarter of the address space holds the
+ * values, the layout saw to it. */
+static void dtrain__count_block(dtrain_optimizer *optimizer)
 {
-    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
-    if (!adamw && desc->kind != DTRAIN_OPTIMIZER_SGD)
-        return dtrain_fail(
-            DTRAIN_ERROR_ARGUMENT,
-            "dtrain_optimizer_create: kind %u is not a dtrain_optimizer_kind; start from "
-            "dtrain_adamw_defaults() or dtrain_sgd_defaults()",
-            (unsigned)desc->kind);
-    bool right = desc->weight_decay >= 0 && dtrain_is_finite(desc->weight_decay);
-    if (adamw)
-        right = right && desc->beta1 >= 0 && desc->beta1 < 1 && desc->beta2 >= 0 &&
-                desc->beta2 < 1 && desc->epsilon >= 0 && dtrain_is_finite(desc->epsilon);
-    else
-        right = right && desc->momentum >= 0 && dtrain_is_finite(desc->momentum) &&
-                !(desc->nesterov && desc->momentum == 0) && desc->variance_steps == 0;
-    if (right) return DTRAIN_OK;
-    return dtrain_fail(
-        DTRAIN_ERROR_ARGUMENT,
-        "dtrain_optimizer_create: expected weight_decay >= 0; of AdamW beta1 and beta2 in [0, 1) "
-        "and epsilon >= 0; of SGD momentum >= 0, and > 0 with nesterov, and no variance_steps; all "
-        "finite. Found weight_decay %g, beta1 %g, beta2 %g, epsilon %g, momentum %g",
-        (double)desc->weight_decay, (double)desc->beta1, (double)desc->beta2, (double)desc->epsilon,
-        (double)desc->momentum);
+    const dtrain__layout *layout = &optimizer->strategy->layout;
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < layout->count; i++) {
+        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &layout->params[i]);
+        bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
+                                      desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->stage);
+    }
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        optimizer->state_bytes += dtrain__states_of(dtrain__desc_of(optimizer, shard->param)) *
+                                  (size_t)dtrain__padded(shard->count) * sizeof(float);
+    }
+    dtrain__muon none;
+    optimizer->scratch_bytes = dtrain__muon_layout(optimizer, NULL, &none) * sizeof(float);
+    optimizer->block_bytes =
+        (size_t)bytes + 2 * (size_t)optimizer->stage * sizeof(float) + optimizer->scratch_bytes;
 }
 
-/* Allocate the block, zeros, and make the optimizer's view of the shards: addresses do not change
- * any more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
- * anything. The products cannot overflow: a quarter of the address space holds the values, the
- * layout saw to it. */
+/* Make the optimizer's view of a shard, whose state begins at *next; addresses do not change any
+ * more. Biases and the scales of norms are 1-D: pulling them to zero does not regularise
+ * anything. */
+static dtrain_result dtrain__list_tensor(dtrain_optimizer *optimizer, const dtrain_shard *shard,
+                                         float **next)
+{
+    const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, shard->param);
+    const size_t states = dtrain__states_of(desc);
+    const int64_t padded = dtrain__padded(shard->count);
+    dtrain_device *device = optimizer->device;
+    dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count];
+    optimizer->sources[optimizer->tensor_count++] = shard;
+    tensor->count = shard->count;
+    if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
+        tensor->weight_decay = desc->weight_decay;
+    tensor->value = shard->value;
+    tensor->grad = shard->grad;
+    if (optimizer->offloaded && !dtrain__on_host(device, shard->value)) {
+        tensor->value = *next;
+        *next += padded;
+        DTRAIN__TRY(device->ops->copy(device, tensor->value, shard->value,
+                                      (size_t)shard->count * sizeof(float),
+                                      DTRAIN_COPY_DEVICE_TO_HOST));
+    }
+    if (states > 0) tensor->m = *next;
+    if (states > 1) tensor->v = *next + padded;
+    *next = dtrain__after(*next, (int64_t)states * padded);
+    return DTRAIN_OK;
+}
+
+/* Allocate the block, zeros, and list the tensors of each group. */
 static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
 {
-    const dtrain_optimizer_desc *desc = &optimizer->desc;
+    const dtrain_allocator *a = &optimizer->allocator;
+    const size_t count = optimizer->shard_count;
     dtrain_device *device = optimizer->device;
-    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW, offloaded = optimizer->offloaded;
-    const size_t states = adamw ? 2 : desc->momentum > 0; /* of a shard */
-    for (size_t i = 0; i < optimizer->shard_count; i++)
-        optimizer->state_bytes +=
-            states * (size_t)dtrain__padded(optimizer->shards[i].count) * sizeof(float);
-    optimizer->block_bytes =
-        (size_t)dtrain__optimizer_bytes(&optimizer->strategy->layout, states, &optimizer->stage);
+    dtrain__count_block(optimizer);
     optimizer->tensors = (dtrain_optimizer_tensor *)dtrain__alloc(
-        &optimizer->allocator, optimizer->shard_count, sizeof *optimizer->tensors, "an optimizer");
-    if (!optimizer->tensors) return DTRAIN_ERROR_MEMORY;
+        a, count, sizeof *optimizer->tensors, "an optimizer");
+    optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
+                                                              "shards of an optimizer");
+    if (!optimizer->tensors || !optimizer->sources) return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
         const size_t bytes = optimizer->block_bytes;
         void *block;
-        DTRAIN__TRY(offloaded ? device->ops->host_alloc(device, bytes, &block)
-                              : device->ops->alloc(device, bytes, &block));
+        DTRAIN__TRY(optimizer->offloaded ? device->ops->host_alloc(device, bytes, &block)
+                                         : device->ops->alloc(device, bytes, &block));
         optimizer->block = (float *)block;
-        if (offloaded) memset(block, 0, bytes);
+        if (optimizer->offloaded) memset(block, 0, bytes);
         else DTRAIN__TRY(device->ops->zero(device, block, bytes));
     }
-
     float *next = dtrain__after(optimizer->block, 2 * optimizer->stage);
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        const int64_t padded = dtrain__padded(shard->count);
-        if (shard->count == 0) continue;
-        dtrain_optimizer_tensor *tensor = &optimizer->tensors[optimizer->tensor_count++];
-        tensor->count = shard->count;
-        if (!(shard->param->flags & DTRAIN_PARAM_NO_DECAY) && dtrain__param_dims(shard->param) > 1)
-            tensor->weight_decay = desc->weight_decay;
-        tensor->value = shard->value;
-        tensor->grad = shard->grad;
-        if (offloaded && !dtrain__on_host(device, shard->value)) {
-            tensor->value = next;
-            next += padded;
-            DTRAIN__TRY(device->ops->copy(device, tensor->value, shard->value,
-                                          (size_t)shard->count * sizeof(float),
-                                          DTRAIN_COPY_DEVICE_TO_HOST));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        dtrain__group *group = &optimizer->groups[g];
+        group->first = optimizer->tensor_count;
+        for (size_t i = 0; i < count; i++) {
+            const dtrain_shard *shard = &optimizer->shards[i];
+            if (shard->count == 0 || dtrain__desc_of(optimizer, shard->param) != &group->desc)
+                continue;
+            DTRAIN__TRY(dtrain__list_tensor(optimizer, shard, &next));
         }
-        if (states > 0) tensor->m = next;
-        if (states > 1) tensor->v = next + padded;
-        next = dtrain__after(next, (int64_t)states * padded);
+        group->count = optimizer->tensor_count - group->first;
     }
+    dtrain__muon_layout(optimizer, next, &optimizer->muon);
     return DTRAIN_OK;
 }
 
@@ -277,15 +359,20 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
+    dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
+                 sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
                  sizeof *optimizer->tensors);
+    dtrain__free(&allocator, optimizer->groups, optimizer->group_count, sizeof *optimizer->groups);
     dtrain__free(&allocator, optimizer, 1, sizeof *optimizer);
 }
 
 /* ---- the update in host memory ----------------------------------------------------------------*/
 
 typedef struct dtrain__update_piece {
-    dtrain_optimizer_tensor part; /* a part of a tensor, in host memory */
+    const dtrain__group *group;
+    size_t at;                    /* the tensor ... */
+    dtrain_optimizer_tensor part; /* ... and a part of it, in host memory */
     float *value;                 /* its values where the strategy keeps them */
 } dtrain__update_piece;
 
@@ -309,50 +396,63 @@ static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
 /* Update a piece when its gradient has come, and queue its new values' way up. Values that the
  * strategy keeps in host memory come with the next gather. */
 static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
-                                        const dtrain__update_piece *piece, size_t slot,
-                                        const dtrain_step_scalars *now)
+                                        const dtrain__update_piece *piece, size_t slot, float lr,
+                                        float grad_scale)
 {
     dtrain_device *device = optimizer->device;
     const dtrain__offload *offload = &optimizer->strategy->offload;
     DTRAIN__TRY(dtrain__event_await(optimizer->strategy, offload->arrived[slot]));
-    DTRAIN__TRY(dtrain__optimizer_update(optimizer, &piece->part, now, NULL));
+    DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
+                                     piece->at));
     if (piece->value == piece->part.value) return DTRAIN_OK;
     return device->ops->copy_async(device, piece->value, piece->part.value,
                                    (size_t)piece->part.count * sizeof(float),
                                    DTRAIN_COPY_HOST_TO_DEVICE, offload->up);
 }
 
+/* Make *piece the one of a tensor that begins at element `first`. */
+static void dtrain__piece_make(const dtrain_optimizer *optimizer, const dtrain__group *group,
+                               size_t at, int64_t first, dtrain__update_piece *piece)
+{
+    const dtrain_optimizer_tensor *tensor = &optimizer->tensors[at];
+    piece->group = group;
+    piece->at = at;
+    piece->part = *tensor;
+    if (group->desc.kind != DTRAIN_OPTIMIZER_MUON)
+        piece->part.count = dtrain__min(tensor->count - first, DTRAIN__PIECE);
+    piece->part.grad += first;
+    piece->part.value += first;
+    piece->part.m = dtrain__after(tensor->m, first);
+    piece->part.v = dtrain__after(tensor->v, first);
+    piece->value = optimizer->sources[at]->value + first;
+}
+
 /* Update everything on the CPU. Every event is behind what compute had queued: when the first has
  * happened, nobody reads old values any more, neither from the device nor from the master copies.
  * One piece is updated while the next is on its way down, and a stage is filled again when the
  * piece that it held is done. */
-static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer,
-                                            const dtrain_step_scalars *now)
+static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float lr, float grad_scale)
 {
     dtrain_strategy *strategy = optimizer->strategy;
-    const dtrain_optimizer_tensor *tensor = optimizer->tensors;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* sent for */
     DTRAIN__TRY(dtrain__stream_follow(strategy, strategy->offload.down, NULL));
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        for (int64_t first = 0; first < shard->count; first += DTRAIN__PIECE) {
-            const size_t slot = count & 1;
-            dtrain__update_piece *piece = &pieces[slot];
-            piece->part = *tensor;
-            piece->part.count = dtrain__min(shard->count - first, DTRAIN__PIECE);
-            piece->part.grad += first;
-            piece->part.value += first;
-            piece->part.m = dtrain__after(piece->part.m, first);
-            piece->part.v = dtrain__after(piece->part.v, first);
-            piece->value = shard->value + first;
-            DTRAIN__TRY(dtrain__piece_down(optimizer, piece, slot));
-            if (count++)
-                DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, now));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain__group *group = &optimizer->groups[g];
+        for (size_t at = group->first; at < group->first + group->count; at++) {
+            const int64_t all = optimizer->tensors[at].count;
+            for (int64_t first = 0; first < all;) {
+                const size_t slot = count & 1;
+                dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
+                first += pieces[slot].part.count;
+                DTRAIN__TRY(dtrain__piece_down(optimizer, &pieces[slot], slot));
+                if (count++)
+                    DTRAIN__TRY(
+                        dtrain__piece_done(optimizer, &pieces[1 - slot], 1 - slot, lr, grad_scale));
+            }
         }
-        if (shard->count > 0) tensor++;
     }
     const size_t last = (count - 1) & 1;
-    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, now));
+    if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
     return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
 }

@@ -1,8 +1,17 @@
 /* Optimizers and learning rates
  *
  * An optimizer updates the parameters of a strategy, each rank its own shards, and publishes them.
- * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or
- * dtrain_sgd_defaults(); a desc that was not is refused by name. */
+ * Hyper-parameters have no default of zero: start from dtrain_adamw_defaults() or one of its
+ * neighbours; a desc that was not is refused by name.
+ *
+ * Parameter groups have hyper-parameters of their own, even another kind. Parameter i is in group
+ * params[i].group: 0 is the desc itself, g > 0 is groups[g - 1]. So hidden matrices go to Muon and
+ * everything else to AdamW:
+ *
+ *     dtrain_optimizer_desc muon = dtrain_muon_defaults(), desc = dtrain_adamw_defaults();
+ *     muon.lr_scale = 0.02f / 3e-4f;      // rates are those of dtrain_optimizer_step times this
+ *     desc.groups = &muon;
+ *     desc.group_count = 1;               // and params[i].group = 1 for each hidden matrix i */
 
 #pragma once
 
@@ -15,29 +24,50 @@ typedef struct dtrain_optimizer dtrain_optimizer;
 
 typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_ADAMW = 1,
-    DTRAIN_OPTIMIZER_SGD = 2
+    DTRAIN_OPTIMIZER_SGD = 2,
+    DTRAIN_OPTIMIZER_LION = 3,
+    DTRAIN_OPTIMIZER_MUON = 4
 } dtrain_optimizer_kind;
 
 typedef struct dtrain_optimizer_desc {
     uint32_t kind;
-    float beta1, beta2, epsilon; /* AdamW: 0.9, 0.999, 1e-8 */
-    float weight_decay;          /* decoupled; skips NO_DECAY and 1-D parameters. 0.01; SGD 0 */
-    float momentum;              /* SGD: 0 */
-    bool nesterov;
+    float beta1, beta2;      /* AdamW: 0.9, 0.999; Lion: 0.9, 0.99 */
+    float epsilon;           /* AdamW: 1e-8; Muon: 1e-7, beside the norm of a matrix */
+    float weight_decay;      /* skips NO_DECAY and 1-D parameters. Decoupled, but for SGD, where it
+                                is a part of the gradient, as in torch. AdamW: 0.01; others: 0 */
+    float momentum;          /* SGD: 0; Muon: 0.95 */
+    bool nesterov;           /* Muon: true */
     uint64_t variance_steps; /* AdamW: second moments are those of this many steps, and stay. For
                                 top-k gradients, whose rare large elements would pass for variance:
                                 10 to 25 % of a run, as many as dense_steps (Tang et al., "1-bit
                                 Adam", ICML 2021). 0 = of all steps */
+    float lr_scale;          /* the rate of a step is multiplied by it: 1 */
+    const struct dtrain_optimizer_desc *groups; /* (group_count) of the parameter groups 1, 2, ...;
+                                                   without groups of their own. Read in create */
+    uint32_t group_count;
 } dtrain_optimizer_desc;
 
 /* Return the defaults of AdamW (Loshchilov and Hutter, ICLR 2019), which are those of torch. */
 DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void);
-/* Return the defaults of SGD: no momentum, no weight decay. */
+/* Return the defaults of SGD: no momentum, no weight decay, as in torch. */
 DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void);
+/* Return the defaults of Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms",
+ * NeurIPS 2023), without weight decay. Its rate is 3 to 10 times smaller than AdamW's, its weight
+ * decay as many times larger. One moment a parameter. */
+DTRAIN_API dtrain_optimizer_desc dtrain_lion_defaults(void);
+/* Return the defaults of Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural
+ * networks", 2024): momentum 0.95, Nesterov, no weight decay; rates around 0.02. It is for hidden
+ * matrices, parameters of two or more dimensions, of which those behind the first count as one;
+ * embeddings, the last layer, biases and norms belong in a group of AdamW.
+ *
+ * It updates whole matrices. Under DDP every rank does so with all of them, under ZERO3 each
+ * matrix's owner does it for all; kinds that cut tensors are UNSUPPORTED. */
+DTRAIN_API dtrain_optimizer_desc dtrain_muon_defaults(void);
 
 /* Create an optimizer, with fp32 state for this rank's shards only. desc is required; the strategy
- * must outlive the optimizer. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in
- * host memory: changes made to them on the device are undone by the next step. Local. */
+ * must outlive the optimizer. A parameter of a group that the desc does not have is an error that
+ * names both. With DTRAIN_OFFLOAD_OPTIMIZER the master copy of the values is in host memory:
+ * changes made to them on the device are undone by the next step. Local. */
 DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_strategy *strategy,
                                                  const dtrain_optimizer_desc *desc,
                                                  dtrain_optimizer **out);
@@ -50,9 +80,10 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
                                                float grad_scale);
 
 typedef struct dtrain_optimizer_info {
-    uint32_t kind;        /* dtrain_optimizer_kind */
-    uint64_t step_count;  /* updates made */
-    uint64_t state_bytes; /* of this rank's moments, wherever they are */
+    uint32_t kind;          /* dtrain_optimizer_kind, of group 0 */
+    uint64_t step_count;    /* updates made */
+    uint64_t state_bytes;   /* of this rank's moments, wherever they are */
+    uint64_t scratch_bytes; /* Muon: of matrices between two steps of its iteration */
 } dtrain_optimizer_info;
 /* Tell what an optimizer has done and holds; all zero for an optimizer of NULL. */
 DTRAIN_API void dtrain_optimizer_query(const dtrain_optimizer *optimizer,

@@ -79,44 +79,51 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     return DTRAIN_OK;
 }
 
-/* Find the optimizer's view of this rank's piece of a parameter; NULL: there is none. Tensors
- * follow shards, without the empty ones. */
-static const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
-                                                         const dtrain_param *param)
+/* Return the kind of a parameter's class 1 or 2 of optimizer state; KINDS: there is none. */
+static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, int class_)
 {
-    size_t at = 0;
-    if (!optimizer) return NULL;
-    for (size_t i = 0; i < optimizer->shard_count; i++) {
-        const dtrain_shard *shard = &optimizer->shards[i];
-        if (shard->param == param) return shard->count > 0 ? &optimizer->tensors[at] : NULL;
-        at += shard->count > 0;
-    }
-    return NULL;
+    if ((size_t)class_ > dtrain__states_of(desc)) return DTRAIN_STATE_KINDS;
+    if (class_ == 2) return DTRAIN_STATE_EXP_AVG_SQ;
+    return desc->kind == DTRAIN_OPTIMIZER_ADAMW || desc->kind == DTRAIN_OPTIMIZER_LION
+               ? DTRAIN_STATE_EXP_AVG
+               : DTRAIN_STATE_MOMENTUM;
 }
 
-/* Append the values of all parameters, then each class of the optimizer's state. An offloaded
- * update has a master copy of values that are on the device: both are the same between steps. */
-static dtrain_result dtrain__state_params(dtrain_state *state)
+/* Append the values of all parameters. An offloaded update has a master copy of values that are on
+ * the device: both are the same between steps. */
+static dtrain_result dtrain__state_values(dtrain_state *state)
 {
     const dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_optimizer *optimizer = state->desc.optimizer;
-    const bool adamw = optimizer && optimizer->desc.kind == DTRAIN_OPTIMIZER_ADAMW;
-    const bool momentum = optimizer && !adamw && optimizer->desc.momentum > 0;
-    for (int class_ = 0; class_ < 3; class_++) {
-        if ((class_ == 1 && !adamw && !momentum) || (class_ == 2 && !adamw)) continue;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain_shard shard;
+        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        dtrain__shard_of(strategy, i, &shard);
+        const dtrain_optimizer_tensor *view =
+            optimizer ? dtrain__moments_of(optimizer, shard.param) : NULL;
+        DTRAIN__TRY(dtrain__state_like(state, &shard, DTRAIN_STATE_VALUE, shard.value,
+                                       view ? view->value : NULL));
+    }
+    return DTRAIN_OK;
+}
+
+/* Append each class of the optimizer's state: first moments and momentum, then second moments. */
+static dtrain_result dtrain__state_moments(dtrain_state *state)
+{
+    const dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_optimizer *optimizer = state->desc.optimizer;
+    for (int class_ = 1; class_ <= 2 && optimizer; class_++) {
         for (size_t i = 0; i < strategy->param_count; i++) {
+            const dtrain_param *p = &strategy->params[i];
+            const dtrain_state_kind kind =
+                dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
             dtrain_shard shard;
-            if (strategy->params[i].state.storage != &strategy->params[i]) continue;
-            if (class_ && !strategy->layout.entries[i].trainable) continue;
+            if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
+            if (kind == DTRAIN_STATE_KINDS) continue;
             dtrain__shard_of(strategy, i, &shard);
-            const dtrain_optimizer_tensor *moments = dtrain__moments_of(optimizer, shard.param);
-            float *memory = shard.value, *mirror = moments ? moments->value : NULL;
-            if (class_) memory = !moments ? NULL : class_ == 1 ? moments->m : moments->v;
-            const dtrain_state_kind kind = !class_       ? DTRAIN_STATE_VALUE
-                                           : !adamw      ? DTRAIN_STATE_MOMENTUM
-                                           : class_ == 1 ? DTRAIN_STATE_EXP_AVG
-                                                         : DTRAIN_STATE_EXP_AVG_SQ;
-            DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, class_ ? NULL : mirror));
+            const dtrain_optimizer_tensor *view = dtrain__moments_of(optimizer, p);
+            float *memory = !view ? NULL : class_ == 1 ? view->m : view->v;
+            DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, NULL));
         }
     }
     return DTRAIN_OK;
@@ -286,7 +293,8 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->comm = desc->strategy->comm;
     state->device = desc->strategy->device;
     dtrain__state_list_scalars(state);
-    dtrain_result result = dtrain__state_params(state);
+    dtrain_result result = dtrain__state_values(state);
+    if (result == DTRAIN_OK) result = dtrain__state_moments(state);
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
@@ -323,8 +331,8 @@ DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
     return DTRAIN_OK;
 }
 
-/* Bring values to their mirrors and to the next forward. A loader makes its epoch's order anew, as
- * the seed may be another one; a strategy decides anew how its buckets travel, which with
+/* Bring values to their mirrors and to the next forward. A loader's workers have read ahead of
+ * the old position: that is dropped. A strategy decides anew how its buckets travel, which with
  * compression depends on its step, and forgets micro-batches of a step under way. */
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
@@ -336,7 +344,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
             result = dtrain_device_copy(state->device, tensor->mirror, tensor->memory,
                                         (size_t)tensor->count * sizeof(float));
     }
-    if (state->desc.loader) state->desc.loader->entered = false;
+    if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
     dtrain__rewind(state->desc.strategy, true);
     DTRAIN__TRY(dtrain__strategy_keep(state->desc.strategy, result));

@@ -28,9 +28,9 @@ typedef struct dtrain_state dtrain_state;
 
 typedef enum dtrain_state_kind {
     DTRAIN_STATE_VALUE = 0,      /* of a parameter */
-    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments */
+    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments, Lion's */
     DTRAIN_STATE_EXP_AVG_SQ = 2, /* AdamW's second moments */
-    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
+    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer, Muon's */
     DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
     DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
     DTRAIN_STATE_Q = 6,          /* PowerSGD */

@@ -207,6 +207,8 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__copy_host_values(strategy, false));
     strategy->desc.kept_units = NULL; /* the caller's, and read */
     strategy->desc.kept_unit_count = 0;
+    strategy->desc.group_states = NULL;
+    strategy->desc.group_count = 0;
     return dtrain_strategy_publish(strategy);
 }
 

@@ -165,24 +165,19 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     offload->cpu = NULL;
 }
 
-/* Count the bytes of an optimizer's states, where it works. In host memory that includes master
- * copies of values that are on the device, and two stages of *stage elements for gradients that
- * are. */
-DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage)
+/* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that
+ * includes a master copy of values that are on the device, and *stage grows to what one of the two
+ * stages needs for gradients that are: a piece of them, or with `whole` all. */
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
+                                              bool whole, int64_t *stage)
 {
     const bool offload = layout->desc->offload != 0;
-    uint64_t bytes = 0;
-    *stage = 0;
-    for (size_t i = 0; i < layout->count; i++) {
-        int64_t offset, count;
-        if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) continue;
-        const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-        const bool master = offload && !bucket->value_home->host;
-        const int64_t padded = dtrain__padded(count);
-        bytes += (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
-        if (offload && !bucket->grad_home->host)
-            *stage = dtrain__max(*stage, dtrain__min(padded, DTRAIN__PIECE));
-    }
-    return bytes + 2 * (uint64_t)*stage * sizeof(float);
+    int64_t offset, count;
+    if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
+    const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
+    const bool master = offload && !bucket->value_home->host;
+    const int64_t padded = dtrain__padded(count);
+    if (offload && !bucket->grad_home->host)
+        *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
+    return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }

@@ -99,6 +99,11 @@ static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
         return dtrain__param_fail(p, index,
                                   "an alias shares value and grad of its target: leave its "
                                   "own pointers NULL");
+    if (p->group && p->group != storage->group)
+        return dtrain__param_fail(p, index,
+                                  "its group is %u, that of \"%.100s\" that it is an alias of %u: "
+                                  "they are one parameter; leave it 0",
+                                  (unsigned)p->group, storage->name, (unsigned)storage->group);
     p->state.storage = storage;
     p->state.next = storage->state.next;
     storage->state.next = p;
@@ -258,9 +263,12 @@ static void dtrain__registration_line(const dtrain__registration *mine, size_t l
     else if (!p->value)
         snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
                  (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
-    snprintf(text, room, "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x, %s",
+    snprintf(text, room,
+             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x "
+             "group %u, %s",
              p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, origin);
+             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group,
+             origin);
 }
 
 /* Hash a line. Its text may have cut a long name: the whole name is hashed too. */

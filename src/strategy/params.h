@@ -35,14 +35,16 @@ typedef struct dtrain_param_state {
 
 /* Filled by the host, except for its last member. */
 typedef struct dtrain_param {
-    const char *name;              /* unique; kept by pointer */
-    float *value;                  /* (count); NULL: the library owns it and initialises it */
-    float *grad;                   /* (count); NULL: it lives inside a bucket and this becomes its
+    const char *name; /* unique; kept by pointer */
+    float *value;     /* (count); NULL: the library owns it and initialises it */
+    float *grad;      /* (count); NULL: it lives inside a bucket and this becomes its
                                       address; the host's own is copied at ready and back */
-    int64_t count;                 /* elements; 0 = product of shape. Both are completed in place */
-    int64_t shape[4];              /* leading non-zero entries; all zero = 1-D of count */
-    uint32_t unit;                 /* which unit (transformer block) it belongs to */
-    uint32_t flags;                /* DTRAIN_PARAM_* */
+    int64_t count;    /* elements; 0 = product of shape. Both are completed in place */
+    int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count */
+    uint32_t unit;    /* which unit (transformer block) it belongs to */
+    uint32_t flags;   /* DTRAIN_PARAM_* */
+    uint32_t group;   /* parameter group of the optimizer; 0 = its desc itself. An alias
+                                      is in its target's */
     struct dtrain_param *alias_of; /* tied weights: shares value and grad of an earlier parameter */
     uint32_t init;                 /* dtrain_init, used when value is NULL */
     float init_scale;

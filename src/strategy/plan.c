@@ -30,14 +30,25 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
     return DTRAIN_OK;
 }
 
+/* Return how many tensors of optimizer state a parameter is to have. */
+static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const dtrain_param *param)
+{
+    const uint32_t group = param->state.storage->group;
+    const bool own = group && group <= desc->group_count;
+    const uint32_t states = own ? desc->group_states[group - 1] : desc->optimizer_states;
+    return states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states;
+}
+
 /* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
 static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory,
                                uint64_t *step_bytes)
 {
-    const uint32_t states = layout->desc->optimizer_states;
-    int64_t stage;
-    const uint64_t state = dtrain__optimizer_bytes(
-        layout, states == DTRAIN_OPTIMIZER_STATES_NONE ? 0 : states, &stage);
+    int64_t stage = 0;
+    uint64_t state = 0;
+    for (size_t i = 0; i < layout->count; i++)
+        state += dtrain__update_bytes(
+            layout, i, dtrain__planned_states(layout->desc, &layout->params[i]), false, &stage);
+    state += 2 * (uint64_t)stage * sizeof(float);
     dtrain_memory one;
     memset(&one, 0, sizeof one);
     one.params = layout->value_bytes;

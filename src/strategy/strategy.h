@@ -128,8 +128,12 @@ typedef struct dtrain_strategy_desc {
                                    activations (dtrain_trainer_plan), the process */
     uint32_t optimizer_states;  /* AUTO and planning: fp32 tensors of optimizer state a parameter;
                                    0 = AdamW's 2, or DTRAIN_OPTIMIZER_STATES_NONE */
-    uint64_t init_seed;         /* for parameters the library initialises */
-    dtrain_comm *comm;          /* NULL = all ranks of the world */
+    const uint32_t *group_states; /* (group_count) the same for parameters of the groups 1, 2, ...
+                                     of an optimizer; of groups behind them it is
+                                     optimizer_states. Read in create */
+    uint32_t group_count;
+    uint64_t init_seed;                                /* for parameters the library initialises */
+    dtrain_comm *comm;                                 /* NULL = all ranks of the world */
     const struct dtrain_compression_desc *compression; /* NULL = none; DDP only; read in create */
 } dtrain_strategy_desc;
 

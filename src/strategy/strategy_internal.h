@@ -188,8 +188,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strateg
                                                   dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE uint64_t dtrain__optimizer_bytes(const dtrain__layout *layout, size_t states,
-                                                 int64_t *stage);
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
+                                              bool whole, int64_t *stage);
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);

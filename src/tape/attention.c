@@ -2,7 +2,7 @@
  *
  * What a node keeps alive until its backward:
  *
- *     attention       qkv, y, log-sum-exp of each row and head
+ *     attention       q, k, v, mask, key lengths, y, log-sum-exp of each row and head
  *     rotary          nothing: the backward pass turns the gradient back
  *     softmax         y */
 
@@ -12,89 +12,222 @@
 
 /* ---- Attention
  *
- * With p = softmax(q k^T / sqrt(d)), made again block by block from q, k and lse:
+ * With p = softmax(q k^T / sqrt(d) + mask), made again block by block from q, k, the mask and lse:
  *
  *     d_v = p^T d_y   d_p = d_y v^T   d_s = p (d_p - d_y . y)   d_q = d_s k   d_k = d_s^T q
  *
- * d_k and d_v of a head that several heads of queries share are sums over those. */
+ * d_k and d_v of a head that several heads of queries share are sums over those. Inputs of the
+ * operation: q or packed rows, key lengths if there are any, k and v unless packed, a mask. */
 
-static dtrain_result dtrain__attention_prepare(dtrain_op *op)
+typedef struct dtrain__attention {
+    dtrain_attention_desc desc;
+    dtrain_attention_args args;
+    uint32_t lengths, k, v, mask; /* numbers of these inputs; 0: there is none */
+    void *aside[3]; /* for the gradient of q, k or v whose tensor is one of the others as well */
+} dtrain__attention;
+
+static dtrain_result dtrain__attention_heads(const dtrain_op *op, dtrain__attention *x)
 {
-    dtrain_attention_args *args = (dtrain_attention_args *)op->args;
-    const dtrain_tensor *qkv = op->inputs[0];
-    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
-    const int64_t heads = args->heads, kv_heads = args->kv_heads, all = heads + 2 * kv_heads;
-    char text[DTRAIN__SHAPE_TEXT];
+    const dtrain_attention_desc *desc = &x->desc;
+    const int64_t heads = desc->heads, kv_heads = desc->kv_heads ? desc->kv_heads : heads;
     if (heads < 1 || kv_heads < 1 || heads % kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: %lld heads of queries cannot share %lld of keys equally",
                            op->desc->name, (long long)heads, (long long)kv_heads);
-    if (args->sequence < 1 || rows % args->sequence || width % all)
+    if (desc->sequence < 1 || desc->key_sequence < 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: qkv %s does not divide into sequences of %lld rows and %lld + 2 x "
-                           "%lld heads",
+                           "%s: a sequence of %lld queries and %lld keys, expected at least one",
+                           op->desc->name, (long long)desc->sequence,
+                           (long long)desc->key_sequence);
+    x->args.causal = desc->causal;
+    x->args.heads = heads;
+    x->args.kv_heads = kv_heads;
+    x->args.queries = desc->sequence;
+    x->args.keys = desc->key_sequence ? desc->key_sequence : desc->sequence;
+    return DTRAIN_OK;
+}
+
+/* Take q, k and v from rows that hold them side by side. */
+static dtrain_result dtrain__attention_packed(const dtrain_op *op, dtrain_attention_args *args)
+{
+    const dtrain_tensor *qkv = op->inputs[0];
+    const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
+    const int64_t all = args->heads + 2 * args->kv_heads;
+    char text[DTRAIN__SHAPE_TEXT];
+    if (rows % args->queries || width % all || args->keys != args->queries)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: rows %s of queries, keys and values side by side do not divide "
+                           "into sequences of %lld queries, as many keys (found %lld) and %lld + "
+                           "2 x %lld heads",
                            op->desc->name, dtrain__shape_text(qkv->shape, text),
-                           (long long)args->sequence, (long long)heads, (long long)kv_heads);
-    args->n = width / all * heads;
-    args->dtype = (dtrain_dtype)qkv->dtype;
-    dtrain__output_like(op, qkv, args->n, args->dtype);
-    args->batch = rows / args->sequence;
-    args->qkv = op->input_data[0];
+                           (long long)args->queries, (long long)args->keys, (long long)args->heads,
+                           (long long)args->kv_heads);
+    args->batch = rows / args->queries;
+    args->d = width / all;
+    const size_t bytes = dtrain_dtype_bytes((dtrain_dtype)qkv->dtype);
+    args->q = op->input_data[0];
+    args->k = (const char *)args->q + (size_t)(args->heads * args->d) * bytes;
+    args->v = (const char *)args->k + (size_t)(args->kv_heads * args->d) * bytes;
+    args->q_stride = args->k_stride = args->v_stride = width;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__attention_separate(dtrain_op *op, dtrain__attention *x)
+{
+    dtrain_attention_args *args = &x->args;
+    const dtrain_tensor *q = op->inputs[0], *k = op->inputs[x->k], *v = op->inputs[x->v];
+    const int64_t width = q->shape[q->ndim - 1], rows = q->count / width;
+    char q_text[DTRAIN__SHAPE_TEXT], k_text[DTRAIN__SHAPE_TEXT], v_text[DTRAIN__SHAPE_TEXT];
+    args->batch = rows / args->queries;
+    args->d = width / args->heads;
+    args->q = op->input_data[0], args->q_stride = width;
+    args->k = op->input_data[x->k], args->k_stride = k->shape[k->ndim - 1];
+    args->v = op->input_data[x->v], args->v_stride = v->shape[v->ndim - 1];
+    const int64_t kv_width = args->kv_heads * args->d, count = args->batch * args->keys * kv_width;
+    if (rows % args->queries || width % args->heads || args->k_stride != kv_width ||
+        args->v_stride != kv_width || k->count != count || v->count != count)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT,
+            "%s: q %s, k %s and v %s do not divide into sequences of %lld rows of %lld heads of q, "
+            "and %lld rows of %lld heads of k and v of the same size",
+            op->desc->name, dtrain__shape_text(q->shape, q_text),
+            dtrain__shape_text(k->shape, k_text), dtrain__shape_text(v->shape, v_text),
+            (long long)args->queries, (long long)args->heads, (long long)args->keys,
+            (long long)args->kv_heads);
+    if (q->dtype != k->dtype || q->dtype != v->dtype)
+        return dtrain_fail(
+            DTRAIN_ERROR_ARGUMENT, "%s: q is %s, k %s and v %s, expected one type: see dtrain_cast",
+            op->desc->name, dtrain_dtype_name((dtrain_dtype)q->dtype),
+            dtrain_dtype_name((dtrain_dtype)k->dtype), dtrain_dtype_name((dtrain_dtype)v->dtype));
+    if (op->needs_grad && k == q) x->aside[1] = dtrain_op_save(op, args->dtype, count);
+    if (op->needs_grad && (v == q || v == k)) x->aside[2] = dtrain_op_save(op, args->dtype, count);
+    return DTRAIN_OK;
+}
+
+/* Take the mask, whose axes count from the last one, and the key lengths. */
+static dtrain_result dtrain__attention_hidden(const dtrain_op *op, dtrain__attention *x)
+{
+    dtrain_attention_args *args = &x->args;
+    const dtrain_tensor *lengths = op->inputs[x->lengths], *mask = op->inputs[x->mask];
+    const int64_t full[4] = {args->batch, args->heads, args->queries, args->keys};
+    int64_t shape[4] = {1, 1, 1, 1};
+    char text[DTRAIN__SHAPE_TEXT], full_text[DTRAIN__SHAPE_TEXT];
+    if (x->lengths && lengths->count != args->batch)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: %lld key lengths for a batch of %lld",
+                           op->desc->name, (long long)lengths->count, (long long)args->batch);
+    if (x->lengths) args->key_lengths = (const int32_t *)op->input_data[x->lengths];
+    if (!x->mask) return DTRAIN_OK;
+    if (mask->dtype != DTRAIN_DTYPE_F32 || mask->needs_grad)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the mask is %s%s, expected f32 and no gradient, which it does not "
+                           "get",
+                           op->desc->name, dtrain_dtype_name((dtrain_dtype)mask->dtype),
+                           mask->needs_grad ? " and wants a gradient" : "");
+    memcpy(shape + 4 - mask->ndim, mask->shape, mask->ndim * sizeof *shape);
+    if (shape[3] != full[3] || shape[2] != full[2] || (shape[1] != 1 && shape[1] != full[1]) ||
+        (shape[0] != 1 && shape[0] != full[0]))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: the mask is %s, expected (batch, heads, queries, keys) = %s, where "
+                           "batch and heads may be 1 or left out",
+                           op->desc->name, dtrain__shape_text(mask->shape, text),
+                           dtrain__shape_text(full, full_text));
+    args->mask = (const float *)op->input_data[x->mask];
+    if (shape[1] > 1) args->mask_head_step = args->queries * args->keys;
+    if (shape[0] > 1) args->mask_batch_step = shape[1] * args->queries * args->keys;
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__attention_prepare(dtrain_op *op)
+{
+    dtrain__attention *x = (dtrain__attention *)op->args;
+    dtrain_attention_args *args = &x->args;
+    args->dtype = (dtrain_dtype)op->inputs[0]->dtype;
+    DTRAIN__TRY(dtrain__attention_heads(op, x));
+    if (x->k) DTRAIN__TRY(dtrain__attention_separate(op, x));
+    else DTRAIN__TRY(dtrain__attention_packed(op, args));
+    DTRAIN__TRY(dtrain__attention_hidden(op, x));
+    dtrain__output_like(op, op->inputs[0], args->heads * args->d, args->dtype);
     args->y = op->output_data[0];
-    args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows * heads);
+    args->lse =
+        (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, args->batch * args->heads * args->queries);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__attention_forward(dtrain_op *op)
 {
-    return op->device->ops->attention(op->device, (const dtrain_attention_args *)op->args);
+    return op->device->ops->attention(op->device, &((const dtrain__attention *)op->args)->args);
 }
 
+/* The kernel writes all gradients at once and can only overwrite. Where two of them belong to one
+ * tensor the later one is made aside, and added. */
 static dtrain_result dtrain__attention_backward(dtrain_op *op)
 {
-    const dtrain_attention_args *forward = (const dtrain_attention_args *)op->args;
+    const dtrain__attention *x = (const dtrain__attention *)op->args;
+    const uint32_t inputs[3] = {0, x->k, x->v};
     dtrain_attention_backward_args args;
-    void *d_qkv = dtrain_op_input_grad(op, 0, NULL); /* the kernel can only overwrite */
-    if (!d_qkv) return op->tape->error;
+    void *d[3] = {NULL, NULL, NULL};
+    for (int i = 0; i < (x->k ? 3 : 1); i++)
+        d[i] = x->aside[i] ? x->aside[i] : dtrain_op_input_grad(op, inputs[i], NULL);
+    DTRAIN__TRY(op->tape->error);
+    if (!x->k) {
+        d[1] = (char *)d[0] + ((const char *)x->args.k - (const char *)x->args.q);
+        d[2] = (char *)d[0] + ((const char *)x->args.v - (const char *)x->args.q);
+    }
     memset(&args, 0, sizeof args);
-    args.batch = forward->batch;
-    args.sequence = forward->sequence;
-    args.heads = forward->heads;
-    args.kv_heads = forward->kv_heads;
-    args.n = forward->n;
-    args.causal = forward->causal;
-    args.qkv = forward->qkv;
-    args.y = forward->y;
-    args.lse = forward->lse;
+    args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
-    args.d_qkv = d_qkv;
-    args.dtype = forward->dtype;
-    return op->device->ops->attention_backward(op->device, &args);
+    args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
+    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
+    for (int i = 1; i < 3; i++) {
+        bool accumulate;
+        if (!x->aside[i]) continue;
+        const dtrain_tensor *to = op->inputs[inputs[i]];
+        void *grad =
+            dtrain_op_input_grad(op, inputs[i], &accumulate); /* what is there is added to */
+        DTRAIN__TRY(op->tape->error);
+        if (grad)
+            DTRAIN__TRY(dtrain__tape_add(op->device, to->count, grad, to->dtype, x->aside[i],
+                                         to->dtype, grad));
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN__OP(attention, attention, DTRAIN_OP_READS_INPUTS | DTRAIN_OP_READS_OUTPUTS,
            DTRAIN_CHECKPOINT_ATTENTION, 0, false)
 
-DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
-                                                   int64_t sequence, int64_t heads,
-                                                   int64_t kv_heads, uint32_t flags)
-{
-    dtrain_attention_args args;
-    memset(&args, 0, sizeof args);
-    args.sequence = sequence;
-    args.heads = heads;
-    args.kv_heads = kv_heads;
-    args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
-    if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
-    return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
-}
+/* The same with key lengths, which are its input 1. */
+static const dtrain_op_desc dtrain__attention_lengths_op = {DTRAIN_OP_READS_INPUTS |
+                                                                DTRAIN_OP_READS_OUTPUTS,
+                                                            DTRAIN_CHECKPOINT_ATTENTION,
+                                                            1u << 1,
+                                                            false,
+                                                            "dtrain_attention",
+                                                            dtrain__attention_prepare,
+                                                            dtrain__attention_forward,
+                                                            dtrain__attention_backward};
 
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags)
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
+                                           dtrain_tensor *v, const dtrain_attention_desc *desc)
 {
-    return dtrain_grouped_attention(tape, qkv, sequence, heads, heads, flags);
+    dtrain__attention args;
+    dtrain_tensor *inputs[5] = {q};
+    uint32_t count = 1;
+    memset(&args, 0, sizeof args);
+    if (dtrain__tape_check(tape, "dtrain_attention") != DTRAIN_OK) return NULL;
+    if (!desc || !k != !v) {
+        dtrain__tape_stick(
+            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: %s",
+                              desc ? "k and v are given together or not at all" : "desc is NULL"));
+        return NULL;
+    }
+    args.desc = *desc;
+    if (desc->key_lengths) inputs[args.lengths = count++] = desc->key_lengths;
+    if (k) inputs[args.k = count++] = k;
+    if (k) inputs[args.v = count++] = v;
+    if (desc->mask) inputs[args.mask = count++] = desc->mask;
+    return dtrain_tape_apply(
+        tape, desc->key_lengths ? &dtrain__attention_lengths_op : &dtrain__attention_op, inputs,
+        count, NULL, 0, &args, sizeof args);
 }
 
 /* ---- Rotary position embedding

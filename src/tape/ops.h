@@ -60,23 +60,36 @@ DTRAIN_API dtrain_tensor *dtrain_batch_norm(dtrain_tape *tape, dtrain_tensor *x,
 DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tokens,
                                            dtrain_param *token, dtrain_param *position);
 
-#define DTRAIN_ATTENTION_CAUSAL 1u
-/* Apply multi-head attention, qkv (batch*sequence, 3n) -> (batch*sequence, n): in each head
- * softmax(q k^T / sqrt(n/heads)) v, where q, k and v stand side by side in each row. */
-DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *qkv, int64_t sequence,
-                                           int64_t heads, uint32_t flags);
-
-/* Apply attention with fewer heads of keys and values than of queries, which divide them: a row of
- * qkv holds `heads` heads of q, kv_heads of k and kv_heads of v side by side, and head h of q meets
- * head h / (heads / kv_heads) of the others (Ainslie et al., "GQA", 2023). The result has the
- * columns of q. With kv_heads = heads it is dtrain_attention. */
-DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_tensor *qkv,
-                                                   int64_t sequence, int64_t heads,
-                                                   int64_t kv_heads, uint32_t flags);
+/* Every zero is the default written beside the field. */
+typedef struct dtrain_attention_desc {
+    int64_t sequence;           /* rows of q in a batch element; no default */
+    int64_t heads;              /* of q; no default */
+    int64_t kv_heads;           /* of k and v, divides heads; 0 = heads */
+    int64_t key_sequence;       /* rows of k and v in a batch element; 0 = sequence */
+    bool causal;                /* row t of q sees the rows 0 to t of k, also where the two are of
+                             different length: PyTorch's is_causal */
+    dtrain_tensor *key_lengths; /* (batch) I32: the first rows of k and v that count in each batch
+                                   element, 0 to key_sequence; the rest is padding. NULL = all */
+    dtrain_tensor *mask;        /* F32, added to the scores; -infinity hides a key. (batch or 1,
+                                   heads or 1, sequence, key_sequence), the first axes may be left
+                                   out. It gets no gradient and may not ask for one. NULL = none */
+} dtrain_attention_desc;
+/* Apply multi-head attention, softmax(q k^T / sqrt(d) + mask) v in each head, as PyTorch's
+ * scaled_dot_product_attention defines it. q is (batch*sequence, heads*d), k and v are
+ * (batch*key_sequence, kv_heads*d), and the result is like q. With k and v NULL a row of q holds
+ * all three side by side: heads heads of queries, kv_heads of keys, kv_heads of values.
+ *
+ * With fewer heads of keys and values than of queries, head h of q meets head h / (heads /
+ * kv_heads) of the others (Ainslie et al., "GQA", 2023). A row that sees no key at all has the
+ * result 0 and passes no gradient. Autocast leaves q, k and v in the type they come in, one for the
+ * three, and adds the mask in fp32. On a GPU flash attention takes causal and key_lengths; a mask
+ * goes the slower way of matrix products, whose scores are in memory. */
+DTRAIN_API dtrain_tensor *dtrain_attention(dtrain_tape *tape, dtrain_tensor *q, dtrain_tensor *k,
+                                           dtrain_tensor *v, const dtrain_attention_desc *desc);
 /* Turn pairs of elements by angles that grow with the position, 0 to sequence - 1 (Su et al.,
  * "RoFormer", 2021), in Llama's form: element i of a head of d goes with element i + d/2, and their
  * angle is position * theta^(-2 i / d). x (batch*sequence, heads*d); of its heads the first
- * `rotated` are turned, 0 = all: of a row for dtrain_grouped_attention, those of q and k. */
+ * `rotated` are turned, 0 = all: of a packed row for dtrain_attention, those of q and k. */
 DTRAIN_API dtrain_tensor *dtrain_rotary(dtrain_tape *tape, dtrain_tensor *x, int64_t sequence,
                                         int64_t heads, int64_t rotated, float theta);
 /* Apply softmax to the last axis. */

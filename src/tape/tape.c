@@ -34,6 +34,7 @@ DTRAIN_API void dtrain_tape_destroy(dtrain_tape *tape)
 {
     if (!tape) return;
     dtrain_allocator allocator = tape->allocator;
+    dtrain__staging_free(tape);
     for (int i = 0; i < DTRAIN__ARENAS; i++) {
         dtrain_device *device = tape->arenas[i].device;
         for (dtrain__chunk *chunk = tape->arenas[i].first, *next; chunk; chunk = next) {
@@ -72,6 +73,8 @@ DTRAIN_API dtrain_result dtrain_tape_begin(dtrain_tape *tape, uint32_t flags, ui
                               "dtrain_tape_begin: flags are %#x, expected DTRAIN_TAPE_NO_GRAD and "
                               "at most one of DTRAIN_TAPE_BF16 and DTRAIN_TAPE_F16",
                               flags));
+    const dtrain_result staged = dtrain__staging_begin(tape);
+    if (staged != DTRAIN_OK) return dtrain__tape_stick(tape, staged);
     return dtrain__tape_stick(tape, dtrain__tape_enter(tape, -1));
 }
 
@@ -193,9 +196,7 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
     if (tape->feed) result = dtrain__feed_take(tape, x, host);
-    else
-        result = tape->device->ops->copy(tape->device, x->data, host, (size_t)x->count * 4,
-                                         DTRAIN_COPY_HOST_TO_DEVICE);
+    else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
     /* counted here because only here are they in host memory */
     if (dtype == DTRAIN_DTYPE_I32)
         ((dtrain__tape_tensor *)x)->factor = tape->feed ? 1 : dtrain__valid_factor(host, x->count);

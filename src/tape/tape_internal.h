@@ -133,6 +133,14 @@ typedef struct dtrain__feed {
     bool filled;        /* pinned holds this pass's data already */
 } dtrain__feed;
 
+/* Page-locked memory through which inputs of all other passes go; see staging.c. */
+typedef struct dtrain__staging {
+    char *memory; /* (bytes) */
+    size_t bytes;
+    size_t used, wanted;    /* of them in this pass, and how many it would have liked */
+    dtrain_event *uploaded; /* behind the last upload */
+} dtrain__staging;
+
 /* ---- The tape ---------------------------------------------------------------------------------*/
 
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
@@ -160,9 +168,16 @@ struct dtrain_tape {
     uint32_t checkpoint_every, checkpoint_ops; /* see dtrain_tape_checkpoint */
     const dtrain_step_scalars *scalars;        /* NULL, or where a replayed step finds its seed */
     dtrain__feed *feed;                        /* NULL, or how inputs of a replayed step come in */
-    dtrain_result error;                       /* the first of this pass, and its sentence */
+    dtrain__staging staging;
+    dtrain_result error; /* the first of this pass, and its sentence */
     char error_text[DTRAIN__ERROR_BYTES];
 };
+
+/* tape/staging.c */
+DTRAIN__PRIVATE dtrain_result dtrain__staging_begin(dtrain_tape *tape);
+DTRAIN__PRIVATE dtrain_result dtrain__staging_upload(dtrain_tape *tape, void *to, const void *from,
+                                                     size_t bytes);
+DTRAIN__PRIVATE void dtrain__staging_free(dtrain_tape *tape);
 
 /* tape/tape.c */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *call);

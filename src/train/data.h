@@ -1,7 +1,7 @@
-/* Data: samplers, token files, loaders
+/* Data: samplers, datasets, loaders
  *
- * A sampler says which index comes when, a dataset what a file of tokens holds, a loader which
- * tokens make a sample. Nothing here communicates: every rank reads its own share. */
+ * A sampler says which index comes when, a dataset what files or a source of the host's own hold, a
+ * loader which of it makes a batch. Nothing here communicates: every rank reads its own share. */
 
 #pragma once
 
@@ -25,59 +25,113 @@ DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc,
 
 typedef struct dtrain_dataset dtrain_dataset;
 
-/* A stream of tokens: any file as bytes (vocabulary 256), or a llm.c .bin file (uint16 tokens,
- * magic 20240520 version 1; uint32 tokens, magic 20240801 version 7) whose header counts exactly
- * the tokens that are there. world may be NULL here and for loaders: one rank, malloc. */
+/* What the files of a dataset are. Their items are tokens, or samples: an image and its label. */
+typedef enum dtrain_data_format {
+    DTRAIN_DATA_AUTO = 0,  /* by magic: BIN, otherwise BYTES */
+    DTRAIN_DATA_BYTES = 1, /* any file; its bytes are the tokens, vocabulary 256 */
+    /* llm.c's .bin: uint16 tokens (magic 20240520, version 1) or uint32 ones (20240801, 7) behind a
+     * header that counts exactly the tokens that are there; vocabulary 50257 */
+    DTRAIN_DATA_BIN = 2,
+    DTRAIN_DATA_U16 = 3,      /* nanoGPT's .bin: uint16 tokens without a header; vocabulary 50257 */
+    DTRAIN_DATA_CIFAR10 = 4,  /* the binary version: (3, 32, 32) bytes, red first; labels 0 to 9 */
+    DTRAIN_DATA_CIFAR100 = 5, /* likewise; of its two labels the fine one, 0 to 99 */
+    DTRAIN_DATA_IDX = 6 /* MNIST's: images of 2 to 4 axes of bytes, labels 0 to 9 beside them */
+} dtrain_data_format;
+
+/* Read `count` items from item `first` on: tokens (count) as int32_t, or samples (count,
+ * item_bytes) and their labels (count). labels is NULL for tokens, and where nobody wants them.
+ * Items depend on nothing but their number. Workers of a loader call it at the same time. */
+typedef dtrain_result (*dtrain_read_fn)(void *user, int64_t first, int64_t count, void *items,
+                                        int32_t *labels);
+
+/* A dataset is one or many files, one behind the other: how tokens are cut into files changes no
+ * sample. Or it is a source of the host's own: `read`, with path NULL. */
 typedef struct dtrain_dataset_desc {
-    uint32_t format;     /* 0 = by magic: a .bin header, otherwise bytes; 1 = bytes; 2 = .bin */
-    int64_t vocab_count; /* ids at or above are errors; 0 = 256 for bytes, 50257 for .bin */
+    uint32_t format;     /* dtrain_data_format */
+    int64_t vocab_count; /* ids of tokens, or labels, from here on are errors; 0 = the format's, or
+                            2^31 for a source of the host's own */
+    /* A file; a folder: all files in it but hidden ones; a pattern, "shards/train_*.bin"; several
+     * of these with commas between. Within a folder the order is that of names, by strcmp. */
     const char *path;
+    const char *labels;  /* IDX: the files of labels, as many as path has of images */
+    int64_t item_count;  /* of a source of the host's own */
+    size_t item_bytes;   /* likewise: of a sample; 0: items are tokens */
+    dtrain_read_fn read; /* likewise; not called during open */
+    void *user;          /* of read */
 } dtrain_dataset_desc;
-/* Open a token file. Only its header is read: ids are checked when they are read. */
+/* Open a dataset. Headers and sizes of all its files are checked, ids and labels when they are
+ * read. world may be NULL here and for loaders: one rank, malloc. */
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out);
-/* Close a token file; NULL is ignored. Loaders that read it are destroyed before. */
+/* Close a dataset; NULL is ignored. Loaders that read it are destroyed before. */
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset);
 
 typedef struct dtrain_dataset_info {
-    int64_t token_count, vocab_count;
+    int64_t item_count, vocab_count; /* tokens or samples; ids or labels */
+    size_t item_bytes;               /* of a sample; 0: items are tokens */
+    int64_t shape[3];                /* of an image in a file: channels, rows, columns */
+    size_t file_count;
 } dtrain_dataset_info;
 /* Tell the size of a dataset and of its vocabulary; all zero for a dataset of NULL. */
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info);
-/* Read tokens (count), from position first on. */
+/* Read items as a dtrain_read_fn does, from any thread. A file that was changed or cut since it was
+ * opened is DTRAIN_ERROR_FILE, which names it; one that was replaced or deleted is read on. */
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             int32_t *tokens);
+                                             void *items, int32_t *labels);
 
 typedef struct dtrain_loader dtrain_loader;
 
-/* A loader cuts n = token_count tokens from first_token on into windows of T = sequence + 1 and
- * deals them out. The whole state is one number: samples handed out so far by all ranks together.
- * Sample k is the same for every world size, so the same seed and global batch see the same data.
- * An epoch has (n - 1) / sequence windows in order, or max(1, n / sequence - 1) shuffled ones,
- * whose borders move from epoch to epoch. */
+/* A sample on its way into a batch. */
+typedef struct dtrain_sample {
+    int64_t item; /* of the dataset */
+    uint64_t epoch;
+    const void *data; /* (item_bytes) */
+    int32_t label;
+} dtrain_sample;
+/* Turn a sample into `output`, by normalising or cropping for example. To draw at random, draw by
+ * item and epoch: then neither ranks nor workers change what comes out. Workers call it at the same
+ * time. */
+typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
+
+/* A loader deals samples out. Of tokens it cuts n = item_count from first_item on into windows of
+ * sequence + 1: (n - 1) / sequence of them an epoch in order, or max(1, n / sequence - 1) shuffled
+ * ones, whose borders move from epoch to epoch. The whole state is one number: samples handed out
+ * so far by all ranks together. Sample k is the same for every world size and number of workers, so
+ * the same seed and global batch see the same data. */
 typedef struct dtrain_loader_desc {
-    uint32_t batch;                   /* samples per call and rank */
-    int64_t sequence;                 /* tokens per sample */
-    int64_t first_token, token_count; /* 0, 0 = all */
+    uint32_t batch;                 /* samples per call and rank */
+    int64_t sequence;               /* tokens per sample; 0 for a dataset of samples */
+    int64_t first_item, item_count; /* the part to read; 0, 0 = all */
     uint64_t seed;
-    bool in_order; /* no shuffling: for evaluation */
+    bool in_order;  /* no shuffling: for evaluation */
+    bool drop_last; /* every epoch begins with a batch: what is left of one does not come */
     dtrain_dataset *dataset;
+    uint32_t workers;  /* threads that read ahead; 0 = none, the calling thread reads. At most 64 */
+    uint32_t prefetch; /* batches that are read ahead; 0 = two a worker. That is all they hold */
+    dtrain_transform_fn transform; /* of samples; NULL: as they are in the dataset */
+    size_t output_bytes;           /* of a sample that is transformed */
+    void *user;                    /* of transform */
 } dtrain_loader_desc;
-/* Create a loader for one rank of the world; the dataset must outlive it. Local. */
+/* Create a loader for one rank of the world; the dataset must outlive it. Local. Its threads belong
+ * to this process: after a fork the child makes a loader of its own. */
 DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_loader_desc *desc,
                                               dtrain_loader **out);
-/* Free a loader; NULL is ignored. */
+/* Free a loader, after the reads that its workers are in; NULL is ignored. */
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader);
-/* Read the next batch of this rank: inputs and targets (batch, sequence). Targets are inputs one
- * token later. A call that failed can be repeated. */
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets);
+/* Read the next batch of this rank. Of tokens: inputs and targets (batch, sequence) as int32_t,
+ * targets being inputs one token later. Of samples: inputs (batch, item_bytes or output_bytes) and
+ * labels in targets (batch), which may be NULL. With workers that is a copy of what is there, or a
+ * wait of at most the world's timeout. A worker's error comes with the batch it belongs to; a call
+ * that failed can be repeated. */
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets);
 
 typedef struct dtrain_loader_info {
     int64_t samples_per_epoch;
-    uint64_t position; /* samples handed out so far, by all ranks together */
+    uint64_t position;   /* samples handed out so far, by all ranks together */
+    size_t sample_bytes; /* of inputs */
 } dtrain_loader_info;
 /* Tell the samples of an epoch and the position; all zero for a loader of NULL. */
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info);
-/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one. */
+/* Continue from a position that dtrain_loader_query gave, in this run or an earlier one, once reads
+ * under way have ended: what was read ahead is dropped. */
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);

@@ -1,8 +1,9 @@
-/* An open token file, and a loader of one. */
+/* An open dataset, its files, and a loader of one. */
 
 #pragma once
 
 #include "core/platform_internal.h"
+#include "core/core_internal.h"
 #include "core/log.h"
 #include "train/data.h"
 
@@ -13,27 +14,120 @@
 /* train/sampler.c */
 DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
+/* A file, and what it was when it was opened: it must stay that. */
+typedef struct dtrain__data_file {
+    char *path; /* a copy: errors name it long after open */
+    int file;   /* -1: opened for every read */
+    struct stat opened;
+    int64_t header_bytes;
+    int64_t first_item, item_count; /* of the dataset */
+} dtrain__data_file;
+
+typedef struct dtrain__data_files {
+    dtrain__data_file *files;
+    size_t count, room;
+} dtrain__data_files;
+
+/* A row of the table of formats: how a file is understood, and items are read. */
+typedef struct dtrain__format {
+    const char *name;
+    int64_t vocab_count;
+    uint32_t item_bytes; /* in a file, where the format fixes it: labels and all */
+    uint32_t label_bytes;
+    /* Check the beginning and the size of a file; set its header_bytes and item_count. */
+    dtrain_result (*learn)(dtrain_dataset *dataset, dtrain__data_file *file);
+    dtrain_read_fn read; /* user: the dataset; first and count lie inside */
+} dtrain__format;
+
 struct dtrain_dataset {
     dtrain_allocator allocator;
-    const char *path; /* a copy behind the struct: errors name it long after open */
-    size_t bytes;     /* of both */
-    int file;
-    uint32_t token_bytes; /* 1, 2, 4 */
-    int64_t file_bytes, header_bytes, token_count, vocab_count;
+    const dtrain__format *format; /* NULL: a source of the host's own */
+    dtrain_read_fn read;
+    void *user;
+    int64_t item_count, vocab_count;
+    size_t item_bytes;    /* of a sample; 0: tokens */
+    uint32_t token_bytes; /* in files: 1, 2, 4 */
+    int64_t shape[3];
+    dtrain__data_files data, labels;
+    char name[512]; /* in error sentences: the first file, and how many more */
 };
+
+/* Where a sample of a batch lies: its item, or the first token of its window. */
+typedef struct dtrain__pick {
+    int64_t item;
+    uint64_t epoch;
+} dtrain__pick;
+
+/* A batch on its way: what is to be read, memory to read it with and, with workers, to. */
+typedef struct dtrain__batch {
+    dtrain__pick *picks; /* (batch) */
+    void *scratch;       /* of one sample as the dataset has it */
+    void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
+    int32_t *targets;    /* (batch, sequence or 1) */
+    bool ready;          /* read, with this result and sentence */
+    dtrain_result result;
+    char error[DTRAIN__ERROR_BYTES];
+} dtrain__batch;
 
 struct dtrain_loader {
     dtrain_allocator allocator;
-    dtrain_loader_desc desc; /* token_count resolved */
+    dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
-    uint64_t position;    /* samples handed out by all ranks */
-    int64_t window_count; /* per epoch */
-    int64_t shift_count;  /* shifts to choose from */
-    int32_t *window;      /* (sequence + 1) */
+    uint64_t timeout_ns;
+    uint64_t position;         /* samples handed out by all ranks */
+    int64_t window_count;      /* that are shuffled: windows of tokens, or samples */
+    int64_t samples_per_epoch; /* of them, with drop_last */
+    int64_t shift_count;       /* shifts to choose from; 1: none */
+    size_t sample_bytes, target_bytes, scratch_bytes;
+    dtrain__batch *batches; /* (batch_count): one, or those that workers read ahead */
+    size_t batch_count;
+    struct dtrain__prefetch *prefetch; /* NULL: no workers */
 
-    /* The epoch that `order` and `shift` belong to; both stay 0 when in_order. */
+    /* The epoch that order and shift belong to, and its seed; only shuffled ones are entered. With
+     * workers these are for the one that deals. */
     bool entered;
-    uint64_t epoch;
+    uint64_t seed, epoch;
     int64_t shift;
     int64_t *order; /* (window_count), a permutation made anew every epoch */
 };
+
+/* train/loader.c */
+DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
+                                         dtrain__pick *picks);
+DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
+                                                  const dtrain__batch *batch, void *inputs,
+                                                  int32_t *targets);
+
+/* train/prefetch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader);
+DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader);
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
+                                                    int32_t *targets);
+DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader);
+
+/* train/files.c */
+DTRAIN__PRIVATE dtrain_result dtrain__data_files_open(const dtrain_allocator *allocator,
+                                                      const char *paths, dtrain__data_files *files);
+DTRAIN__PRIVATE void dtrain__data_files_close(const dtrain_allocator *allocator,
+                                              dtrain__data_files *files);
+DTRAIN__PRIVATE dtrain_result dtrain__data_file_read(const dtrain__data_file *file, int64_t offset,
+                                                     void *buffer, size_t bytes);
+DTRAIN__PRIVATE const dtrain__data_file *dtrain__data_file_of(const dtrain__data_files *files,
+                                                              int64_t item);
+DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
+
+/* train/tokens.c */
+DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__u16_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int64_t count,
+                                                  void *items, int32_t *labels);
+
+/* train/images.c */
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__cifar_read(void *user, int64_t first, int64_t count,
+                                                 void *items, int32_t *labels);
+DTRAIN__PRIVATE dtrain_result dtrain__idx_learn(dtrain_dataset *dataset, dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_t count,
+                                               void *items, int32_t *labels);

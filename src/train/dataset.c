@@ -1,12 +1,9 @@
-/* Token files
+/* Datasets
  *
- *     bytes    | t | t | t | ...                                      a token is a byte, 0 to 255
- *     .bin     | magic | version | count | 0 ... | t | t | ...
- *              |<------- 256 words, 1024 bytes ->|<- 2 or 4 bytes a token, little endian
- *
- * Files are read with pread into a small buffer, never mapped: a file that is truncated during the
- * run is then a short read, which becomes an error sentence, and not a SIGBUS, which ends the rank.
- */
+ * A dataset is a number of items and a function that reads them, dtrain_read_fn. Files are
+ * read by the functions of a format, a row of the table below; a host's own source brings its
+ * own. What loaders and programs call is the same for all: it checks the range before, and ids and
+ * labels behind. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -18,180 +15,182 @@
 #include "train/data.h"
 #include "train/data_internal.h"
 
-#define DTRAIN__FORMAT_BYTES 1u
-#define DTRAIN__FORMAT_BIN 2u
-#define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
-#define DTRAIN__BIN_MAGIC_U16 20240520u
-#define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__READ_TOKENS 2048 /* read at once, into 8 KiB of stack */
+#define DTRAIN__MOST_IDS (INT64_C(1) << 31) /* ids are handed out as int32 */
 
-static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset);
-static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format);
-static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
-                                           unsigned char *buffer, size_t bytes);
-static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
+/* In the order of dtrain_data_format. */
+static const dtrain__format dtrain__formats[] = {
+    {"auto", 0, 0, 0, NULL, NULL},
+    {"bytes", 256, 0, 0, dtrain__bytes_learn, dtrain__tokens_read},
+    {"llm.c's .bin", 50257, 0, 0, dtrain__bin_learn, dtrain__tokens_read},
+    {"uint16 tokens", 50257, 0, 0, dtrain__u16_learn, dtrain__tokens_read},
+    {"CIFAR-10", 10, 1 + 3072, 1, dtrain__cifar_learn, dtrain__cifar_read},
+    {"CIFAR-100", 100, 2 + 3072, 2, dtrain__cifar_learn, dtrain__cifar_read},
+    {"IDX", 10, 0, 0, dtrain__idx_learn, dtrain__idx_read},
+};
 
-/* Open the file and learn what it is. The path is kept behind the struct, in one allocation. */
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc);
+static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset,
+                                           const dtrain_dataset_desc *desc);
+
 DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_dataset_desc *desc,
                                              dtrain_dataset **out)
 {
-    const int64_t most = INT64_C(1) << 31; /* ids are handed out as int32 */
     if (out) *out = NULL;
-    if (!out || !desc || !desc->path || !desc->path[0])
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: out, desc or its path is NULL or empty");
-    if (desc->format > DTRAIN__FORMAT_BIN || desc->vocab_count < 0 || desc->vocab_count > most)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_open: expected format 0 (by magic), 1 (bytes) or 2 "
-                           "(.bin) and vocab_count 0 to 2^31, found %u and %lld",
-                           (unsigned)desc->format, (long long)desc->vocab_count);
+    if (!out || !desc)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_dataset_open: out or desc is NULL");
+    DTRAIN__TRY(dtrain__dataset_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
-    const size_t path_bytes = strlen(desc->path) + 1, bytes = sizeof(dtrain_dataset) + path_bytes;
-    dtrain_dataset *dataset = (dtrain_dataset *)dtrain__alloc(&allocator, bytes, 1, "a dataset");
+    dtrain_dataset *dataset =
+        (dtrain_dataset *)dtrain__alloc(&allocator, 1, sizeof *dataset, "a dataset");
     if (!dataset) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = DTRAIN_OK;
     dataset->allocator = allocator;
-    dataset->bytes = bytes;
-    dataset->path = (char *)memcpy(dataset + 1, desc->path, path_bytes);
-    dtrain_result result = dtrain__dataset_file(dataset);
-    if (result == DTRAIN_OK) result = dtrain__dataset_format(dataset, desc->format);
-    dataset->vocab_count = desc->vocab_count          ? desc->vocab_count
-                           : dataset->token_bytes > 1 ? 50257
-                                                      : 256;
+    dataset->vocab_count = desc->vocab_count;
+    if (desc->path) result = dtrain__dataset_files(dataset, desc);
+    else {
+        dataset->item_count = desc->item_count;
+        dataset->item_bytes = desc->item_bytes;
+        dataset->read = desc->read;
+        dataset->user = desc->user;
+        snprintf(dataset->name, sizeof dataset->name, "the host's own source");
+        if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
+    }
     if (result == DTRAIN_OK) *out = dataset;
     else dtrain_dataset_close(dataset);
     return result;
 }
 
-/* Open the file and learn its size. Without O_NONBLOCK a pipe would wait for its writer here. */
-static dtrain_result dtrain__dataset_file(dtrain_dataset *dataset)
+static dtrain_result dtrain__dataset_check(const dtrain_dataset_desc *desc)
 {
-    struct stat info;
-    dataset->file = open(dataset->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (dataset->file < 0 || fstat(dataset->file, &info) != 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
-                           dataset->path, strerror(errno));
-    if (!S_ISREG(info.st_mode) || info.st_size == 0)
-        return dtrain_fail(DTRAIN_ERROR_FILE,
-                           "dtrain_dataset_open: %s is %s, expected a file of tokens",
-                           dataset->path, S_ISREG(info.st_mode) ? "empty" : "no regular file");
-    dataset->file_bytes = (int64_t)info.st_size;
-    return DTRAIN_OK;
+    const uint32_t last = (uint32_t)(sizeof dtrain__formats / sizeof dtrain__formats[0]) - 1;
+    if (desc->format > last || desc->vocab_count < 0 || desc->vocab_count > DTRAIN__MOST_IDS)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: expected a dtrain_data_format, 0 to %u, and "
+                           "vocab_count 0 to 2^31, found %u and %lld",
+                           last, (unsigned)desc->format, (long long)desc->vocab_count);
+    if ((desc->path && !*desc->path) || !desc->path == !desc->read)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: expected a path, or read and item_count for a "
+                           "source of the host's own, found %s",
+                           desc->path && desc->read ? "both"
+                           : desc->path             ? "an empty path"
+                                                    : "neither");
+    if (desc->path && (desc->item_count || desc->item_bytes || desc->user))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_open: item_count, item_bytes and user are for a source "
+                           "of the host's own; files say what is in them");
+    if (!desc->labels != (desc->format != DTRAIN_DATA_IDX))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           desc->labels
+                               ? "dtrain_dataset_open: labels is for DTRAIN_DATA_IDX: other "
+                                 "formats have no files of labels"
+                               : "dtrain_dataset_open: DTRAIN_DATA_IDX needs labels, the files "
+                                 "with labels of the images in path");
+    if (desc->path) return DTRAIN_OK;
+    if (desc->item_count > 0 && desc->item_bytes <= SIZE_MAX / 2 && !desc->format) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_dataset_open: a source of the host's own has no format and at "
+                       "least 1 item, found %u and %lld items of %zu bytes",
+                       (unsigned)desc->format, (long long)desc->item_count, desc->item_bytes);
 }
 
-/* Decide what the file is. Format 0 goes by the magic, which no text begins with. The count of a
- * .bin header must fit exactly, as llm.c demands: a longer file is as suspect as a shorter one (two
- * files glued together, a count that overflowed). */
-static dtrain_result dtrain__dataset_format(dtrain_dataset *dataset, uint32_t format)
+/* Open files and learn what they are, in order: each begins where the one before ends. */
+static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain_dataset_desc *desc)
 {
-    unsigned char head[DTRAIN__BIN_HEADER] = {0};
-    const int64_t have = dtrain__min(dataset->file_bytes, DTRAIN__BIN_HEADER);
-    DTRAIN__TRY(dtrain__dataset_pread(dataset, 0, head, (size_t)have));
-    const uint32_t magic = dtrain__le(head, 4), version = dtrain__le(head + 4, 4);
-    const bool narrow = magic == DTRAIN__BIN_MAGIC_U16;
-    const bool is_bin = narrow || magic == DTRAIN__BIN_MAGIC_U32;
-    if (format == DTRAIN__FORMAT_BYTES || (format == 0 && !is_bin)) {
-        dataset->token_bytes = 1;
-        dataset->token_count = dataset->file_bytes;
-        return DTRAIN_OK;
+    uint32_t format = desc->format;
+    DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->path, &dataset->data));
+    if (desc->labels)
+        DTRAIN__TRY(dtrain__data_files_open(&dataset->allocator, desc->labels, &dataset->labels));
+    const bool bin = format == DTRAIN_DATA_AUTO && dtrain__is_bin(dataset->data.files);
+    if (format == DTRAIN_DATA_AUTO) format = bin ? DTRAIN_DATA_BIN : DTRAIN_DATA_BYTES;
+    dataset->format = &dtrain__formats[format];
+    dataset->read = dataset->format->read;
+    dataset->user = dataset;
+    for (size_t i = 0; i < dataset->data.count; i++) {
+        dtrain__data_file *file = &dataset->data.files[i];
+        file->first_item = dataset->item_count;
+        if (desc->format == DTRAIN_DATA_AUTO && dtrain__is_bin(file) != bin)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s is %s and %s is not: name the format, or "
+                               "leave one of them out",
+                               bin ? dataset->data.files->path : file->path,
+                               dtrain__formats[DTRAIN_DATA_BIN].name,
+                               bin ? file->path : dataset->data.files->path);
+        DTRAIN__TRY(dataset->format->learn(dataset, file));
+        dataset->item_count += file->item_count;
     }
-    if (!is_bin || have < DTRAIN__BIN_HEADER || version != (narrow ? 1 : 7))
-        return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_dataset_open: %s is no llm.c token file: expected a header of "
-                           "%d bytes with magic %u, version 1 or magic %u, version 7, found %lld "
-                           "bytes, %u and %u; use format 1 for plain bytes, and note that "
-                           "nanoGPT's .bin files lack the header",
-                           dataset->path, DTRAIN__BIN_HEADER, DTRAIN__BIN_MAGIC_U16,
-                           DTRAIN__BIN_MAGIC_U32, (long long)have, magic, version);
-    dataset->token_bytes = narrow ? 2 : 4;
-    dataset->header_bytes = DTRAIN__BIN_HEADER;
-    dataset->token_count = dtrain__le(head + 8, 4);
-    const int64_t bytes = DTRAIN__BIN_HEADER + dataset->token_count * dataset->token_bytes;
-    if (dataset->token_count > 0 && bytes == dataset->file_bytes) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_DATA,
-                       "dtrain_dataset_open: %s announces %lld tokens, which makes %lld bytes, but "
-                       "has %lld: is it cut off?",
-                       dataset->path, (long long)dataset->token_count, (long long)bytes,
-                       (long long)dataset->file_bytes);
+    const size_t more = dataset->data.count - 1;
+    const int most = (int)sizeof dataset->name - 32;
+    snprintf(dataset->name, sizeof dataset->name, more ? "%.*s and %zu more" : "%.*s", most,
+             dataset->data.files->path, more);
+    if (!dataset->vocab_count) dataset->vocab_count = dataset->format->vocab_count;
+    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_dataset_close(dtrain_dataset *dataset)
 {
     if (!dataset) return;
     dtrain_allocator allocator = dataset->allocator;
-    if (dataset->file >= 0) close(dataset->file);
-    dtrain__free(&allocator, dataset, dataset->bytes, 1);
+    dtrain__data_files_close(&allocator, &dataset->data);
+    dtrain__data_files_close(&allocator, &dataset->labels);
+    dtrain__free(&allocator, dataset, 1, sizeof *dataset);
 }
 
 DTRAIN_API void dtrain_dataset_query(const dtrain_dataset *dataset, dtrain_dataset_info *info)
 {
     if (!info) return;
-    info->token_count = dataset ? dataset->token_count : 0;
-    info->vocab_count = dataset ? dataset->vocab_count : 0;
+    memset(info, 0, sizeof *info);
+    if (!dataset) return;
+    info->item_count = dataset->item_count;
+    info->vocab_count = dataset->vocab_count;
+    info->item_bytes = dataset->item_bytes;
+    memcpy(info->shape, dataset->shape, sizeof info->shape);
+    info->file_count = dataset->data.count;
 }
 
 /* ---- reading ----------------------------------------------------------------------------------*/
 
-/* Read tokens piece by piece through a small buffer. Every id is checked here, on use, because
- * checking a file of 100 GB at open would take minutes. */
+/* Check ids of tokens, or labels. They are checked on use, because a dataset of 100 GB would take
+ * minutes to check at open. */
+static dtrain_result dtrain__ids_check(const dtrain_dataset *dataset, int64_t first, int64_t count,
+                                       const int32_t *ids)
+{
+    const uint32_t most = (uint32_t)dataset->vocab_count;
+    uint32_t bad = 0;
+    for (int64_t i = 0; i < count; i++) bad |= (uint32_t)ids[i] >= most;
+    if (!bad) return DTRAIN_OK;
+    int64_t i = 0;
+    while ((uint32_t)ids[i] < most) i++;
+    const bool tokens = dataset->item_bytes == 0;
+    const dtrain__data_file *file =
+        dataset->data.count ? dtrain__data_file_of(&dataset->data, first + i) : NULL;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s %lld has %s %u, but %s %lld: %s",
+                       file ? file->path : dataset->name, tokens ? "token" : "sample",
+                       (long long)(first + i - (file ? file->first_item : 0)),
+                       tokens ? "id" : "label", (unsigned)ids[i],
+                       tokens ? "the vocabulary has" : "labels are below", (long long)most,
+                       tokens ? "was the file made by another tokenizer?"
+                              : "has the file another format, or desc->vocab_count to be larger?");
+}
+
 DTRAIN_API dtrain_result dtrain_dataset_read(dtrain_dataset *dataset, int64_t first, int64_t count,
-                                             int32_t *tokens)
+                                             void *items, int32_t *labels)
 {
-    unsigned char raw[DTRAIN__READ_TOKENS * 4];
-    if (!dataset || count < 0 || (count > 0 && !tokens))
+    if (!dataset || count < 0 || (count > 0 && !items))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: dataset or tokens is NULL, or count is negative");
-    if (first < 0 || first > dataset->token_count - count)
+                           "dtrain_dataset_read: dataset or items is NULL, or count is negative");
+    const bool tokens = dataset->item_bytes == 0;
+    if (tokens && labels)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_dataset_read: %lld tokens from %lld on were asked for, %s has "
-                           "%lld",
-                           (long long)count, (long long)first, dataset->path,
-                           (long long)dataset->token_count);
-    const uint32_t width = dataset->token_bytes;
-    for (int64_t done = 0; done < count;) {
-        const int64_t some = dtrain__min(count - done, DTRAIN__READ_TOKENS);
-        DTRAIN__TRY(dtrain__dataset_pread(dataset, dataset->header_bytes + (first + done) * width,
-                                          raw, (size_t)some * width));
-        for (int64_t i = 0; i < some; i++, done++) {
-            const uint32_t id = dtrain__le(raw + i * width, width);
-            if ((int64_t)id >= dataset->vocab_count)
-                return dtrain_fail(DTRAIN_ERROR_DATA,
-                                   "%s: token %lld has id %u, but the vocabulary has %lld: was the "
-                                   "file made by another tokenizer?",
-                                   dataset->path, (long long)(first + done), (unsigned)id,
-                                   (long long)dataset->vocab_count);
-            tokens[done] = (int32_t)id;
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* Read all `bytes` at `offset`, or fail. A read may be short or interrupted at any time; only 0 is
- * the end of the file, and there the file must have shrunk, because offsets were checked. */
-static dtrain_result dtrain__dataset_pread(const dtrain_dataset *dataset, int64_t offset,
-                                           unsigned char *buffer, size_t bytes)
-{
-    while (bytes > 0) {
-        ssize_t got = pread(dataset->file, buffer, bytes, (off_t)offset);
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read at byte %lld: %s",
-                               dataset->path, (long long)offset, strerror(errno));
-        if (got == 0)
-            return dtrain_fail(DTRAIN_ERROR_FILE,
-                               "%s ended at byte %lld, but had %lld bytes when it was opened: was "
-                               "it truncated or written again during the run?",
-                               dataset->path, (long long)offset, (long long)dataset->file_bytes);
-        buffer += got;
-        bytes -= (size_t)got;
-        offset += got;
-    }
-    return DTRAIN_OK;
-}
-
-/* Return the little-endian number of `width` bytes, whatever the host's order. */
-static uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
-{
-    uint32_t value = 0;
-    for (uint32_t i = 0; i < width; i++) value |= (uint32_t)bytes[i] << (8 * i);
-    return value;
+                           "dtrain_dataset_read: labels of tokens were asked for, in %s",
+                           dataset->name);
+    if (first < 0 || first > dataset->item_count - count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_dataset_read: %lld %s from %lld on were asked for, %s has %lld",
+                           (long long)count, tokens ? "tokens" : "samples", (long long)first,
+                           dataset->name, (long long)dataset->item_count);
+    if (count == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dataset->read(dataset->user, first, count, items, labels));
+    if (!tokens && !labels) return DTRAIN_OK;
+    return dtrain__ids_check(dataset, first, count, tokens ? (const int32_t *)items : labels);
 }

@@ -1,8 +1,8 @@
 /* Loaders
  *
- * A loader cuts the stream into windows that share one border token (target of one, input of the
- * next). When shuffling, the grid moves by a new shift every epoch, so that a token is not always
- * seen behind the same context:
+ * Of tokens a loader cuts windows that share one border token (target of one, input of the next).
+ * When shuffling, the grid moves by a new shift every epoch, so that a token is not always seen
+ * behind the same context:
  *
  *     tokens   |. . .|o o o o|o o o o|o o o o|. .|        sequence = 4, shift = 3, three windows
  *               shift  0       1       2    +1 target
@@ -12,7 +12,13 @@
  *
  * A sample depends on k alone, so the world size only changes who reads it, and P is all there is
  * to save. Windows per epoch: (tokens - 1) / sequence in order; shuffled, one fewer at least, so
- * that every shift in [0, sequence) leaves them room (but never fewer than one). */
+ * that every shift in [0, sequence) leaves them room (but never fewer than one). Where items are
+ * samples, each is a window of its own, and there is no shift. With drop_last an epoch has the
+ * largest number of windows that B R divides.
+ *
+ * A batch comes in two steps: it is dealt, which enters epochs and is done in order, and read,
+ * which looks at nothing that changes. So threads may read batches ahead (prefetch.c) without
+ * changing any. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -26,60 +32,117 @@
 #include "train/data_internal.h"
 
 #define DTRAIN__STREAM_LOADER UINT64_C(0x6c6f61646572) /* Philox stream of the shifts */
+#define DTRAIN__MOST_WORKERS 64
+#define DTRAIN__MOST_PREFETCH 65536
+#define DTRAIN__NEXT_TIMEOUT_NS \
+    UINT64_C(600000000000) /* without a world: ten minutes, as its default */
 
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch);
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch);
+static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc);
 static dtrain_result dtrain__loader_plan(dtrain_loader *loader);
+static dtrain_result dtrain__loader_memory(dtrain_loader *loader);
 
-/* Fill a batch, sample by sample. Inputs and targets of a sample are both cut from `window`: its
- * tokens are used twice and read once. */
-DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, int32_t *inputs,
-                                            int32_t *targets)
+DTRAIN_API dtrain_result dtrain_loader_next(dtrain_loader *loader, void *inputs, int32_t *targets)
 {
-    if (!loader || !inputs || !targets)
+    if (!loader || !inputs || (loader->desc.sequence && !targets))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_next: loader, inputs or targets is NULL");
-    const dtrain_loader_desc *desc = &loader->desc;
-    const size_t row = (size_t)desc->sequence;
-    const uint64_t windows = (uint64_t)loader->window_count;
-    for (uint32_t i = 0; i < desc->batch; i++) {
-        const uint64_t k = loader->position + i * loader->ranks + loader->rank;
-        if (!desc->in_order) dtrain__loader_enter(loader, k / windows);
-        const int64_t place = (int64_t)(k % windows);
-        const int64_t index = desc->in_order ? place : loader->order[place];
-        const int64_t first = desc->first_token + loader->shift + index * desc->sequence;
-        DTRAIN__TRY(dtrain_dataset_read(desc->dataset, first, desc->sequence + 1, loader->window));
-        memcpy(inputs + i * row, loader->window, row * sizeof *inputs);
-        memcpy(targets + i * row, loader->window + 1, row * sizeof *targets);
+    if (loader->prefetch) DTRAIN__TRY(dtrain__prefetch_take(loader, inputs, targets));
+    else {
+        dtrain__loader_deal(loader, loader->desc.seed, loader->position, loader->batches->picks);
+        DTRAIN__TRY(dtrain__loader_read(loader, loader->batches, inputs, targets));
     }
     /* Only now: a call that failed can be repeated. */
-    loader->position += desc->batch * loader->ranks;
+    loader->position += loader->desc.batch * loader->ranks;
     return DTRAIN_OK;
+}
+
+/* Find the samples of this rank's batch at `position`, entering their epochs. */
+DTRAIN__PRIVATE void dtrain__loader_deal(dtrain_loader *loader, uint64_t seed, uint64_t position,
+                                         dtrain__pick *picks)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const uint64_t samples = (uint64_t)loader->samples_per_epoch;
+    const int64_t stride = desc->sequence ? desc->sequence : 1;
+    for (uint32_t i = 0; i < desc->batch; i++) {
+        const uint64_t k = position + i * loader->ranks + loader->rank;
+        picks[i].epoch = k / samples;
+        if (!desc->in_order) dtrain__loader_enter(loader, seed, picks[i].epoch);
+        const int64_t place = (int64_t)(k % samples);
+        const int64_t index = desc->in_order ? place : loader->order[place];
+        picks[i].item = desc->first_item + loader->shift + index * stride;
+    }
 }
 
 /* Make order and shift those of `epoch`: O(windows), once per epoch. Samples of a batch come with
  * growing k, so a batch across a border enters each epoch once. */
-static void dtrain__loader_enter(dtrain_loader *loader, uint64_t epoch)
+static void dtrain__loader_enter(dtrain_loader *loader, uint64_t seed, uint64_t epoch)
 {
     uint32_t random[4];
-    if (loader->entered && loader->epoch == epoch) return;
-    dtrain__randperm(loader->desc.seed + epoch, loader->window_count, loader->order);
-    dtrain__philox(loader->desc.seed, DTRAIN__STREAM_LOADER, epoch, random);
+    if (loader->entered && loader->epoch == epoch && loader->seed == seed) return;
+    dtrain__randperm(seed + epoch, loader->window_count, loader->order);
+    dtrain__philox(seed, DTRAIN__STREAM_LOADER, epoch, random);
     uint64_t wide = (uint64_t)random[1] << 32 | random[0];
     loader->shift = (int64_t)(wide % (uint64_t)loader->shift_count);
     loader->epoch = epoch;
+    loader->seed = seed;
     loader->entered = true;
+}
+
+/* Read a sample with its label, and transform it into `output`. */
+static dtrain_result dtrain__sample_read(const dtrain_loader *loader, const dtrain__pick *pick,
+                                         void *scratch, void *output, int32_t *label)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    if (!desc->transform) return dtrain_dataset_read(desc->dataset, pick->item, 1, output, label);
+    dtrain_sample sample;
+    memset(&sample, 0, sizeof sample);
+    sample.item = pick->item;
+    sample.epoch = pick->epoch;
+    sample.data = scratch;
+    DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, 1, scratch, &sample.label));
+    if (label) *label = sample.label;
+    return desc->transform(desc->user, &sample, output);
+}
+
+/* Read a batch that has been dealt, sample by sample. Inputs and targets of a window are both cut
+ * from the scratch: its tokens are used twice and read once. */
+DTRAIN__PRIVATE dtrain_result dtrain__loader_read(const dtrain_loader *loader,
+                                                  const dtrain__batch *batch, void *inputs,
+                                                  int32_t *targets)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const size_t row = (size_t)desc->sequence;
+    unsigned char *to = (unsigned char *)inputs;
+    for (uint32_t i = 0; i < desc->batch; i++, to += loader->sample_bytes) {
+        const dtrain__pick *pick = &batch->picks[i];
+        if (desc->sequence) {
+            const int32_t *window = (const int32_t *)batch->scratch;
+            DTRAIN__TRY(dtrain_dataset_read(desc->dataset, pick->item, desc->sequence + 1,
+                                            batch->scratch, NULL));
+            memcpy(to, window, loader->sample_bytes);
+            memcpy(targets + i * row, window + 1, loader->sample_bytes);
+        } else {
+            int32_t *label = targets ? targets + i : NULL;
+            DTRAIN__TRY(dtrain__sample_read(loader, pick, batch->scratch, to, label));
+        }
+    }
+    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_loader_query(const dtrain_loader *loader, dtrain_loader_info *info)
 {
     if (!info) return;
-    info->samples_per_epoch = loader ? loader->window_count : 0;
+    info->samples_per_epoch = loader ? loader->samples_per_epoch : 0;
     info->position = loader ? loader->position : 0;
+    info->sample_bytes = loader ? loader->sample_bytes : 0;
 }
 
 DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position)
 {
-    if (loader) loader->position = position;
+    if (!loader) return;
+    dtrain__prefetch_rest(loader);
+    loader->position = position;
 }
 
 /* ---- creation ---------------------------------------------------------------------------------*/
@@ -91,6 +154,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     if (!out || !desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: desc or out is NULL");
     *out = NULL;
+    DTRAIN__TRY(dtrain__loader_check(desc));
     dtrain_allocator allocator = dtrain__resolve_allocator(world ? &world->allocator : NULL);
     dtrain_loader *loader =
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
@@ -99,64 +163,147 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
     loader->desc = *desc;
     loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
     loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
+    loader->timeout_ns = world ? world->timeout_ns : DTRAIN__NEXT_TIMEOUT_NS;
+    if (desc->prefetch == 0) loader->desc.prefetch = 2 * desc->workers;
     dtrain_result result = dtrain__loader_plan(loader);
-    if (result == DTRAIN_OK) {
-        loader->window = (int32_t *)dtrain__alloc(&allocator, (size_t)desc->sequence + 1,
-                                                  sizeof *loader->window, "a loader's window");
-        if (!desc->in_order)
-            loader->order = (int64_t *)dtrain__alloc(&allocator, (size_t)loader->window_count,
-                                                     sizeof *loader->order, "a loader's order");
-        if (!loader->window || !(loader->order || desc->in_order)) result = DTRAIN_ERROR_MEMORY;
-    }
+    if (result == DTRAIN_OK) result = dtrain__loader_memory(loader);
+    if (result == DTRAIN_OK && desc->workers) result = dtrain__prefetch_create(loader);
     if (result == DTRAIN_OK) *out = loader;
     else dtrain_loader_destroy(loader);
     return result;
 }
 
-/* Check the desc, resolve token_count, and count the windows of an epoch and the shifts to choose
- * from, by the rule at the top. Written with subtractions only: nothing overflows. */
-static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
+/* Refuse what does not go together. */
+static dtrain_result dtrain__loader_check(const dtrain_loader_desc *desc)
 {
-    dtrain_loader_desc *desc = &loader->desc;
-    if (!desc->dataset || desc->batch == 0 || desc->sequence <= 0)
+    const bool tokens = desc->dataset && desc->dataset->item_bytes == 0;
+    if (!desc->dataset || desc->batch == 0 || desc->sequence < 0 || (tokens && !desc->sequence))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_loader_create: expected a dataset and batch and sequence of at "
                            "least 1, found %s, %u and %lld",
                            desc->dataset ? "one" : "none", (unsigned)desc->batch,
                            (long long)desc->sequence);
-    const int64_t have = desc->dataset->token_count;
-    if (desc->first_token < 0 || desc->first_token > have || desc->token_count < 0 ||
-        desc->token_count > have - desc->first_token)
+    if (!tokens && desc->sequence)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_loader_create: %lld tokens from %lld on were asked for, %s has "
+                           "dtrain_loader_create: sequence is %lld, but %s holds samples, which "
+                           "are not cut: expected 0",
+                           (long long)desc->sequence, desc->dataset->name);
+    if (!desc->transform != !desc->output_bytes || (desc->user && !desc->transform) ||
+        (desc->transform && tokens))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_loader_create: %s",
+                           desc->transform && tokens ? "transform is for samples, not for tokens"
+                           : desc->transform         ? "transform needs output_bytes"
+                                                     : "output_bytes and user are for a transform");
+    if (desc->workers > DTRAIN__MOST_WORKERS || desc->prefetch > DTRAIN__MOST_PREFETCH ||
+        (desc->prefetch && !desc->workers))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: workers is %u and prefetch %u; expected at most "
+                           "%d and %d, and no prefetch without workers",
+                           (unsigned)desc->workers, (unsigned)desc->prefetch, DTRAIN__MOST_WORKERS,
+                           DTRAIN__MOST_PREFETCH);
+    return DTRAIN_OK;
+}
+
+/* Resolve item_count, and count the windows of an epoch and the shifts to choose from, by the rule
+ * at the top. Written with subtractions only: nothing overflows. */
+static dtrain_result dtrain__loader_plan(dtrain_loader *loader)
+{
+    dtrain_loader_desc *desc = &loader->desc;
+    const bool tokens = desc->sequence != 0;
+    const char *name = desc->dataset->name;
+    const int64_t have = desc->dataset->item_count;
+    if (desc->first_item < 0 || desc->first_item > have || desc->item_count < 0 ||
+        desc->item_count > have - desc->first_item)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_loader_create: %lld %s from %lld on were asked for, %s has "
                            "%lld",
-                           (long long)desc->token_count, (long long)desc->first_token,
-                           desc->dataset->path, (long long)have);
-    if (desc->token_count == 0) desc->token_count = have - desc->first_token;
-    const int64_t tokens = desc->token_count, sequence = desc->sequence;
-    if (tokens <= sequence)
+                           (long long)desc->item_count, tokens ? "tokens" : "samples",
+                           (long long)desc->first_item, name, (long long)have);
+    if (desc->item_count == 0) desc->item_count = have - desc->first_item;
+    const int64_t items = desc->item_count, sequence = desc->sequence;
+    if (items <= sequence)
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "dtrain_loader_create: %s has %lld tokens here, but a window of %lld + "
-                           "1 needs %llu: use a shorter sequence or a larger file",
-                           desc->dataset->path, (long long)tokens, (long long)sequence,
+                           tokens ? "dtrain_loader_create: %s has %lld tokens here, but a window "
+                                    "of %lld + 1 needs %llu: use a shorter sequence or a larger "
+                                    "file"
+                                  : "dtrain_loader_create: %s has %lld samples here",
+                           name, (long long)items, (long long)sequence,
                            (unsigned long long)sequence + 1);
-    loader->window_count =
-        desc->in_order ? (tokens - 1) / sequence : dtrain__max(1, tokens / sequence - 1);
-    loader->shift_count = dtrain__min(sequence, tokens - loader->window_count * sequence);
+    loader->window_count = !tokens          ? items
+                           : desc->in_order ? (items - 1) / sequence
+                                            : dtrain__max(1, items / sequence - 1);
+    loader->shift_count =
+        tokens ? dtrain__min(sequence, items - loader->window_count * sequence) : 1;
+    const int64_t step = (int64_t)((uint64_t)desc->batch * loader->ranks); /* < 2^63 */
+    loader->samples_per_epoch =
+        loader->window_count - (desc->drop_last ? loader->window_count % step : 0);
+    if (loader->samples_per_epoch == 0)
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "dtrain_loader_create: with drop_last nothing is left of %s: it has "
+                           "%lld samples here, and %d ranks take batches of %u",
+                           name, (long long)loader->window_count, (int)loader->ranks,
+                           (unsigned)desc->batch);
     if (desc->in_order || loader->window_count < DTRAIN__RANDPERM_LIMIT) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "dtrain_loader_create: %lld windows of %lld tokens cannot be shuffled, "
                        "expected fewer than %lld: use a longer sequence or a part of the file",
-                       (long long)loader->window_count, (long long)sequence,
+                       (long long)loader->window_count, (long long)dtrain__max(1, sequence),
                        (long long)DTRAIN__RANDPERM_LIMIT);
+}
+
+/* Allocate the order of an epoch, and batches: one without workers, whose inputs and targets are
+ * then the caller's. */
+static dtrain_result dtrain__loader_memory(dtrain_loader *loader)
+{
+    const dtrain_loader_desc *desc = &loader->desc;
+    const dtrain_allocator *allocator = &loader->allocator;
+    const size_t row =
+        (size_t)desc->sequence; /* tokens fit in memory as bytes, maybe not as int32 */
+    if (row > SIZE_MAX / sizeof(int32_t) - 1)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a window of %zu tokens", row);
+    loader->sample_bytes = row               ? row * sizeof(int32_t)
+                           : desc->transform ? desc->output_bytes
+                                             : desc->dataset->item_bytes;
+    loader->target_bytes = (row ? row : 1) * sizeof(int32_t);
+    loader->scratch_bytes = row ? (row + 1) * sizeof(int32_t) : desc->dataset->item_bytes;
+    if (!desc->in_order) {
+        loader->order = (int64_t *)dtrain__alloc(allocator, (size_t)loader->window_count,
+                                                 sizeof *loader->order, "a loader's order");
+        if (!loader->order) return DTRAIN_ERROR_MEMORY;
+    }
+    loader->batch_count = desc->workers ? desc->prefetch : 1;
+    loader->batches = (dtrain__batch *)dtrain__alloc(allocator, loader->batch_count,
+                                                     sizeof *loader->batches, "a loader's batches");
+    for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
+        dtrain__batch *batch = &loader->batches[i];
+        batch->picks = (dtrain__pick *)dtrain__alloc(allocator, desc->batch, sizeof *batch->picks,
+                                                     "the samples of a batch");
+        batch->scratch = dtrain__alloc(allocator, loader->scratch_bytes, 1, "a sample");
+        if (!batch->picks || !batch->scratch) return DTRAIN_ERROR_MEMORY;
+        if (!desc->workers) continue;
+        batch->inputs =
+            dtrain__alloc(allocator, desc->batch, loader->sample_bytes, "a batch's inputs");
+        batch->targets = (int32_t *)dtrain__alloc(allocator, desc->batch, loader->target_bytes,
+                                                  "a batch's targets");
+        if (!batch->inputs || !batch->targets) return DTRAIN_ERROR_MEMORY;
+    }
+    return loader->batches ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
 
 DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
 {
     if (!loader) return;
     dtrain_allocator allocator = loader->allocator;
-    dtrain__free(&allocator, loader->window, (size_t)loader->desc.sequence + 1,
-                 sizeof *loader->window);
+    const uint32_t count = loader->desc.batch;
+    dtrain__prefetch_destroy(loader);
+    for (size_t i = 0; loader->batches && i < loader->batch_count; i++) {
+        dtrain__batch *batch = &loader->batches[i];
+        dtrain__free(&allocator, batch->picks, count, sizeof *batch->picks);
+        dtrain__free(&allocator, batch->scratch, loader->scratch_bytes, 1);
+        dtrain__free(&allocator, batch->inputs, count, loader->sample_bytes);
+        dtrain__free(&allocator, batch->targets, count, loader->target_bytes);
+    }
+    dtrain__free(&allocator, loader->batches, loader->batch_count, sizeof *loader->batches);
     dtrain__free(&allocator, loader->order, (size_t)loader->window_count, sizeof *loader->order);
     dtrain__free(&allocator, loader, 1, sizeof *loader);
 }

@@ -172,6 +172,7 @@ static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_reco
     dtrain__line_number(&line, "step_ms", record->step_ms);
     dtrain__line_number(&line, "comm_ms", record->comm_ms);
     dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
+    dtrain__line_number(&line, "data_ms", record->data_ms);
     dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
     if (record->loss_scale > 0) {
         dtrain__line_number(&line, "loss_scale", record->loss_scale);
@@ -201,6 +202,7 @@ static void dtrain__metrics_json_final(dtrain_metrics *metrics)
     dtrain__line_number(&line, "step_ms", s.step_ms);
     dtrain__line_number(&line, "comm_ms", s.comm_ms);
     dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
+    dtrain__line_number(&line, "data_ms", s.data_ms);
     dtrain__line_number(&line, "scaling", s.scaling);
     dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
     dtrain__metrics_write(metrics, &line);
@@ -236,6 +238,7 @@ static void dtrain__progress_draw(const dtrain_metrics *metrics)
     }
     if (dtrain_world_size(metrics->world) > 1)
         dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
     if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
         line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
     fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
@@ -272,11 +275,12 @@ static void dtrain__progress_table(const dtrain_metrics *metrics)
     dtrain__line_time_left(&left, metrics);
     if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
     if (first)
-        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s\n", "step", "loss",
-                "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed", "eta");
-    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8s\n",
+        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
+                "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed",
+                "data_ms", "eta");
+    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
             (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
-            r->step_ms, r->comm_ms, r->exposed_comm_ms, left.text);
+            r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
     fflush(metrics->desc.progress);
 }
 
@@ -390,6 +394,7 @@ DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_sum
     summary->comm_ms = dtrain__median(metrics, offsetof(dtrain_step_record, comm_ms));
     summary->exposed_comm_ms =
         dtrain__median(metrics, offsetof(dtrain_step_record, exposed_comm_ms));
+    summary->data_ms = dtrain__median(metrics, offsetof(dtrain_step_record, data_ms));
     summary->scaling = summary->step_ms > 0
                            ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
                            : DTRAIN__NAN;

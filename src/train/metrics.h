@@ -26,8 +26,8 @@ typedef struct dtrain_metrics_desc {
 DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
                                                dtrain_metrics **out);
 /* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
- * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, comm_bytes; with loss scaling
- * loss_scale, skipped_steps. Numbers that are not finite are written as null. */
+ * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, comm_bytes; with loss
+ * scaling loss_scale, skipped_steps. Numbers that are not finite are written as null. */
 DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
                                              const dtrain_step_record *record);
 
@@ -37,6 +37,7 @@ typedef struct dtrain_summary {
     double first_loss, last_loss, val_loss;   /* NaN where unknown */
     double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
     double step_ms, comm_ms, exposed_comm_ms; /* medians */
+    double data_ms;                           /* median */
     double scaling;                           /* (step - exposed) / step: an upper estimate */
     uint64_t comm_bytes;                      /* of all steps, this rank */
 } dtrain_summary;

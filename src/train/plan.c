@@ -87,7 +87,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
         if (world->device->ops->host_memory) memory->workspace = world->base_bytes;
     }
     if (desc->optimizer && desc->optimizer->offloaded) memory->host += desc->optimizer->block_bytes;
-    else if (desc->optimizer) memory->optimizer = desc->optimizer->state_bytes;
+    else if (desc->optimizer) memory->optimizer = desc->optimizer->block_bytes;
     memory->total = memory->activations + memory->activation_grads + memory->params +
                     memory->grads + memory->optimizer + memory->buffers + memory->workspace;
     return DTRAIN_OK;

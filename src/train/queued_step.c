@@ -42,7 +42,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     dtrain__queue *queue = trainer->queue;
     dtrain_device *device = queue->device;
     const float *norm = queue->results + desc->micro_batches;
-    *queue->now = dtrain__optimizer_scalars(desc->optimizer, (float)record->lr, 1);
+    *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
@@ -67,7 +67,7 @@ static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
         dtrain__feed *feed = &trainer->queue->feeds[micro];
-        if (!feed->filled) DTRAIN__TRY(trainer->desc.next_batch(trainer->desc.user));
+        if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
             dtrain__feed_fill(&feed->items[i]);
         feed->filled = true;
@@ -110,7 +110,7 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
-        dtrain__optimizer_update(desc->optimizer, NULL, queue->now, queue->scalars)));
+        dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
@@ -147,8 +147,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
         missing = "a device that can record (the CPU's cannot)";
     else if (!trainer->desc.next_batch) missing = "next_batch";
     else if (!trainer->desc.optimizer) missing = "an optimizer";
-    else if (trainer->desc.optimizer->desc.variance_steps)
-        missing = "an optimizer without variance_steps: what is recorded would never stop";
+    else if (dtrain__not_recordable(trainer->desc.optimizer))
+        missing = dtrain__not_recordable(trainer->desc.optimizer);
     else if (trainer->desc.strategy->desc.offload)
         missing = "everything on the device: an offloaded update runs on the host";
     else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";

@@ -3,7 +3,7 @@
  * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
  * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
  *
- *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 5 words
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 6 words
  *     |<----------------------- step time ------------------------------->|
  *
  * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
@@ -15,7 +15,8 @@
  * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
  * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
  * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
- * in the record's own all-gather is in no figure. */
+ * in the record's own all-gather is in no figure. Waiting for data counts as compute time, so that
+ * a rank with a slow disk is found; how much of it that was is a figure of its own. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -64,6 +65,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
     dtrain__strategy_comm_info(trainer->desc.strategy, &before);
     const double start = dtrain_seconds();
+    trainer->data = 0;
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
     own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
@@ -76,6 +78,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_EXPOSED] = (float)exposed;
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
+    own[DTRAIN__WORD_DATA] = (float)trainer->data;
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
     trainer->step++;
@@ -106,7 +109,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
     const uint32_t micro = trainer->micro;
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
-    if (desc->next_batch && !fetched) DTRAIN__TRY(desc->next_batch(desc->user));
+    if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
@@ -115,6 +118,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
     result = dtrain_strategy_finish(desc->strategy);
     trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
+    return result;
+}
+
+/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
+{
+    const double start = dtrain_seconds();
+    const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
+    trainer->data += dtrain_seconds() - start;
     return result;
 }
 
@@ -197,12 +209,13 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
 {
     const bool overflow = !dtrain_is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT], seconds = 0;
+    double mean[DTRAIN__WORD_COUNT], seconds = 0, data = 0;
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     for (int r = 0; r < trainer->ranks; r++) {
-        const double one = (double)trainer->words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_STEP];
-        if (one > seconds) seconds = one;
+        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
+        if ((double)words[DTRAIN__WORD_DATA] > data) data = (double)words[DTRAIN__WORD_DATA];
     }
     record->skipped_steps = trainer->skipped;
     if (trainer->scaling) {
@@ -219,6 +232,7 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     record->step_ms = 1e3 * seconds;
     record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
     record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
+    record->data_ms = 1e3 * data;
     record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;

@@ -5,7 +5,7 @@
  *
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of five
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of six
  *     numbers per rank, from which every rank makes the same record */
 
 #pragma once
@@ -71,6 +71,7 @@ typedef struct dtrain_step_record {
     double step_ms;           /* slowest rank */
     double comm_ms;           /* an operation was in flight; mean over ranks */
     double exposed_comm_ms;   /* of that, the rank could not compute; mean over ranks */
+    double data_ms;           /* in next_batch, while nothing was computed; slowest rank */
     uint64_t comm_bytes;      /* this rank sent, by the ring formula */
     double straggler_score;   /* slowest rank's compute time / median of ranks */
     double loss_scale;        /* of this step's backward; 0: no loss scaling */

@@ -24,6 +24,7 @@ enum {
     DTRAIN__WORD_COMM,
     DTRAIN__WORD_EXPOSED,
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
+    DTRAIN__WORD_DATA, /* seconds in next_batch */
     DTRAIN__WORD_COUNT
 };
 
@@ -45,6 +46,7 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
+    double data;       /* seconds that this call of step has spent in next_batch */
     float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute;   /* (ranks) seconds, for the median */
     int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
@@ -68,6 +70,7 @@ typedef struct dtrain__queue {
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
 /* train/trainer.c */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
                                                     dtrain_tensor **loss);

@@ -1,15 +1,17 @@
-/* export_gpt2.c: a small random GPT for test_weights.sh, which compares it with transformers' GPT-2.
+/* export_gpt2.c: a small random GPT for test_weights.sh and test_models.sh, which compare it with transformers' GPT-2.
  *
- *     export_gpt2 RANKS STRATEGY [seed=N] [import=PATH] [checkpoint=FOLDER] [export=PATH] [dtype=bf16]
+ *     export_gpt2 RANKS STRATEGY [seed=N] [import=PATH] [train=STEPS] [checkpoint=FOLDER] [export=PATH] [dtype=bf16]
  *                 [file_bytes=N] [names=own] [values=FILE] [logits=FILE]
  *
- * import, checkpoint, export, values and logits happen in this order. Names are those of Hugging Face, and so are the
+ * import, train, checkpoint, export, values and logits happen in this order. train: AdamW with a rate of 1e-3, betas
+ * of 0.9 and 0.95 and a decay of 0.1 of matrices, on one batch, the tokens of the logits, each predicting the next in
+ * its sequence; prints each loss. PATH is a .bin of llm.c, or of Hugging Face: names are theirs then, and so are the
  * transposes and the vocabulary without padding; names=own: everything as it lies here. values: all parameters, one
  * behind the other, as fp32; their names and shapes go to stdout. logits: (BATCH * SEQ, VOCAB) of tokens (7 i + 3) %
  * VOCAB, as fp32. */
 #include "dtrain.h"
 
-#include "tools/train_gpt/gpt.h"
+#include "tools/train_gpt/llmc.h"
 
 enum { LAYERS = 2, HEADS = 4, CHANNELS = 32, SEQ = 16, POSITIONS = 24, VOCAB = 300, BATCH = 2 };
 
@@ -17,7 +19,7 @@ typedef struct job {
     int ranks;
     const char *strategy, *seed, *import, *checkpoint, *export, *dtype, *file_bytes, *names,
         *values;
-    const char *logits;
+    const char *logits, *train;
 } job;
 
 static const char *const kinds[] = {"",           "ddp",   "zero1",       "shard_grad_op",
@@ -68,6 +70,37 @@ static dtrain_result write_logits(dtrain_world *world, dtrain_strategy *strategy
     return result;
 }
 
+/* Train on one batch, which all ranks have. */
+static dtrain_result train(dtrain_world *world, dtrain_strategy *strategy, gpt *m, int steps)
+{
+    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer *optimizer = NULL;
+    dtrain_tape *tape = NULL;
+    int32_t tokens[BATCH * SEQ], targets[BATCH * SEQ];
+    gpt_batch batch = {m, BATCH, tokens, targets};
+    float value = 0;
+    adamw.beta2 = 0.95f;
+    adamw.weight_decay = 0.1f;
+    for (int i = 0; i < BATCH * SEQ; i++) {
+        tokens[i] = (7 * i + 3) % VOCAB;
+        targets[i] = (i + 1) % SEQ ? (7 * i + 10) % VOCAB : -1;
+    }
+    dtrain_result result = dtrain_optimizer_create(world, strategy, &adamw, &optimizer);
+    if (result == DTRAIN_OK) result = dtrain_tape_create(world, strategy, NULL, &tape);
+    for (int step = 0; step < steps && result == DTRAIN_OK; step++) {
+        result = dtrain_tape_begin(tape, 0, 0);
+        dtrain_tensor *loss = gpt_loss(tape, &batch);
+        if (result == DTRAIN_OK) result = dtrain_tensor_read(tape, loss, &value);
+        if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, loss, 1);
+        if (result == DTRAIN_OK) result = dtrain_strategy_finish(strategy);
+        if (result == DTRAIN_OK) result = dtrain_optimizer_step(optimizer, 1e-3f, 1);
+        if (dtrain_world_rank(world) == 0) printf("loss %.7f\n", (double)value);
+    }
+    dtrain_tape_destroy(tape);
+    dtrain_optimizer_destroy(optimizer);
+    return result;
+}
+
 static dtrain_result save(dtrain_world *world, dtrain_state *state, const char *folder)
 {
     dtrain_checkpoint_desc desc;
@@ -83,7 +116,7 @@ static dtrain_result save(dtrain_world *world, dtrain_state *state, const char *
     return result == DTRAIN_OK ? closed : result;
 }
 
-static dtrain_result run(dtrain_world *world, const job *j, const gpt *m, dtrain_strategy *strategy,
+static dtrain_result run(dtrain_world *world, const job *j, gpt *m, dtrain_strategy *strategy,
                          dtrain_state *state)
 {
     const int rank = dtrain_world_rank(world);
@@ -102,12 +135,18 @@ static dtrain_result run(dtrain_world *world, const job *j, const gpt *m, dtrain
                : strcmp(j->dtype, "bf16") == 0 ? DTRAIN_DTYPE_BF16
                                                : DTRAIN_DTYPE_F16;
     to.file_bytes = j->file_bytes ? (uint64_t)atoll(j->file_bytes) : 0;
-    if (j->import) result = dtrain_checkpoint_import(state, j->import, &from, &info);
-    if (result == DTRAIN_OK && j->import && rank == 0)
+    const bool llmc = j->import && llmc_is_model(j->import);
+    if (llmc) result = llmc_import(world, state, m, j->import);
+    else if (j->import) result = dtrain_checkpoint_import(state, j->import, &from, &info);
+    if (result == DTRAIN_OK && j->import && !llmc && rank == 0)
         printf("imported %llu of %llu parameters, %llu bytes\n", (unsigned long long)info.values,
                (unsigned long long)m->param_count - 1, (unsigned long long)info.bytes);
+    if (result == DTRAIN_OK && j->train) result = train(world, strategy, m, atoi(j->train));
     if (result == DTRAIN_OK && j->checkpoint) result = save(world, state, j->checkpoint);
-    if (result == DTRAIN_OK && j->export)
+    const bool bin = j->export && strstr(j->export, ".bin");
+    if (result == DTRAIN_OK && bin)
+        result = llmc_export(world, strategy, m, to.dtype == DTRAIN_DTYPE_BF16, j->export);
+    else if (result == DTRAIN_OK && j->export)
         result = dtrain_checkpoint_export(strategy, j->export, &to);
     if (result == DTRAIN_OK && j->values) result = write_values(strategy, m, j->values, rank);
     if (result == DTRAIN_OK && j->logits)
@@ -135,6 +174,7 @@ static int rank_main(dtrain_world *world, void *user)
             DTRAIN_INIT_NORMAL; /* biases and norms too: what is 0 or 1 could be any other */
         m.params[i].init_scale = m.params[i].shape[1] ? 0.15f : 0.3f;
     }
+    if (m.wpe) m.wpe->init_scale = 0.8f; /* or the likeliest token is the last one again */
     if (result == DTRAIN_OK)
         result = dtrain_strategy_create(world, m.params, m.param_count, &desc, &strategy);
     list.strategy = strategy;
@@ -179,6 +219,7 @@ int main(int argc, char **argv)
         take(argv[i], "names", &j.names);
         take(argv[i], "values", &j.values);
         take(argv[i], "logits", &j.logits);
+        take(argv[i], "train", &j.train);
     }
     (void)dtrain_launch(&launch, rank_main, &j, &info);
     return info.exit_code;

@@ -33,6 +33,7 @@ trainer="--program $build/train_gpt"
 small="--layers 1 --channels 32 --seq 16 --batch 2"
 check "bench_gemm" "^NT 64 x 64 x 64 .* yes" '"shape": "NT 768 x 384 x 128".*"GFLOP/s_max"' "$bench/bench_gemm" --quick
 check "bench_conv" "^16 to 16 +weight .* yes" '"layer": "depthwise 64".*"of_gemm": [0-9]' "$bench/bench_conv" --quick
+check "bench_data" "^128 images, bytes +2 workers .* yes" '"batch": "8 x 64 tokens", "reader": "read".*"exposed_us": [0-9]' "$bench/bench_data" --quick
 check "bench_collectives" "^all-reduce +1048576 +private .* yes" '"operation": "barrier"' "$bench/bench_collectives" --quick
 check "bench_checkpoint" "^ +2 +23.7 .* yes" '"ranks": 1, .*"of_dd' "$bench/bench_checkpoint" --quick --directory "$tmp"
 check "bench_links" "4 nodes, 2 Gb/s" '"nodes": 3, .*"emulated_ms": [0-9]' "$bench/bench_links" --quick --nodes 3,4

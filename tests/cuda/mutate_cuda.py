@@ -30,6 +30,7 @@ TESTS = {
     "layernorm": ["layernorm"],
     "tokens": ["tokens"],
     "attention_gemm": ["attention"],
+    "flash_tiles": ["flash", "attention"],
     "flash": ["flash", "attention"],
     "sparse": ["sparse"],
     "columns": ["sparse"],

@@ -5,6 +5,7 @@
 #include "test.h"
 #include "dtrain.h"
 #include "cuda_testing.h"
+#include "packed_attention.h"
 
 static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
 
@@ -141,34 +142,32 @@ static void *take_nan(size_t bytes, size_t shift)
     return device;
 }
 
+static packed_shape packed_of(const problem *x)
+{
+    const packed_shape shape = {x->s.batch, x->s.sequence, x->s.heads, x->s.heads,
+                                x->s.size,  x->causal,     x->dtype};
+    return shape;
+}
+
 static dtrain_attention_args forward_args(const problem *x, size_t shift)
 {
     const size_t element = dtrain_dtype_bytes(x->dtype), count = (size_t)(x->tokens * x->n);
-    dtrain_attention_args args;
-    memset(&args, 0, sizeof args);
-    args.batch = x->s.batch, args.sequence = x->s.sequence, args.heads = x->s.heads, args.n = x->n;
-    args.causal = x->causal, args.dtype = x->dtype;
-    args.qkv = gpu_give(x->qkv, 3 * count * element, shift * element);
-    args.y = take_nan(count * element, shift * element);
-    args.lse =
-        (float *)take_nan((size_t)(x->tokens * x->s.heads) * sizeof(float), shift * sizeof(float));
-    return args;
+    void *qkv = gpu_give(x->qkv, 3 * count * element, shift * element);
+    void *y = take_nan(count * element, shift * element);
+    void *lse = take_nan((size_t)(x->tokens * x->s.heads) * sizeof(float), shift * sizeof(float));
+    return packed_attention(packed_of(x), qkv, y, lse);
 }
 
 static dtrain_attention_backward_args backward_args(const problem *x, size_t shift)
 {
     const size_t element = dtrain_dtype_bytes(x->dtype), count = (size_t)(x->tokens * x->n);
-    dtrain_attention_backward_args args;
-    memset(&args, 0, sizeof args);
-    args.batch = x->s.batch, args.sequence = x->s.sequence, args.heads = x->s.heads, args.n = x->n;
-    args.causal = x->causal, args.dtype = x->dtype;
-    args.qkv = gpu_give(x->qkv, 3 * count * element, shift * element);
-    args.y = gpu_give(x->y, count * element, shift * element);
-    args.d_y = gpu_give(x->d_y, count * element, shift * element);
-    args.lse = (float *)gpu_give(x->lse, (size_t)(x->tokens * x->s.heads) * sizeof(float),
-                                 shift * sizeof(float));
-    args.d_qkv = take_nan(3 * count * element, shift * element);
-    return args;
+    void *qkv = gpu_give(x->qkv, 3 * count * element, shift * element);
+    void *y = gpu_give(x->y, count * element, shift * element);
+    void *d_y = gpu_give(x->d_y, count * element, shift * element);
+    void *lse =
+        gpu_give(x->lse, (size_t)(x->tokens * x->s.heads) * sizeof(float), shift * sizeof(float));
+    void *d_qkv = take_nan(3 * count * element, shift * element);
+    return packed_attention_backward(packed_of(x), qkv, y, lse, d_y, d_qkv);
 }
 
 static bool check_result(const problem *x, const char *what, const void *device, const double *want,
@@ -196,7 +195,7 @@ static bool try_problem(const problem *x, size_t shift)
     good = good && check_result(x, "y", forward.y, x->want_y, count, x->dtype, shift, tolerance);
     good = good && CHECK_MSG(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_OK, "%s: %s",
                              describe(x, "backward", shift), dtrain_last_error()) != 0;
-    good = good && check_result(x, "d_qkv", backward.d_qkv, x->want_d, 3 * count, x->dtype, shift,
+    good = good && check_result(x, "d_qkv", backward.d_q, x->want_d, 3 * count, x->dtype, shift,
                                 2 * tolerance);
     gpu_release();
     return good;
@@ -358,7 +357,7 @@ static void test_orders(void)
             CHECK(gpu->ops->attention(gpu, &forward) == DTRAIN_OK);
             CHECK(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_OK);
             gpu_read(to, forward.y, y);
-            gpu_read(to + y, backward.d_qkv, 3 * y);
+            gpu_read(to + y, backward.d_q, 3 * y);
             gpu_read(to + 4 * y, forward.lse, lse);
             CHECK_MSG(to == first || memcmp(got, first, bytes) == 0, "order %d: %s", order,
                       describe(&x, "bits", shift));
@@ -434,7 +433,7 @@ static void test_graph(void)
         for (int launch = 0; launch < 2; launch++)
             CHECK(gpu->ops->graph_launch(gpu, graph) == DTRAIN_OK);
         check_result(&x, "y", forward.y, x.want_y, count, x.dtype, 0, tolerance);
-        check_result(&x, "d_qkv", backward.d_qkv, x.want_d, 3 * count, x.dtype, 0, tolerance);
+        check_result(&x, "d_qkv", backward.d_q, x.want_d, 3 * count, x.dtype, 0, tolerance);
         gpu->ops->graph_destroy(gpu, graph);
         drop_problem(&x);
     }
@@ -443,29 +442,27 @@ static void test_graph(void)
 
 static void test_errors_and_nothing(void)
 {
-    dtrain_attention_args forward;
-    dtrain_attention_backward_args backward;
-    memset(&forward, 0, sizeof forward);
-    memset(&backward, 0, sizeof backward);
+    static const struct {
+        packed_shape is;
+        dtrain_result result;
+        const char *words;
+    } cases[] = {{{0, 5, 2, 2, 4, false, DTRAIN_DTYPE_F32}, DTRAIN_OK, NULL},
+                 {{3, 0, 2, 2, 4, false, DTRAIN_DTYPE_F32}, DTRAIN_OK, NULL},
+                 {{3, 5, 3, 2, 4, false, DTRAIN_DTYPE_F32}, DTRAIN_ERROR_ARGUMENT, "3 heads"},
+                 {{3, 5, 0, 1, 4, false, DTRAIN_DTYPE_F32}, DTRAIN_ERROR_ARGUMENT, "0 heads"},
+                 {{3, 5, 2, 2, 0, false, DTRAIN_DTYPE_F32}, DTRAIN_ERROR_ARGUMENT, "0 elements"},
+                 {{3, 5, 2, 2, 4, false, DTRAIN_DTYPE_I64}, DTRAIN_ERROR_UNSUPPORTED, "i64"}};
     gpu_open();
-    forward.heads = backward.heads = 2, forward.n = backward.n = 8;
-    forward.sequence = backward.sequence = 5;
-    CHECK(gpu->ops->attention(gpu, &forward) == DTRAIN_OK); /* no batch */
-    CHECK(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_OK);
-    forward.sequence = backward.sequence = 0, forward.batch = backward.batch = 3;
-    CHECK(gpu->ops->attention(gpu, &forward) == DTRAIN_OK);
-    CHECK(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_OK);
-    forward.sequence = backward.sequence = 5, forward.heads = backward.heads = 3;
-    CHECK(gpu->ops->attention(gpu, &forward) == DTRAIN_ERROR_ARGUMENT);
-    CHECK_SAYS("n is 8, which 3 heads");
-    CHECK(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_ERROR_ARGUMENT);
-    forward.heads = backward.heads = 0;
-    CHECK(gpu->ops->attention(gpu, &forward) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_ERROR_ARGUMENT);
-    forward.heads = backward.heads = 2, forward.dtype = backward.dtype = DTRAIN_DTYPE_I64;
-    CHECK(gpu->ops->attention(gpu, &forward) == DTRAIN_ERROR_UNSUPPORTED);
-    CHECK_SAYS("i64");
-    CHECK(gpu->ops->attention_backward(gpu, &backward) == DTRAIN_ERROR_UNSUPPORTED);
+    EACH(i, cases)
+    {
+        const dtrain_attention_args forward = packed_attention(cases[i].is, NULL, NULL, NULL);
+        const dtrain_attention_backward_args backward =
+            packed_attention_backward(cases[i].is, NULL, NULL, NULL, NULL, NULL);
+        CHECK(gpu->ops->attention(gpu, &forward) == cases[i].result);
+        if (cases[i].words) CHECK_SAYS(cases[i].words);
+        CHECK(gpu->ops->attention_backward(gpu, &backward) == cases[i].result);
+        if (cases[i].words) CHECK_SAYS(cases[i].words);
+    }
     gpu_close();
 }
 

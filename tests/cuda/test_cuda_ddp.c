@@ -3,6 +3,7 @@
  * ranks of this machine share one GPU, so their communicator is the staged one. */
 #include "test.h"
 #include "dtrain.h"
+#include "packed_attention.h"
 #include "ranks.h"
 #ifdef DTRAIN_CUDA_EMULATION
 #include "cuda_emulation.h"
@@ -449,7 +450,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 1);
     dtrain_tensor *h = dtrain_layernorm(t, x, &p[2], &p[3]);
     h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_attention(t, h, T, HEADS, DTRAIN_ATTENTION_CAUSAL);
+    h = causal_attention(t, h, T, HEADS);
     h = dtrain_dropout(t, dtrain_linear(t, h, &p[6], &p[7], DTRAIN_ACTIVATION_NONE), m->dropout);
     h = dtrain_add_layernorm(t, x, h, &p[8], &p[9], &x);
     h = dtrain_linear(t, h, &p[10], &p[11], DTRAIN_ACTIVATION_GELU);
@@ -485,13 +486,18 @@ static int train_main(dtrain_world *world, void *user)
     dtrain_strategy_desc ddp = {0};
     dtrain_optimizer_desc optim =
         how->optimizer == DTRAIN_OPTIMIZER_SGD ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
+    const dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_lion_defaults()};
     if (how->optimizer == DTRAIN_OPTIMIZER_SGD) optim.momentum = 0.9f;
+    optim.groups = groups;
+    optim.group_count = 2;
     memset(&m, 0, sizeof m);
     memset(&desc, 0, sizeof desc);
     m.rank = dtrain_world_rank(world);
     m.ignored = how->ignored;
     m.dropout = how->dropout;
     declare(&m);
+    if (how->optimizer == DTRAIN_OPTIMIZER_MUON) /* of matrices; Lion of their biases */
+        for (int i = 4; i < 14; i++) m.params[i].group = m.params[i].shape[1] ? 1 : i < 8 ? 2 : 0;
     ddp.no_overlap = how->no_overlap;
     if (how->bucket_bytes) ddp.bucket_bytes = ddp.first_bucket_bytes = how->bucket_bytes;
     RANKS_TRY(dtrain_strategy_create(world, m.params, PARAMS, &ddp, &strategy));
@@ -635,13 +641,15 @@ static void test_same_bits_in_any_order(void)
  * corrections every time; evaluation in between uses the same memory. */
 static void test_graph_is_eager(void)
 {
-    for (int variant = 0; variant < 4; variant++) {
+    for (int variant = 0; variant < 5; variant++) {
         run how = plain();
         how.steps = 10;
         how.dropout = variant == 1 ? 0.3f : 0;
         how.accumulation = variant == 2 ? 3 : 1;
         how.tape_flags = variant == 3 ? DTRAIN_TAPE_BF16 : 0;
-        how.optimizer = variant == 2 ? DTRAIN_OPTIMIZER_SGD : DTRAIN_OPTIMIZER_ADAMW;
+        how.optimizer = variant == 2   ? DTRAIN_OPTIMIZER_SGD
+                        : variant == 4 ? DTRAIN_OPTIMIZER_MUON
+                                       : DTRAIN_OPTIMIZER_ADAMW;
         how.clip = variant == 2 ? 0.2f : 1;
         how.evaluate = variant == 1;
         const run eager = trained(how, 1, DTRAIN_LAUNCH_PROCESSES, false);
@@ -722,6 +730,51 @@ static int arrays_main(dtrain_world *world, void *user)
     for (int i = 0; i < 2; i++) device->ops->free(device, memory[i], sizeof host);
     return 0;
 }
+/* Inputs are uploaded late, when nobody waits: arrays are filled again at once, passes follow each other without a
+ * read between them, and each is larger than the one before. What the passes add up to is the gradient. */
+static int inputs_main(dtrain_world *world, void *user)
+{
+    enum { IN = 60, OUT = 5, ROWS = 40 };
+    static float x[ROWS * IN];
+    static int32_t targets[ROWS];
+    float *grad = (float *)user;
+    dtrain_strategy *ddp;
+    dtrain_tape *tape;
+    dtrain_param p = ranks_param("w", NULL, NULL, OUT * IN, 0);
+    p.shape[0] = OUT, p.shape[1] = IN;
+    p.init = DTRAIN_INIT_NORMAL;
+    p.init_scale = 0.1f;
+    RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &ddp));
+    RANKS_TRY(dtrain_tape_create(world, ddp, NULL, &tape));
+    for (int pass = 0; pass < 8; pass++) {
+        const int64_t rows = pass < 4 ? 10 * (pass + 1) : 10 * (8 - pass), shape[2] = {rows, IN};
+        for (int64_t i = 0; i < rows * IN; i++) x[i] = (float)((i * 7 + pass * 13) % 11) - 5;
+        for (int64_t i = 0; i < rows; i++) targets[i] = (int32_t)((i + pass) % OUT);
+        RANKS_TRY(dtrain_strategy_accumulate(ddp, pass < 7));
+        RANKS_TRY(dtrain_tape_begin(tape, 0, 0));
+        dtrain_tensor *h = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
+        dtrain_tensor *t = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, targets, false);
+        memset(x, 0x55, sizeof x);
+        memset(targets, 0, sizeof targets);
+        h = dtrain_linear(tape, h, &p, NULL, DTRAIN_ACTIVATION_NONE);
+        RANKS_TRY(dtrain_tape_backward(tape, dtrain_cross_entropy(tape, h, t, 0, 0), 1));
+        RANKS_TRY(dtrain_strategy_finish(ddp));
+    }
+    RANKS_TRY(
+        dtrain_device_copy(dtrain_world_device(world), grad, p.grad, OUT * IN * sizeof *grad));
+    dtrain_tape_destroy(tape);
+    dtrain_strategy_destroy(ddp);
+    return 0;
+}
+static void test_inputs_are_staged(void)
+{
+    static float cpu[300], cuda[300];
+    dtrain_launch_desc desc = ranks_desc(1, DTRAIN_LAUNCH_THREADS);
+    CHECK(ranks_launch(&desc, inputs_main, cpu, NULL) == DTRAIN_OK);
+    cuda_run(1, DTRAIN_LAUNCH_THREADS, inputs_main, cuda);
+    for (int i = 0; i < 300; i++) CHECK_CLOSE(cuda[i], cpu[i], 1e-4);
+    CHECK(fabsf(cpu[7]) > 1e-3f);
+}
 static void test_host_arrays(void)
 {
     for (int which = 0; which < 3; which++)
@@ -755,6 +808,14 @@ static int refused_main(dtrain_world *world, void *user)
     desc.next_batch = next_batch;
     desc.optimizer = NULL;
     CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
+    dtrain_optimizer_desc other = dtrain_adamw_defaults();
+    other.beta2 = 0.99f;
+    adamw.groups = &other;
+    adamw.group_count = 1;
+    RANKS_TRY(dtrain_optimizer_create(world, strategy, &adamw, &desc.optimizer));
+    CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(strstr(dtrain_last_error(), "same beta1 and beta2") != NULL);
+    dtrain_optimizer_destroy(desc.optimizer);
     desc.optimizer = optimizer;
     if (dtrain_world_size(world) > 1) {
         CHECK(dtrain_trainer_create(world, &desc, &trainer) == DTRAIN_ERROR_UNSUPPORTED);
@@ -941,6 +1002,7 @@ int main(int argc, char **argv)
     RUN(test_graph_is_eager);
     RUN(test_graph_notices_ignored_targets);
     RUN(test_autocast);
+    RUN(test_inputs_are_staged);
     RUN(test_host_arrays);
     RUN(test_refused);
     RUN(test_names);

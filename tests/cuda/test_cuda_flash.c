@@ -3,6 +3,7 @@
 #include "test.h"
 #include "dtrain.h"
 #include "cuda_testing.h"
+#include "packed_attention.h"
 
 enum { GUARD = 64 }; /* elements behind each output that must stay as they are */
 
@@ -226,20 +227,25 @@ static void check_guard(const char *what, const void *memory, int64_t count, siz
         }
 }
 
+static packed_shape packed_of(const shape *is)
+{
+    const packed_shape packed = {is->batch, is->sequence, is->heads, is->heads,
+                                 is->head,  is->causal,   is->dtype};
+    return packed;
+}
+
 static dtrain_result run_forward(const attention_case *it, results *out)
 {
     const shape *is = &it->is;
     const size_t element = dtrain_dtype_bytes(is->dtype);
     const size_t y_bytes = ((size_t)(it->tokens * it->n) + GUARD) * element,
                  lse_bytes = ((size_t)it->rows + GUARD) * 4;
-    dtrain_attention_args args = {is->batch, is->sequence, is->heads, it->n,     is->causal,
-                                  NULL,      NULL,         NULL,      is->dtype, 0};
     dtrain_result result;
     out->y = (char *)with_guard(it->tokens * it->n, element);
     out->lse = (float *)with_guard(it->rows, sizeof(float));
-    args.qkv = gpu_give(it->qkv, (size_t)(it->tokens * 3 * it->n) * element, 0);
-    args.y = gpu_give(out->y, y_bytes, 0);
-    args.lse = (float *)gpu_give(out->lse, lse_bytes, 0);
+    const void *qkv = gpu_give(it->qkv, (size_t)(it->tokens * 3 * it->n) * element, 0);
+    void *y = gpu_give(out->y, y_bytes, 0), *lse = gpu_give(out->lse, lse_bytes, 0);
+    const dtrain_attention_args args = packed_attention(packed_of(is), qkv, y, lse);
     result = gpu->ops->attention(gpu, &args);
     if (result != DTRAIN_OK) return result;
     gpu_read(out->y, args.y, y_bytes);
@@ -256,24 +262,22 @@ static dtrain_result run_backward(const attention_case *it, results *out)
     const size_t element = dtrain_dtype_bytes(is->dtype),
                  bytes = (size_t)(it->tokens * it->n) * element;
     const size_t d_bytes = 3 * bytes + GUARD * element;
-    dtrain_attention_backward_args args = {is->batch,  is->sequence, is->heads, it->n,
-                                           is->causal, NULL,         NULL,      NULL,
-                                           NULL,       NULL,         is->dtype, 0};
     char *y = (char *)malloc(bytes + 1);
     float *lse = (float *)malloc((size_t)it->rows * sizeof(float) + 1);
     dtrain_result result;
     for (int64_t i = 0; i < it->tokens * it->n; i++) gpu_set(y, i, is->dtype, (float)it->y[i]);
     for (int64_t i = 0; i < it->rows; i++) lse[i] = (float)it->lse[i];
     out->d_qkv = (char *)with_guard(it->tokens * 3 * it->n, element);
-    args.qkv = gpu_give(it->qkv, 3 * bytes, 0);
-    args.y = gpu_give(y, bytes, 0);
-    args.lse = (const float *)gpu_give(lse, (size_t)it->rows * sizeof(float), 0);
-    args.d_y = gpu_give(it->d_y, bytes, 0);
-    args.d_qkv = gpu_give(out->d_qkv, d_bytes, 0);
+    const void *qkv = gpu_give(it->qkv, 3 * bytes, 0), *given_y = gpu_give(y, bytes, 0);
+    const void *given_lse = gpu_give(lse, (size_t)it->rows * sizeof(float), 0);
+    const void *d_y = gpu_give(it->d_y, bytes, 0);
+    void *d_qkv = gpu_give(out->d_qkv, d_bytes, 0);
+    const dtrain_attention_backward_args args =
+        packed_attention_backward(packed_of(is), qkv, given_y, given_lse, d_y, d_qkv);
     free(y), free(lse);
     result = gpu->ops->attention_backward(gpu, &args);
     if (result != DTRAIN_OK) return result;
-    gpu_read(out->d_qkv, args.d_qkv, d_bytes);
+    gpu_read(out->d_qkv, d_qkv, d_bytes);
     check_guard("d_qkv", out->d_qkv, it->tokens * 3 * it->n, element);
     return DTRAIN_OK;
 }
@@ -531,11 +535,9 @@ static void test_paths(void)
         it = make_case(is, 1, 1, false);
         const size_t bytes = (size_t)(it.tokens * it.n) * element;
         char *y = (char *)malloc(bytes);
-        dtrain_attention_args args = {is.batch, is.sequence, is.heads, it.n,     true,
-                                      NULL,     NULL,        NULL,     is.dtype, 0};
-        args.qkv = gpu_give(it.qkv, 3 * bytes, shift);
-        args.y = gpu_take(bytes, shift);
-        args.lse = (float *)gpu_take((size_t)it.rows * sizeof(float), 0);
+        const void *qkv = gpu_give(it.qkv, 3 * bytes, shift);
+        void *of_y = gpu_take(bytes, shift), *lse = gpu_take((size_t)it.rows * sizeof(float), 0);
+        const dtrain_attention_args args = packed_attention(packed_of(&is), qkv, of_y, lse);
 #ifdef DTRAIN_CUDA_EMULATION
         dtrain_emulation_counters before, after;
         dtrain_emulation_get_counters(&before);
@@ -580,10 +582,10 @@ static void test_empty(void)
 {
     gpu_open();
     for (int batch = 0; batch < 2; batch++) {
-        dtrain_attention_args args = {batch, batch ? 0 : 8,     2, 128, true, NULL, NULL,
-                                      NULL,  DTRAIN_DTYPE_BF16, 0};
-        dtrain_attention_backward_args back = {
-            batch, batch ? 0 : 8, 2, 128, true, NULL, NULL, NULL, NULL, NULL, DTRAIN_DTYPE_BF16, 0};
+        const packed_shape is = {batch, batch ? 0 : 8, 2, 2, 64, true, DTRAIN_DTYPE_BF16};
+        const dtrain_attention_args args = packed_attention(is, NULL, NULL, NULL);
+        const dtrain_attention_backward_args back =
+            packed_attention_backward(is, NULL, NULL, NULL, NULL, NULL);
         CHECK_MSG(gpu->ops->attention(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
         CHECK_MSG(gpu->ops->attention_backward(gpu, &back) == DTRAIN_OK, "%s", dtrain_last_error());
     }

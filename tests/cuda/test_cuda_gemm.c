@@ -7,6 +7,7 @@
 #include "test.h"
 #include "dtrain.h"
 #include "cuda_testing.h"
+#include "packed_attention.h"
 
 static const dtrain_dtype dtypes[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
 
@@ -1074,16 +1075,10 @@ static void test_batches_refused(void)
     void *qkv = gpu_noise(BATCH * T * 3 * N, DTRAIN_DTYPE_F32, 1, 1);
     for (int refused = 0; refused < 2; refused++) {
         open_with_math(0);
-        dtrain_attention_args args = {BATCH,
-                                      T,
-                                      HEADS,
-                                      N,
-                                      true,
-                                      gpu_give(qkv, BATCH * T * 3 * N * 4, 0),
-                                      gpu_take(sizeof y[0], 0),
-                                      (float *)gpu_take(BATCH * HEADS * T * 4, 0),
-                                      DTRAIN_DTYPE_F32,
-                                      0};
+        const packed_shape shape = {BATCH, T, HEADS, HEADS, N / HEADS, true, DTRAIN_DTYPE_F32};
+        const dtrain_attention_args args =
+            packed_attention(shape, gpu_give(qkv, BATCH * T * 3 * N * 4, 0),
+                             gpu_take(sizeof y[0], 0), gpu_take(BATCH * HEADS * T * 4, 0));
         dtrain_emulation_inject(DTRAIN_EMULATION_REFUSE_MATMUL, refused ? 2 : 0);
         CHECK_MSG(gpu->ops->attention(gpu, &args) == DTRAIN_OK, "%s", dtrain_last_error());
         gpu_read(y[refused], args.y, sizeof y[0]);

@@ -3,6 +3,7 @@
 #include "test.h"
 #include "dtrain.h"
 #include "cuda_testing.h"
+#include "packed_attention.h"
 #include "random_kernels.h"
 
 enum { KINDS = 7 }; /* of cases: a seed's is seed % KINDS */
@@ -61,9 +62,10 @@ static void test_errors(void)
     CHECK(gpu->ops->rotary(gpu, &turn) == DTRAIN_ERROR_ARGUMENT);
     turn.rotated = 2, turn.d = 3;
     CHECK(gpu->ops->rotary(gpu, &turn) == DTRAIN_ERROR_ARGUMENT);
-    const dtrain_attention_args shared = {1, 2, 4, 16, false, x, x, x, f32, 3};
+    const packed_shape four = {1, 2, 4, 3, 4, false, f32};
+    const dtrain_attention_args shared = packed_attention(four, x, x, x);
     CHECK(gpu->ops->attention(gpu, &shared) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "4 heads of queries cannot share 3") != NULL);
+    CHECK(strstr(dtrain_last_error(), "4 heads of queries, of 4 elements, cannot share 3") != NULL);
     gpu_close();
 }
 

@@ -151,7 +151,7 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
     dtrain_tape_unit(t, 1);
     dtrain_tensor *h = dtrain_layernorm(t, x, &p[2], &p[3]);
     h = dtrain_linear(t, h, &p[4], NULL, DTRAIN_ACTIVATION_NONE);
-    h = dtrain_attention(t, h, T, HEADS, DTRAIN_ATTENTION_CAUSAL);
+    h = causal_attention(t, h, T, HEADS);
     h = dtrain_dropout(t, dtrain_linear(t, h, &p[5], NULL, DTRAIN_ACTIVATION_NONE),
                        m->how->dropout);
     h = dtrain_linear(t, h, &p[6], &p[7], DTRAIN_ACTIVATION_GELU);

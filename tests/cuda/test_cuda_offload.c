@@ -453,6 +453,67 @@ static void test_bits_of_the_cpu(void)
     cuda_run(2, bits_main, NULL);
 }
 
+/* Muon's matrix comes down in one piece, longer than those of others, beside a tensor of AdamW and one
+ * of Lion: the bits of a run on the CPU device. */
+static int muon_main(dtrain_world *world, void *user)
+{
+    enum { LONG = (1 << 18) + 64, COUNT = 3 };
+    float *const values = (float *)user; /* (LONG + 2 SMALL): those of the CPU, to be compared */
+    dtrain_device *device = dtrain_world_device(world);
+    dtrain_optimizer_desc desc = dtrain_adamw_defaults();
+    const dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_lion_defaults()};
+    static const uint32_t offloads[] = {O, ALL};
+    float *grad = (float *)malloc(LONG * sizeof(float));
+    desc.groups = groups;
+    desc.group_count = 2;
+    at_once(true);
+    for (int i = 0; i < (device->ops->host_memory ? 1 : 2); i++) {
+        dtrain_param p[3] = {ranks_param("other", NULL, NULL, SMALL, 0),
+                             ranks_param("long", NULL, NULL, LONG / 8, 8),
+                             ranks_param("last", NULL, NULL, SMALL, 0)};
+        dtrain_strategy_desc where = {0};
+        dtrain_strategy *strategy;
+        dtrain_optimizer *optimizer;
+        float *value = values;
+        for (int k = 0; k < 3; k++) p[k].init = DTRAIN_INIT_NORMAL, p[k].init_scale = 1;
+        p[1].group = 1;
+        p[2].group = 2;
+        where.kind = i ? DTRAIN_STRATEGY_ZERO3 : DTRAIN_STRATEGY_DDP;
+        if (!device->ops->host_memory) where.offload = offloads[i];
+        RANKS_TRY(dtrain_strategy_create(world, p, 3, &where, &strategy));
+        RANKS_TRY(dtrain_optimizer_create(world, strategy, &desc, &optimizer));
+        for (int step = 0; step < COUNT; step++) {
+            RANKS_TRY(dtrain_strategy_gather(strategy, 0, DTRAIN_PASS_BACKWARD));
+            for (size_t k = 3; k-- > 0;) {
+                big_gradient(grad, p[k].count, step, (uint64_t)k, 1);
+                RANKS_TRY(device->ops->copy(device, p[k].grad, grad,
+                                            (size_t)p[k].count * sizeof(float),
+                                            DTRAIN_COPY_HOST_TO_DEVICE));
+                RANKS_TRY(dtrain_strategy_ready(strategy, k));
+            }
+            RANKS_TRY(dtrain_strategy_finish(strategy));
+            RANKS_TRY(dtrain_optimizer_step(optimizer, 0.01f, 0.75f));
+        }
+        for (size_t k = 0; k < 3; value += p[k++].count) {
+            RANKS_TRY(dtrain_strategy_read(strategy, k, grad));
+            const size_t bytes = (size_t)p[k].count * sizeof(float);
+            if (device->ops->host_memory) memcpy(value, grad, bytes);
+            else CHECK_MSG(memcmp(value, grad, bytes) == 0, "offload %d, \"%s\"", i, p[k].name);
+        }
+        dtrain_optimizer_destroy(optimizer);
+        dtrain_strategy_destroy(strategy);
+    }
+    free(grad);
+    return 0;
+}
+static void test_muon_in_one_piece(void)
+{
+    float *values = (float *)ranks_shared(((1 << 18) + 64 + 2 * SMALL) * sizeof(float));
+    const dtrain_launch_desc cpu = ranks_desc(1, DTRAIN_LAUNCH_PROCESSES);
+    CHECK(ranks_launch(&cpu, muon_main, values, NULL) == DTRAIN_OK && values[0] != 0);
+    cuda_run(1, muon_main, values);
+}
+
 /* ---- AUTO, refusals ---- */
 
 static int auto_main(dtrain_world *world, void *user)
@@ -688,6 +749,7 @@ int main(int argc, char **argv)
     RUN(test_two_nodes);
     RUN(test_variants);
     RUN(test_bits_of_the_cpu);
+    RUN(test_muon_in_one_piece);
     RUN(test_auto);
     RUN(test_refused);
     RUN(test_hung_device);

@@ -1,5 +1,5 @@
-/* Tests of optimizers.cuh: AdamW and SGD over many tensors against loops in double and
- * against the CPU device; the scalars of a step. */
+/* Tests of optimizers.cuh: AdamW, SGD and Lion over many tensors and the stages of Muon against
+ * loops in double and against the CPU device; the scalars of a step. */
 #include "test.h"
 #include "dtrain.h"
 #include "cuda_testing.h"
@@ -82,7 +82,7 @@ static bool nothing_changed(const model *m)
 
 typedef struct oracle {
     double lr, beta1, beta2, epsilon, correction1, correction2, grad_scale, momentum;
-    bool sgd, nesterov, first;
+    bool sgd, nesterov, first, lion;
 } oracle;
 
 /* One element by the definition. */
@@ -90,9 +90,16 @@ static void oracle_step(const oracle *o, double decay, double grad, double *valu
                         double *v)
 {
     const double g = grad * o->grad_scale;
+    if (o->lion) {
+        const double mean = o->beta1 * *m + (1 - o->beta1) * g;
+        *m = o->beta2 * *m + (1 - o->beta2) * g;
+        *value = *value * (1 - o->lr * decay) - o->lr * (mean > 0 ? 1 : mean < 0 ? -1 : 0);
+        return;
+    }
     if (o->sgd) {
-        *m = o->first ? g : o->momentum * *m + g;
-        *value = *value * (1 - o->lr * decay) - o->lr * (o->nesterov ? g + o->momentum * *m : *m);
+        const double coupled = g + decay * *value;
+        *m = o->first ? coupled : o->momentum * *m + coupled;
+        *value -= o->lr * (o->nesterov ? coupled + o->momentum * *m : *m);
         return;
     }
     *m = o->beta1 * *m + (1 - o->beta1) * g;
@@ -118,8 +125,8 @@ static void check_model(model *m, const oracle *o)
             bool good = near_by((double)now[0], value) && now[step] == was[step];
             good = good &&
                    (t->m ? near_by((double)now[2 * step], first) : now[2 * step] == was[2 * step]);
-            good = good && (!o->sgd ? near_by((double)now[3 * step], second)
-                                    : now[3 * step] == was[3 * step]);
+            good = good && (t->v && !o->sgd && !o->lion ? near_by((double)now[3 * step], second)
+                                                        : now[3 * step] == was[3 * step]);
             if (good) continue;
             CHECK_MSG(0, "tensor %zu of %zu, element %lld of %lld: value %.9g, expected %.9g", i,
                       m->tensor_count, (long long)j, (long long)t->count, (double)now[0], value);
@@ -131,8 +138,8 @@ static void check_model(model *m, const oracle *o)
 
 static dtrain_adamw_args adamw_args(const model *m)
 {
-    dtrain_adamw_args args = {m->tensor_count, m->device, 0.01f,   0.9f, 0.99f,
-                              1e-8f,           0.19f,     0.0199f, 0.5f, NULL};
+    dtrain_adamw_args args = {m->tensor_count, m->device, 0.01f, 0.9f, 0.99f, 1e-8f,
+                              0.19f,           0.0199f,   0.5f,  NULL, 1};
     return args;
 }
 static oracle adamw_oracle(const dtrain_adamw_args *a)
@@ -145,6 +152,7 @@ static oracle adamw_oracle(const dtrain_adamw_args *a)
                 (double)a->correction2,
                 (double)a->grad_scale,
                 0,
+                false,
                 false,
                 false,
                 false};
@@ -209,9 +217,9 @@ static void test_one_unaligned(void)
 static void check_sgd(model *m, float momentum, bool nesterov, bool first)
 {
     dtrain_sgd_args args = {m->tensor_count, m->device, 0.01f, momentum, 0.5f,
-                            nesterov,        first,     NULL};
-    const oracle o = {(double)args.lr,  0,    0,        0,    0, 0, (double)args.grad_scale,
-                      (double)momentum, true, nesterov, first};
+                            nesterov,        first,     NULL,  1};
+    const oracle o = {(double)args.lr,  0,    0,        0,     0,    0, (double)args.grad_scale,
+                      (double)momentum, true, nesterov, first, false};
     for (size_t i = 0; i < m->tensor_count; i++) {
         m->device[i].v = NULL;
         if (momentum == 0) m->host[i].m = m->device[i].m = NULL;
@@ -234,12 +242,98 @@ static void test_sgd(void)
         }
     /* without momentum there is no buffer to be first in */
     model *m = make(3, sizes, COUNT_OF(sizes), 0);
-    dtrain_sgd_args args = {3, m->device, 0.01f, 0, 0.5f, false, false, NULL};
-    const oracle o = {0.01, 0, 0, 0, 0, 0, 0.5, 0, true, false, true};
+    dtrain_sgd_args args = {3, m->device, 0.01f, 0, 0.5f, false, false, NULL, 1};
+    const oracle o = {0.01, 0, 0, 0, 0, 0, 0.5, 0, true, false, true, false};
     for (int i = 0; i < 3; i++) m->host[i].m = m->device[i].m = m->device[i].v = NULL;
     CHECK(gpu->ops->sgd(gpu, &args) == DTRAIN_OK);
     check_model(m, &o);
     drop(m);
+    gpu_close();
+}
+
+static void check_lion(model *m)
+{
+    const dtrain_lion_args args = {m->tensor_count, m->device, 0.01f, 0.9f, 0.99f, 0.5f, NULL, 1};
+    oracle o = {(double)args.lr,
+                (double)args.beta1,
+                (double)args.beta2,
+                0,
+                0,
+                0,
+                0.5,
+                0,
+                false,
+                false,
+                false,
+                true};
+    CHECK(gpu->ops->lion(gpu, &args) == DTRAIN_OK);
+    check_model(m, &o);
+    drop(m);
+}
+
+static void test_lion(void)
+{
+    gpu_open();
+    EACH_ORDER(order)
+    for (int shift = 0; shift < 2; shift++) {
+        check_lion(make(61, sizes, COUNT_OF(sizes), shift));
+        check_lion(make(5, large, COUNT_OF(large), shift));
+    }
+    model *m = make(2, sizes, COUNT_OF(sizes), 0);
+    m->device[1].m = NULL;
+    const dtrain_lion_args args = {2, m->device, 0.01f, 0.9f, 0.99f, 0.5f, NULL, 1};
+    CHECK(gpu->ops->lion(gpu, &args) == DTRAIN_ERROR_ARGUMENT);
+    drop(m);
+    gpu_close();
+}
+
+/* One stage of Muon on one tensor, whose v is x. */
+static void check_muon(int64_t count, int shift, uint32_t stage, bool nesterov, int with)
+{
+    dtrain_step_scalars scalars = {0, 0.5f, 0, 0, 2, with == 2, 0};
+    const double squares = 7.5;
+    model *m = make(1, &count, 1, shift);
+    dtrain_muon_args args;
+    memset(&args, 0, sizeof args);
+    m->device[0].weight_decay = 0.1f;
+    args.stage = stage;
+    args.tensor = &m->device[0];
+    args.x = m->device[0].v;
+    args.lr = 0.01f, args.momentum = 0.9f, args.grad_scale = 0.5f, args.nesterov = nesterov;
+    args.scale = 1.5f, args.epsilon = 0.25f, args.lr_scale = 0.5f;
+    args.sum_squares = (const double *)gpu_give(&squares, sizeof squares, 0);
+    if (with) args.scalars = (const dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0);
+    const double lr = with ? 0.25 : (double)args.lr, grad_scale = with ? 2 : 0.5;
+    CHECK(gpu->ops->muon(gpu, &args) == DTRAIN_OK);
+    fetch(m);
+    CHECK(gaps_untouched(m));
+    const dtrain_optimizer_tensor *t = &m->host[0];
+    for (int64_t i = 0; i < count; i++) {
+        const float *now = t->value + i, *was = m->was + (now - m->all);
+        const int64_t step = padded(count);
+        double value = (double)was[0], first = (double)was[2 * step], x = (double)was[3 * step];
+        const double g = (double)was[step] * grad_scale;
+        if (stage == DTRAIN_MUON_MOMENTUM && with < 2) {
+            first = 0.9 * first + g;
+            x = nesterov ? g + 0.9 * first : first;
+        }
+        if (stage == DTRAIN_MUON_NORMALIZE) x /= sqrt(squares) + 0.25;
+        if (stage == DTRAIN_MUON_STEP && with < 2) value = value * (1 - lr * 0.1) - lr * 1.5 * x;
+        if (!CHECK(near_by((double)now[0], value) && now[step] == was[step] &&
+                   near_by((double)now[2 * step], first) && near_by((double)now[3 * step], x)))
+            break;
+    }
+    drop(m);
+}
+
+static void test_muon_stages(void)
+{
+    static const int64_t counts[] = {1, 5, 255, 1027, 40003};
+    gpu_open();
+    EACH_ORDER(order)
+    for (int c = 0; c < 5; c++)
+        for (uint32_t stage = DTRAIN_MUON_MOMENTUM; stage <= DTRAIN_MUON_STEP; stage++)
+            for (int with = 0; with < 3; with++) check_muon(counts[c], c & 1, stage, c > 1, with);
     gpu_close();
 }
 
@@ -267,8 +361,8 @@ static void test_scalars(void)
     drop(m);
     m = make(61, sizes, COUNT_OF(sizes), 0);
     on = (dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0);
-    dtrain_sgd_args sgd = {61, m->device, 0.01f, 0.9f, 0.5f, false, false, on};
-    const oracle sgd_o = {0.5, 0, 0, 0, 0, 0, 2, (double)0.9f, true, false, false};
+    dtrain_sgd_args sgd = {61, m->device, 0.01f, 0.9f, 0.5f, false, false, on, 0.5f};
+    const oracle sgd_o = {0.25, 0, 0, 0, 0, 0, 2, (double)0.9f, true, false, false, false};
     CHECK(gpu->ops->sgd(gpu, &sgd) == DTRAIN_OK);
     check_model(m, &sgd_o);
     drop(m);
@@ -374,6 +468,8 @@ int main(int argc, char **argv)
     RUN(test_adamw);
     RUN(test_one_unaligned);
     RUN(test_sgd);
+    RUN(test_lion);
+    RUN(test_muon_stages);
     RUN(test_scalars);
     RUN(test_graph);
     RUN(test_cpu_bits);

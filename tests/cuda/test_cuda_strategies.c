@@ -158,6 +158,19 @@ static void check_fp32(int ranks)
 {
     matrix *m = matrix_create(ranks);
     add_kinds(m, ranks == 3, 0, 1e-4, 2e-6);
+    if (ranks <
+        4) { /* Muon needs whole tensors; a step of Lion is a sign, on the CPU maybe another */
+        strategy_case muon = one_case(DTRAIN_STRATEGY_DDP, 1, 0, 0);
+        muon.optimizer = DTRAIN_OPTIMIZER_MUON;
+        const int ddp = matrix_add(m, muon, -1, 1e-3);
+        muon.kind = DTRAIN_STRATEGY_ZERO3;
+        matrix_add(m, muon, ddp, 0);
+        strategy_case lion = one_case(DTRAIN_STRATEGY_DDP, 1, 0, 0);
+        lion.optimizer = DTRAIN_OPTIMIZER_LION;
+        const int first = matrix_add(m, lion, -1, 2e-2);
+        lion.kind = DTRAIN_STRATEGY_FULL_SHARD;
+        matrix_add(m, lion, first, 0);
+    }
     if (ranks == 4) {
         strategy_case c =
             one_case(DTRAIN_STRATEGY_HYBRID_SHARD, 4, DTRAIN_ACCUMULATION_SHARD_EVERY, 0);

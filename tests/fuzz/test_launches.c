@@ -366,17 +366,6 @@ static void set_number(const char *name, int value)
     setenv(name, text, 1);
 }
 
-/* A thread of the host that takes the status of every child. */
-static int32_t reaping;
-static void *reap_all(void *unused)
-{
-    while (__atomic_load_n(&reaping, __ATOMIC_ACQUIRE)) {
-        waitpid(-1, NULL, WNOHANG);
-        ranks_sleep_us(300);
-    }
-    return unused;
-}
-
 /* The variables that a launcher sets for process `index`; the one behind the last rank is somebody's twin. */
 static void set_environment(const run *r, int index)
 {
@@ -405,7 +394,7 @@ static void launch(run *r, int index)
     const program *g = &r->g;
     ending *end = &r->ends[index];
     dtrain_launch_desc desc = ranks_desc(g->how < JOINED ? g->ranks : 0, g->how == THREADS);
-    pthread_t reaper;
+    ranks_reaper reaper;
     desc.timeout_ms = r->timeout_ms;
     desc.grace_ms =
         r->timeout_ms / 4; /* 5 s where nothing needs a deadline: a machine may stand still */
@@ -424,12 +413,10 @@ static void launch(run *r, int index)
     for (int fd = 0; fd < 3 && g->closed; fd++) close(fd);
     if (g->deaf) signal(SIGCHLD, SIG_IGN);
     const ranks_holdings before = ranks_look();
-    __atomic_store_n(&reaping, g->reaper, __ATOMIC_RELEASE);
-    const bool reaps = g->reaper && pthread_create(&reaper, NULL, reap_all, NULL) == 0;
+    const bool reaps = g->reaper && ranks_reaper_start(&reaper);
     end->result = dtrain_launch(&desc, rank_main, r, NULL);
     if (end->result) snprintf(end->text, sizeof end->text, "%s", dtrain_last_error());
-    __atomic_store_n(&reaping, 0, __ATOMIC_RELEASE);
-    if (reaps) pthread_join(reaper, NULL);
+    if (reaps) ranks_reaper_stop(&reaper);
     ranks_holdings after = ranks_look();
     for (int look = 0; look < 1000 && after.threads > before.threads && !RANKS_SANITIZED; look++) {
         ranks_sleep_us(1000);
@@ -912,6 +899,8 @@ static const struct {
     {266367708, "who heard of a failure only as another rank's end did not hear the cause"},
     {325371667, "all ranks disagree in the same way: a mistake of this program"},
     {924364590, "the twin of a rank stops itself: a mistake of this program"},
+    {320493929,
+     "a rank forked while a thread began hung in the address sanitizer: a mistake of this program"},
 };
 enum { FAILED_ONCE = sizeof failed_once / sizeof *failed_once };
 

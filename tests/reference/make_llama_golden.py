@@ -17,6 +17,9 @@ Inputs are rounded to fp32; results are computed in fp64 and rounded once, when 
     llama_matmul_*     a (2,3,4), b (2,4,5), dy (2,3,5) -> y, da, db
     llama_attention_*  causal attention with 4 heads of queries and 2 of keys and values, (B,T) = (2,5), D = 4, in rows
                        q | k | v as the library has them: qkv (10,32), dy (10,16) -> y, dqkv
+    llama_cross_*      the same heads with q (6,16), k, v (10,8): 3 queries of 5 keys, of which in the second of 2 batch
+                       elements the first 3 count, and a mask (4,3,5) that is added and hides; dy (6,16) -> y, dq, dk, dv
+    llama_long_*       causal, 5 queries of 3 keys: q (10,16), k, v (6,8), dy (10,16) -> y, dq, dk, dv
 """
 import math
 import sys
@@ -104,12 +107,47 @@ def attention():
     both_ways("llama_attention_", ("qkv",), (random.normal(10, 32),), grouped, random.normal(10, 16))
 
 
+def apart(name, queries, keys, causal, mask, lengths):
+    """Attention of q, k and v apart, softmax written out; with F.scaled_dot_product_attention's values where it is."""
+    hidden = torch.zeros(2, 4, queries, keys).double()
+    if mask is not None:
+        hidden = hidden + mask
+    if causal:
+        hidden = hidden.masked_fill(torch.ones(queries, keys, dtype=torch.bool).triu(1), -math.inf)
+    for b, length in enumerate(lengths):
+        hidden[b, :, :, length:] = -math.inf
+
+    def heads(x, rows, count):
+        return x.view(2, rows, count, 4).transpose(1, 2).repeat_interleave(4 // count, dim=1)
+
+    def result(q, k, v):
+        q, k, v = heads(q, queries, 4), heads(k, keys, 2), heads(v, keys, 2)
+        y = (q @ k.transpose(-2, -1) / math.sqrt(4) + hidden).softmax(-1) @ v
+        if hasattr(F, "scaled_dot_product_attention"):
+            assert torch.allclose(y, F.scaled_dot_product_attention(q, k, v, attn_mask=hidden), rtol=1e-12, atol=1e-12)
+            if causal and mask is None:
+                assert torch.allclose(y, F.scaled_dot_product_attention(q, k, v, is_causal=True), rtol=1e-12, atol=1e-12)
+        return y.transpose(1, 2).reshape(2 * queries, 16)
+    both_ways(name, ("q", "k", "v"), (random.normal(2 * queries, 16), random.normal(2 * keys, 8), random.normal(2 * keys, 8)),
+              result, random.normal(2 * queries, 16))
+
+
+def attention_apart():
+    comment("attention of q, k, v apart: (B,D) = (2,4), 3 queries of 5 keys, key lengths 5 and 3, a mask")
+    mask = random.normal(4, 3, 5)
+    mask[0, 1, 2] = mask[1, :, 0] = mask[3, 2, 3] = -math.inf
+    floats("llama_cross_mask", mask)
+    apart("llama_cross_", 3, 5, False, mask, (5, 3))
+    comment("causal attention of q, k, v apart: 5 queries of 3 keys")
+    apart("llama_long_", 5, 3, True, None, ())
+
+
 def main(path):
-    for part in (elementwise, rms, losses, rotary, matrices, attention):
+    for part in (elementwise, rms, losses, rotary, matrices, attention, attention_apart):
         part()
     with open(path, "w") as f:
         f.write("/* Written by make_llama_golden.py; see its first comment for what is here. Do not edit. */\n"
-                "#ifndef LLAMA_GOLDEN_H\n#define LLAMA_GOLDEN_H\n\n#include <stdint.h>\n\n" + "\n".join(out) + "\n#endif\n")
+                "#ifndef LLAMA_GOLDEN_H\n#define LLAMA_GOLDEN_H\n\n#include <math.h>\n#include <stdint.h>\n\n" + "\n".join(out) + "\n#endif\n")
 
 
 if __name__ == "__main__":

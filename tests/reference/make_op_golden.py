@@ -15,6 +15,11 @@ match (permutations, sampler lists, conversions). `dy` is the incoming gradient 
     op_opt_*          optimizers on 8 values w: op_opt_grad holds the gradients of the 5 steps, (5,8); every result is the
                       parameter after each step, (5,8). sgd: lr 0.1, momentum 0.9, weight decay 0.01 (added to the gradient);
                       sgd_nesterov: the same with nesterov; adamw: lr 1e-2, betas 0.9 0.95, eps 1e-8, weight decay 0.1
+    op_lion_*         Lion (Chen et al., 2023, algorithm 2) on the same w and gradients: lr 0.02, betas 0.9 0.99, weight decay
+                      0.1, -> parameter after each step, (5,8)
+    op_muon_*         Muon as its authors' code has it (https://github.com/KellerJordan/Muon), in fp64: lr 0.02, momentum 0.95,
+                      Nesterov, weight decay 0.1; w, gradients of 3 steps and the parameter after each of them for matrices
+                      (6,4), (4,6), (5,5), and for (3,2,2,2), which counts as (3,8)
     op_lr_*           factors that schedules put on the learning rate at steps 0 .. 23, stepped by torch's LambdaLR
     op_randperm[]     torch.randperm(n) after torch.manual_seed(seed)
     op_sampler[]      DistributedSampler(n items, R replicas, shuffle=True, seed, drop_last) after set_epoch(epoch): the index
@@ -42,6 +47,8 @@ def c_float(x):
 
     if x == 0.0:
         return "0.0f"
+    if x == -float("inf"):
+        return "-INFINITY"
     text = next(t for t in ("%.*g" % (digits, fp32(x)) for digits in range(1, 10)) if fp32(float(t)) == fp32(x))
     return text + ("f" if "." in text or "e" in text else ".0f")
 
@@ -141,7 +148,8 @@ def attention():
 
 def optimizers():
     comment("optimizers: parameters after each of 5 steps with the gradients of op_opt_grad; (5,8)")
-    w, grads = random.normal(8), random.normal(5, 8)
+    global opt_w, opt_grads
+    w, grads = opt_w, opt_grads = random.normal(8), random.normal(5, 8)
     grads[:, 7] = 0.0                                   # only the weight decay moves the last value
     floats("op_opt_w", w)
     floats("op_opt_grad", grads)
@@ -157,6 +165,41 @@ def optimizers():
             optimizer.step()
             after.append(p.detach().clone())
         floats("op_opt_" + name, torch.stack(after))
+
+
+def lion():
+    comment("Lion: parameters after each of 5 steps with op_opt_w and op_opt_grad; (5,8)")
+    w, m, after = opt_w.clone(), torch.zeros(8, dtype=torch.float64), []
+    for g in opt_grads:
+        w = w * (1 - 0.02 * 0.1) - 0.02 * torch.sign(0.9 * m + 0.1 * g)
+        m = 0.99 * m + 0.01 * g
+        after.append(w)
+    floats("op_lion", torch.stack(after))
+
+
+def muon():
+    def orthogonal(g):
+        x = g.T if g.size(0) > g.size(1) else g
+        x = x / (x.norm() + 1e-7)
+        for _ in range(5):
+            a = x @ x.T
+            b = -4.7750 * a + 2.0315 * a @ a
+            x = 3.4445 * x + b @ x
+        return x.T if g.size(0) > g.size(1) else x
+
+    comment("Muon: w, gradients (3, ...), parameters after each step (3, ...)")
+    for name, shape in (("tall", (6, 4)), ("wide", (4, 6)), ("square", (5, 5)), ("filters", (3, 2, 2, 2))):
+        w, grads = random.normal(*shape), random.normal(3, *shape)
+        momentum, after = torch.zeros(shape, dtype=torch.float64), []
+        floats(f"op_muon_{name}_w", w)
+        floats(f"op_muon_{name}_grad", grads)
+        for g in grads:
+            momentum = momentum.lerp(g, 1 - 0.95)
+            update = orthogonal(g.lerp(momentum, 0.95).reshape(shape[0], -1))
+            update = update * max(1, update.size(0) / update.size(1)) ** 0.5
+            w = w * (1 - 0.02 * 0.1) - 0.02 * update.reshape(shape)
+            after.append(w)
+        floats(f"op_muon_{name}", torch.stack(after))
 
 
 def schedules():
@@ -267,7 +310,7 @@ def batch_norm():
 
 def main(path):
     for part in (layernorm, gelu, cross_entropy, attention, optimizers, schedules, permutations, samplers, conversions,
-                 batch_norm):
+                 batch_norm, lion, muon):
         part()
     with open(path, "w") as f:
         f.write("/* Written by make_op_golden.py; see its first comment for what is here. Do not edit. */\n"

@@ -22,7 +22,7 @@ tail -n 2 "$build/log"
 mkdir -p "$build/gcov"
 rm -f "$build"/gcov/*
 number=0
-for counts in "$build"/dtrain.gcda "$build"/emu/dtrain.gcda "$build"/emu/dtrain_cuda.gcda "$build"/tests/*-test_nccl.gcda \
+for counts in "$build"/dtrain.gcda "$build"/emu/device.gcda "$build"/emu/dtrain_cuda.gcda "$build"/tests/instances.gcda "$build"/tests/*-test_nccl.gcda \
     $(find "$build/src" -name '*.gcda'); do
     [ -e "$counts" ] || continue
     number=$((number + 1))

@@ -4,7 +4,7 @@
 # environment of their own in $BUILD/python. Versions are fixed: these go with Debian 12's torch 1.13.
 build=${BUILD:-build}
 python=${PYTHON:-/usr/bin/python3}
-packages='transformers==4.30.2 safetensors==0.8.0'
+packages='transformers==4.33.3 safetensors==0.8.0'
 why() { echo "$*" >&2; exit 0; }
 "$python" -c 'import numpy, torch' 2>/dev/null || why "$python has no torch (Debian: apt-get install python3-torch)"
 if [ "$(cat "$build/python/packages" 2>/dev/null)" != "$packages" ]; then

@@ -291,90 +291,119 @@ static dtrain_result naive_embedding_backward(dtrain_device *device,
     return DTRAIN_OK;
 }
 
-/* Where element j of head h begins in a row of q (part 0), k (1) or v (2). */
-static int64_t naive_part(int64_t row, int64_t n, int64_t heads, int64_t kv_heads, int64_t h,
-                          int part)
+/* Where the elements of head h of queries begin in q, and of the head it meets in k and v. */
+static int64_t naive_q(const dtrain_attention_args *a, int64_t b, int64_t h, int64_t t)
 {
-    const int64_t d = n / heads, kv = kv_heads ? kv_heads : heads, width = n + 2 * kv * d;
-    if (part == 0) return row * width + h * d;
-    return row * width + n + (part - 1) * kv * d + h * kv / heads * d;
+    return (b * a->queries + t) * a->q_stride + h * a->d;
+}
+static int64_t naive_kv(const dtrain_attention_args *a, int64_t stride, int64_t b, int64_t h,
+                        int64_t u)
+{
+    return (b * a->keys + u) * stride + h * a->kv_heads / a->heads * a->d;
 }
 
-/* q . k of two rows */
-static double naive_score(const dtrain_attention_args *a, int64_t row_t, int64_t row_u, int64_t h)
+/* The score of query t and key u, mask included; -infinity where the query does not see the key. */
+static double naive_score(const dtrain_attention_args *a, int64_t b, int64_t h, int64_t t,
+                          int64_t u)
 {
-    const int64_t d = a->n / a->heads, q = naive_part(row_t, a->n, a->heads, a->kv_heads, h, 0),
-                  k = naive_part(row_u, a->n, a->heads, a->kv_heads, h, 1);
+    const int64_t q = naive_q(a, b, h, t), k = naive_kv(a, a->k_stride, b, h, u);
+    const int64_t mask = b * a->mask_batch_step + h * a->mask_head_step + t * a->keys + u;
     double sum = 0;
-    for (int64_t j = 0; j < d; j++)
-        sum += naive_get(a->qkv, a->dtype, q + j) * naive_get(a->qkv, a->dtype, k + j);
-    return sum / sqrt((double)d);
+    if ((a->causal && u > t) || (a->key_lengths && u >= a->key_lengths[b])) return -INFINITY;
+    for (int64_t j = 0; j < a->d; j++)
+        sum += naive_get(a->q, a->dtype, q + j) * naive_get(a->k, a->dtype, k + j);
+    return sum / sqrt((double)a->d) + (a->mask ? (double)a->mask[mask] : 0);
 }
 
 static dtrain_result naive_attention(dtrain_device *device, const dtrain_attention_args *a)
 {
-    const int64_t T = a->sequence, n = a->n, d = n / a->heads;
-    double *p = (double *)malloc((size_t)(T + 1) * sizeof *p);
+    double *p = (double *)malloc((size_t)(a->keys + 1) * sizeof *p);
     (void)device;
-    for (int64_t b = 0; b < a->batch; b++)
-        for (int64_t h = 0; h < a->heads; h++)
-            for (int64_t t = 0; t < T; t++) {
-                const int64_t end = a->causal ? t + 1 : T, row = b * T + t;
-                double sum = 0;
-                for (int64_t u = 0; u < end; u++)
-                    sum += p[u] = exp(naive_score(a, row, b * T + u, h));
-                a->lse[(b * a->heads + h) * T + t] = (float)log(sum);
-                for (int64_t j = 0; j < d; j++) {
-                    double y = 0;
-                    for (int64_t u = 0; u < end; u++)
-                        y += p[u] / sum *
-                             naive_get(a->qkv, a->dtype,
-                                       naive_part(b * T + u, n, a->heads, a->kv_heads, h, 2) + j);
-                    naive_put(a->y, a->dtype, row * n + h * d + j, y);
-                }
-            }
+    for (int64_t i = 0; i < a->batch * a->heads * a->queries; i++) {
+        const int64_t b = i / a->queries / a->heads, h = i / a->queries % a->heads;
+        const int64_t t = i % a->queries, row = (b * a->queries + t) * a->heads * a->d;
+        double top = -INFINITY, sum = 0;
+        for (int64_t u = 0; u < a->keys; u++) {
+            p[u] = naive_score(a, b, h, t, u);
+            if (!(p[u] <= top)) top = p[u];
+        }
+        for (int64_t u = 0; u < a->keys; u++) sum += p[u] = isinf(top) ? 0 : exp(p[u] - top);
+        a->lse[i] = sum == 0 ? INFINITY : (float)(top + log(sum));
+        for (int64_t j = 0; j < a->d; j++) {
+            double y = 0;
+            for (int64_t u = 0; u < a->keys; u++)
+                if (p[u] != 0)
+                    y += p[u] / sum *
+                         naive_get(a->v, a->dtype, naive_kv(a, a->v_stride, b, h, u) + j);
+            naive_put(a->y, a->dtype, row + h * a->d + j, y);
+        }
+    }
     free(p);
     return DTRAIN_OK;
 }
 
-static dtrain_result naive_attention_backward(dtrain_device *device,
-                                              const dtrain_attention_backward_args *a)
+/* Store gradients of a head (rows, d) where the elements of q, k or v lie. */
+static void naive_attention_store(void *to, dtrain_dtype dtype, int64_t stride, int64_t column,
+                                  int64_t rows, int64_t d, const double *from)
 {
-    const int64_t T = a->sequence, n = a->n, d = n / a->heads, kv = a->kv_heads;
-    const int64_t count = a->batch * T * (n + 2 * (kv ? kv : a->heads) * d);
-    const dtrain_attention_args forward = {a->batch, T,    a->heads, n,        a->causal,
-                                           a->qkv,   NULL, NULL,     a->dtype, kv};
-    double *d_qkv = (double *)calloc((size_t)count + 1, sizeof *d_qkv);
-    (void)device;
-    for (int64_t b = 0; b < a->batch; b++)
-        for (int64_t h = 0; h < a->heads; h++)
-            for (int64_t t = 0; t < T; t++) {
-                const int64_t row = b * T + t, end = a->causal ? t + 1 : T;
-                const int64_t q = naive_part(row, n, a->heads, kv, h, 0);
-                double dot = 0; /* d_y . y = sum over u of p d_p */
-                for (int64_t j = h * d; j < (h + 1) * d; j++)
-                    dot += naive_get(a->d_y, a->dtype, row * n + j) *
-                           naive_get(a->y, a->dtype, row * n + j);
-                for (int64_t u = 0; u < end; u++) {
-                    const int64_t k = naive_part(b * T + u, n, a->heads, kv, h, 1);
-                    const int64_t v = naive_part(b * T + u, n, a->heads, kv, h, 2);
-                    const double p = exp(naive_score(&forward, row, b * T + u, h) -
-                                         (double)a->lse[(b * a->heads + h) * T + t]);
-                    double d_p = 0;
-                    for (int64_t j = 0; j < d; j++) {
-                        const double d_y = naive_get(a->d_y, a->dtype, row * n + h * d + j);
-                        d_p += d_y * naive_get(a->qkv, a->dtype, v + j);
-                        d_qkv[v + j] += p * d_y;
-                    }
-                    const double d_score = p * (d_p - dot) / sqrt((double)d);
-                    for (int64_t j = 0; j < d; j++) {
-                        d_qkv[q + j] += d_score * naive_get(a->qkv, a->dtype, k + j);
-                        d_qkv[k + j] += d_score * naive_get(a->qkv, a->dtype, q + j);
-                    }
-                }
+    for (int64_t i = 0; i < rows * d && to; i++)
+        naive_put(to, dtype, i / d * stride + column + i % d, from[i]);
+}
+
+/* The gradients of head h of keys in batch element b, over the heads of queries that share it. */
+static void naive_attention_slopes(const dtrain_attention_backward_args *pass, int64_t b, int64_t h,
+                                   double *d_q, double *d_k, double *d_v)
+{
+    const dtrain_attention_args *a = &pass->forward;
+    const int64_t d = a->d, sharing = a->heads / a->kv_heads;
+    for (int64_t i = 0; i < sharing * a->queries; i++) {
+        const int64_t head = h * sharing + i / a->queries, t = i % a->queries;
+        const int64_t row = ((b * a->queries + t) * a->heads + head) * d;
+        const int64_t q = naive_q(a, b, head, t);
+        double *slope = d_q + (t * sharing + i / a->queries) * d, dot = 0;
+        for (int64_t j = row; j < row + d; j++) /* d_y . y = sum over u of p d_p */
+            dot += naive_get(pass->d_y, a->dtype, j) * naive_get(a->y, a->dtype, j);
+        for (int64_t u = 0; u < a->keys; u++) {
+            const int64_t k = naive_kv(a, a->k_stride, b, head, u);
+            const int64_t v = naive_kv(a, a->v_stride, b, head, u);
+            const double lse = (double)a->lse[(b * a->heads + head) * a->queries + t];
+            const double p = exp(naive_score(a, b, head, t, u) - lse);
+            double d_p = 0;
+            if (p == 0) continue;
+            for (int64_t j = 0; j < d; j++) {
+                const double d_y = naive_get(pass->d_y, a->dtype, row + j);
+                d_p += d_y * naive_get(a->v, a->dtype, v + j);
+                d_v[u * d + j] += p * d_y;
             }
-    for (int64_t i = 0; i < count; i++) naive_put(a->d_qkv, a->dtype, i, d_qkv[i]);
-    free(d_qkv);
+            const double d_score = p * (d_p - dot) / sqrt((double)d);
+            for (int64_t j = 0; j < d; j++) {
+                slope[j] += d_score * naive_get(a->k, a->dtype, k + j);
+                d_k[u * d + j] += d_score * naive_get(a->q, a->dtype, q + j);
+            }
+        }
+    }
+}
+
+static dtrain_result naive_attention_backward(dtrain_device *device,
+                                              const dtrain_attention_backward_args *pass)
+{
+    const dtrain_attention_args *a = &pass->forward;
+    const int64_t d = a->d, wide = a->heads / a->kv_heads * d;
+    (void)device;
+    for (int64_t i = 0; i < a->batch * a->kv_heads; i++) {
+        const int64_t b = i / a->kv_heads, h = i % a->kv_heads;
+        double *d_q = (double *)calloc((size_t)(a->queries * wide + 1), sizeof *d_q);
+        double *d_k = (double *)calloc((size_t)(a->keys * d + 1), sizeof *d_k);
+        double *d_v = (double *)calloc((size_t)(a->keys * d + 1), sizeof *d_v);
+        naive_attention_slopes(pass, b, h, d_q, d_k, d_v);
+        naive_attention_store(pass->d_q, a->dtype, a->q_stride,
+                              b * a->queries * a->q_stride + h * wide, a->queries, wide, d_q);
+        naive_attention_store(pass->d_k, a->dtype, a->k_stride, b * a->keys * a->k_stride + h * d,
+                              a->keys, d, d_k);
+        naive_attention_store(pass->d_v, a->dtype, a->v_stride, b * a->keys * a->v_stride + h * d,
+                              a->keys, d, d_v);
+        free(d_q), free(d_k), free(d_v);
+    }
     return DTRAIN_OK;
 }
 
@@ -555,7 +584,7 @@ static dtrain_result naive_adamw(dtrain_device *device, const dtrain_adamw_args 
 {
     dtrain_step_scalars now = {0, a->lr, a->correction1, a->correction2, a->grad_scale, 0, 0};
     (void)device;
-    if (a->scalars) now = *a->scalars;
+    if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
     for (size_t k = 0; k < a->tensor_count && !now.skip; k++)
         for (int64_t i = 0; i < a->tensors[k].count; i++) {
             const dtrain_optimizer_tensor *t = &a->tensors[k];
@@ -576,18 +605,60 @@ static dtrain_result naive_sgd(dtrain_device *device, const dtrain_sgd_args *a)
 {
     dtrain_step_scalars now = {0, a->lr, 1, 1, a->grad_scale, 0, 0};
     (void)device;
-    if (a->scalars) now = *a->scalars;
+    if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
     for (size_t k = 0; k < a->tensor_count && !now.skip; k++)
         for (int64_t i = 0; i < a->tensors[k].count; i++) {
             const dtrain_optimizer_tensor *t = &a->tensors[k];
-            float g = t->grad[i] * now.grad_scale, step = g;
+            double g = (double)t->grad[i] * (double)now.grad_scale +
+                       (double)t->weight_decay * (double)t->value[i];
+            double step = g;
             if (t->m) {
-                float buffer = a->first ? g : a->momentum * t->m[i] + g;
-                t->m[i] = buffer;
-                step = a->nesterov ? g + a->momentum * buffer : buffer;
+                double buffer = a->first ? g : (double)a->momentum * (double)t->m[i] + g;
+                t->m[i] = (float)buffer;
+                step = a->nesterov ? g + (double)a->momentum * buffer : buffer;
             }
-            t->value[i] = t->value[i] * (1 - now.lr * t->weight_decay) - now.lr * step;
+            t->value[i] = (float)((double)t->value[i] - (double)now.lr * step);
         }
+    return DTRAIN_OK;
+}
+static dtrain_result naive_lion(dtrain_device *device, const dtrain_lion_args *a)
+{
+    dtrain_step_scalars now = {0, a->lr, 1, 1, a->grad_scale, 0, 0};
+    (void)device;
+    if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
+    for (size_t k = 0; k < a->tensor_count && !now.skip; k++)
+        for (int64_t i = 0; i < a->tensors[k].count; i++) {
+            const dtrain_optimizer_tensor *t = &a->tensors[k];
+            double g = (double)t->grad[i] * (double)now.grad_scale, m = (double)t->m[i];
+            double mean = (double)a->beta1 * m + (1 - (double)a->beta1) * g;
+            double sign = mean > 0 ? 1 : mean < 0 ? -1 : 0;
+            t->m[i] = (float)((double)a->beta2 * m + (1 - (double)a->beta2) * g);
+            t->value[i] =
+                (float)((double)t->value[i] * (1 - (double)now.lr * (double)t->weight_decay) -
+                        (double)now.lr * sign);
+        }
+    return DTRAIN_OK;
+}
+static dtrain_result naive_muon(dtrain_device *device, const dtrain_muon_args *a)
+{
+    dtrain_step_scalars now = {0, a->lr, 1, 1, a->grad_scale, 0, 0};
+    const dtrain_optimizer_tensor *t = a->tensor;
+    (void)device;
+    if (a->scalars) now = *a->scalars, now.lr *= a->lr_scale;
+    for (int64_t i = 0; i < t->count && !now.skip; i++) {
+        double x = (double)a->x[i];
+        if (a->stage == DTRAIN_MUON_MOMENTUM) {
+            double g = (double)t->grad[i] * (double)now.grad_scale;
+            double m = (double)a->momentum * (double)t->m[i] + g;
+            t->m[i] = (float)m;
+            a->x[i] = (float)(a->nesterov ? g + (double)a->momentum * m : m);
+        } else if (a->stage == DTRAIN_MUON_NORMALIZE)
+            a->x[i] = (float)(x / (sqrt(a->sum_squares[0]) + (double)a->epsilon));
+        else
+            t->value[i] =
+                (float)((double)t->value[i] * (1 - (double)now.lr * (double)t->weight_decay) -
+                        (double)now.lr * (double)a->scale * x);
+    }
     return DTRAIN_OK;
 }
 
@@ -807,6 +878,8 @@ static inline const dtrain_device_ops *naive_device_ops(void)
     ops.convert = naive_convert;
     ops.adamw = naive_adamw;
     ops.sgd = naive_sgd;
+    ops.lion = naive_lion;
+    ops.muon = naive_muon;
     ops.topk = naive_topk;
     ops.scatter_add = naive_scatter_add;
     ops.orthogonalize = naive_orthogonalize;

@@ -95,7 +95,7 @@ static void kernel_same(kernel_data *x, double tolerance, const char *name)
         kernels.hash = (kernels.hash ^ ((const unsigned char *)got.of[1])[i]) * 0x100000001b3u;
     for (int64_t i = 0; i < x->count && kernels.good && kernels.naive; i++) {
         const double a = naive_get(got.of[1], x->dtype, i), b = naive_get(x->of[1], x->dtype, i);
-        if (fabs(a - b) <= (step + tolerance) * fabs(b) + tolerance) continue;
+        if (a == b || fabs(a - b) <= (step + tolerance) * fabs(b) + tolerance) continue;
         kernels.good = false;
         CHECK_MSG(0, "seed %llu, %s: %s (%s) [%lld] is %.9g, expected %.9g",
                   (unsigned long long)kernels.seed, kernels.what, name, dtrain_dtype_name(x->dtype),
@@ -256,29 +256,83 @@ static void case_permute(void)
     kernel_same(y, 1e-6, "y");
 }
 
-/* `loose`: how much a probability may be off that is rounded to a half before its product. */
+static dtrain_attention_args attention_args; /* sizes and flags, without addresses */
+
+/* The arguments with addresses in the memory of `side`. Packed: q is qkv, and k is NULL. */
+static dtrain_attention_args attention_at(int side, kernel_data *const x[7])
+{
+    dtrain_attention_args args = attention_args;
+    const size_t bytes = dtrain_dtype_bytes(args.dtype);
+    args.q = AT(x[0]), args.k = AT(x[1]), args.v = AT(x[2]);
+    if (!x[1]) args.k = (const char *)args.q + (size_t)(args.heads * args.d) * bytes;
+    if (!x[1]) args.v = (const char *)args.k + (size_t)(args.kv_heads * args.d) * bytes;
+    args.key_lengths = (const int32_t *)AT(x[3]), args.mask = F32(x[4]);
+    args.y = AT(x[5]), args.lse = F32(x[6]);
+    return args;
+}
+
+static dtrain_attention_backward_args
+attention_back(int side, kernel_data *const x[7], const kernel_data *d_y, kernel_data *const d[3])
+{
+    const dtrain_attention_args f = attention_at(side, x);
+    char *const packed = (char *)AT(d[0]);
+    dtrain_attention_backward_args args = {f, AT(d_y), AT(d[0]), AT(d[1]), AT(d[2])};
+    if (!x[1]) args.d_k = packed + ((const char *)f.k - (const char *)f.q);
+    if (!x[1]) args.d_v = packed + ((const char *)f.v - (const char *)f.q);
+    return args;
+}
+
+/* Lengths from 0 on; a mask that adds, hides, and hides all of a row. */
+static void attention_hide(kernel_data *lengths, kernel_data *mask)
+{
+    for (int64_t i = 0; lengths && i < lengths->count; i++)
+        ((int32_t *)lengths->of[1])[i] = (int32_t)kernel_draw((uint64_t)attention_args.keys + 1);
+    for (int64_t i = 0; mask && i < mask->count; i++)
+        if (kernel_draw(4) == 0 || i / attention_args.keys % 7 == 3)
+            ((float *)mask->of[1])[i] = -INFINITY;
+    if (lengths) kernel_copy(lengths, DTRAIN_COPY_HOST_TO_DEVICE);
+    if (mask) kernel_copy(mask, DTRAIN_COPY_HOST_TO_DEVICE);
+}
+
+/* Packed or apart, masked or not. `loose`: how much a probability may be off that is rounded to a half before its
+ * product. */
 static void case_attention(void)
 {
     static const int64_t sizes[6] = {4, 6, 7, 32, 64, 80};
     const int64_t d = sizes[kernel_draw(kernel_draw(3) ? 4 : 6)], kv_heads = kernel_size(3);
-    const int64_t heads = kv_heads * kernel_size(3), n = heads * d;
+    const int64_t heads = kv_heads * kernel_size(3), n = heads * d, kv = kv_heads * d;
     const int64_t T = kernel_size(kernel_draw(4) ? 40 : 150), batch = kernel_size(2);
-    const int64_t width = n + 2 * kv_heads * d, given = kv_heads == heads ? 0 : kv_heads;
+    const bool apart = kernel_flag(), causal = kernel_flag();
+    const int64_t U = apart ? kernel_size(kernel_draw(4) ? 40 : 150) : T;
+    const int64_t each[2] = {kernel_flag() ? batch : 1, kernel_flag() ? heads : 1};
     const dtrain_dtype f32 = DTRAIN_DTYPE_F32, type = kernel_type();
-    const bool causal = kernel_flag(), cpu = strcmp(kernels.device->ops->name, "cpu") == 0;
+    const bool cpu = strcmp(kernels.device->ops->name, "cpu") == 0;
     const double loose = cpu || type == f32 ? 1e-4 : type == DTRAIN_DTYPE_BF16 ? 3e-2 : 4e-3;
+    const int64_t q_stride = apart ? n : n + 2 * kv, kv_stride = apart ? kv : q_stride;
+    dtrain_attention_args *a = &attention_args;
     kernels.what = "attention";
-    kernel_data *qkv = kernel_make(batch * T * width, type, 1);
-    kernel_data *y = kernel_make(batch * T * n, type, 1);
-    kernel_data *lse = kernel_make(batch * heads * T, f32, 1);
-    kernel_data *d_y = kernel_make(batch * T * n, type, 1);
-    kernel_data *d_qkv = kernel_make(batch * T * width, type, 1);
-    ON_EACH(attention, {batch, T, heads, n, causal, AT(qkv), AT(y), F32(lse), type, given})
-    kernel_same(y, loose, "y");
-    kernel_same(lse, 1e-4, "lse");
-    ON_EACH(attention_backward,
-            {batch, T, heads, n, causal, AT(qkv), AT(y), F32(lse), AT(d_y), AT(d_qkv), type, given})
-    kernel_same(d_qkv, 3 * loose, "d_qkv");
+    memset(a, 0, sizeof *a);
+    a->batch = batch, a->queries = T, a->keys = U, a->heads = heads, a->kv_heads = kv_heads;
+    a->d = d, a->causal = causal, a->dtype = type;
+    a->q_stride = q_stride, a->k_stride = a->v_stride = kv_stride;
+    a->mask_head_step = each[1] > 1 ? T * U : 0;
+    a->mask_batch_step = each[0] > 1 ? each[1] * T * U : 0;
+    kernel_data *x[7] = {kernel_make(batch * T * q_stride, type, 1)};
+    x[1] = apart ? kernel_make(batch * U * kv, type, 1) : NULL;
+    x[2] = apart ? kernel_make(batch * U * kv, type, 1) : NULL;
+    x[3] = kernel_maybe(kernel_draw(3) == 0, batch, DTRAIN_DTYPE_I32);
+    x[4] = kernel_maybe(kernel_draw(3) == 0, each[0] * each[1] * T * U, f32);
+    attention_hide(x[3], x[4]);
+    x[5] = kernel_make(batch * T * n, type, 1), x[6] = kernel_make(batch * heads * T, f32, 1);
+    ON_EACH(attention, attention_at(side, x))
+    kernel_same(x[5], loose, "y");
+    kernel_same(x[6], 1e-4, "lse");
+    kernel_data *d_y = kernel_make(batch * T * n, type, 1), *slopes[3] = {NULL, NULL, NULL};
+    for (int i = 0; i < (apart ? 3 : 1); i++) /* apart, one of them may not be wanted */
+        slopes[i] = kernel_maybe(!apart || kernel_draw(4) > 0, x[i]->count, type);
+    ON_EACH(attention_backward, attention_back(side, x, d_y, slopes))
+    for (int i = 0; i < 3; i++)
+        kernel_same(slopes[i], 3 * loose, i ? "d_k or d_v" : "d_q or d_qkv");
 }
 
 /* Run the case of a seed on `device`; return the hash of its bits. *good: nothing was wrong. With naive NULL nothing is

@@ -6,6 +6,7 @@
 #include "allocator.h"
 
 #include <dirent.h>
+#include <pthread.h>
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define RANKS_SANITIZED 1
@@ -55,6 +56,36 @@ static inline void *ranks_shared(size_t bytes)
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) exit(3);
     return memory;
+}
+
+/* A thread of the host that takes the status of every child of the process. */
+typedef struct ranks_reaper {
+    pthread_t thread;
+    int32_t runs, ends;
+} ranks_reaper;
+static inline void *ranks_reap_all(void *argument)
+{
+    ranks_reaper *self = (ranks_reaper *)argument;
+    __atomic_store_n(&self->runs, 1, __ATOMIC_RELEASE);
+    while (!__atomic_load_n(&self->ends, __ATOMIC_ACQUIRE)) {
+        while (waitpid(-1, NULL, WNOHANG) > 0) {}
+        ranks_sleep_us(200);
+    }
+    return NULL;
+}
+/* Return when the thread runs: a thread that begins allocates, and a rank that was forked meanwhile would wait for
+ * ever for a lock of the address sanitizer's allocator. False: there is no thread. */
+static inline bool ranks_reaper_start(ranks_reaper *reaper)
+{
+    reaper->runs = reaper->ends = 0;
+    if (pthread_create(&reaper->thread, NULL, ranks_reap_all, reaper) != 0) return false;
+    while (!__atomic_load_n(&reaper->runs, __ATOMIC_ACQUIRE)) ranks_sleep_us(100);
+    return true;
+}
+static inline void ranks_reaper_stop(ranks_reaper *reaper)
+{
+    __atomic_store_n(&reaper->ends, 1, __ATOMIC_RELEASE);
+    pthread_join(reaper->thread, NULL);
 }
 
 /* A parameter with memory of the test's own. */

@@ -28,8 +28,8 @@ typedef struct saved_run {
     dtrain_strategy_desc strategy;
     dtrain_compression_desc compression;
     uint32_t micro, tape_flags, checkpoint_every;
-    int batch; /* of a rank and micro-batch */
-    bool sgd, background;
+    int batch;                  /* of a rank and micro-batch */
+    bool sgd, background, muon; /* muon: of the matrices of units 1 and 2; others by sgd or AdamW */
     float dropout, momentum;
     uint64_t seed;
     int steps, save_every; /* until `steps` are done; 0 = no save */
@@ -171,6 +171,7 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     dtrain_dataset_desc data = {0};
     dtrain_loader_desc window = {0};
     dtrain_optimizer_desc how = r->sgd ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
+    dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_lion_defaults()};
     dtrain_trainer_desc trainer;
     dtrain_state_desc state = {0};
     memset(&trainer, 0, sizeof trainer);
@@ -181,11 +182,17 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     window.dataset = s->dataset;
     window.batch = (uint32_t)r->batch;
     window.sequence = SAVED_SEQ;
-    window.token_count = 300; /* short: epochs end within a run */
+    window.item_count = 300; /* short: epochs end within a run */
     window.seed = r->seed;
     SAVED_TRY(dtrain_loader_create(world, &window, &s->loader));
     dtrain_strategy_desc where = r->strategy; /* ranks may be threads */
     where.compression = r->compression.kind ? &r->compression : NULL;
+    for (int i = 0; i < SAVED_PARAMS && r->muon; i++) {
+        const bool block = s->params[i].unit == 1 || s->params[i].unit == 2;
+        if (block) s->params[i].group = s->params[i].shape[1] ? 1 : 2;
+    }
+    how.groups = groups;
+    how.group_count = r->muon ? 2 : 0;
     SAVED_TRY(dtrain_strategy_create(world, s->params, SAVED_PARAMS, &where, &s->strategy));
     if (r->sgd) how.momentum = r->momentum;
     else how.epsilon = 1e-3f;

@@ -12,6 +12,7 @@
  *
  * Step s of a run takes the samples [s B, (s + 1) B) of an endless row, micro-batch by micro-batch,
  * rank by rank: runs with the same B see the same samples in a step, however they are dealt. */
+#include "packed_attention.h"
 #ifndef DTRAIN_TEST_STRATEGY_MODEL_H
 #define DTRAIN_TEST_STRATEGY_MODEL_H
 
@@ -207,7 +208,7 @@ static inline dtrain_tensor *gpt_block(dtrain_tape *t, dtrain_param *p, dtrain_t
 {
     dtrain_tensor *h = dtrain_layernorm(t, x, &p[LN1_W], &p[LN1_B]);
     h = dtrain_linear(t, h, &p[QKV_W], &p[QKV_B], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_attention(t, h, MODEL_SEQ, MODEL_HEADS, DTRAIN_ATTENTION_CAUSAL);
+    h = causal_attention(t, h, MODEL_SEQ, MODEL_HEADS);
     x = dtrain_add(t, x, dtrain_linear(t, h, &p[PROJ_W], &p[PROJ_B], DTRAIN_ACTIVATION_NONE));
     h = dtrain_layernorm(t, x, &p[LN2_W], &p[LN2_B]);
     h = dtrain_linear(t, h, &p[UP_W], &p[UP_B], DTRAIN_ACTIVATION_GELU);
@@ -301,19 +302,29 @@ static inline dtrain_result strategy_job_create(dtrain_world *world, strategy_jo
 {
     const dtrain_strategy_desc desc = strategy_case_desc(job->c);
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults(), sgd = dtrain_sgd_defaults();
+    dtrain_optimizer_desc lion = dtrain_lion_defaults(), muon = dtrain_muon_defaults();
+    const dtrain_optimizer_desc *how = &adamw;
     dtrain_result result;
     /* Some gradients are zero but for rounding (the bias of keys): AdamW would make steps of them. */
     adamw.epsilon = 1e-3f;
     adamw.weight_decay = 0.1f;
     sgd.momentum = 0.9f;
+    lion.weight_decay = 0.1f;
+    lion.lr_scale = 0.1f;
     if (job->c->model == MODEL_GPT) gpt_create(job);
     else matmul_create(job);
+    if (job->c->optimizer == DTRAIN_OPTIMIZER_SGD) how = &sgd;
+    if (job->c->optimizer == DTRAIN_OPTIMIZER_LION) how = &lion;
+    if (job->c->optimizer == DTRAIN_OPTIMIZER_MUON) { /* of the blocks' matrices */
+        adamw.groups = &muon;
+        adamw.group_count = 1;
+        for (int i = 0; i < job->param_count; i++)
+            if (job->params[i].unit > 0 && job->params[i].shape[1]) job->params[i].group = 1;
+    }
     result =
         dtrain_strategy_create(world, job->params, (size_t)job->param_count, &desc, &job->strategy);
     if (result != DTRAIN_OK) return result;
-    result = dtrain_optimizer_create(world, job->strategy,
-                                     job->c->optimizer == DTRAIN_OPTIMIZER_SGD ? &sgd : &adamw,
-                                     &job->optimizer);
+    result = dtrain_optimizer_create(world, job->strategy, how, &job->optimizer);
     if (result != DTRAIN_OK) return result;
     result = dtrain_tape_create(world, job->strategy, NULL, &job->tape);
     if (result == DTRAIN_OK && job->c->checkpoint_every)

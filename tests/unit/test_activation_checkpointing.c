@@ -4,6 +4,7 @@
  * is still to be added to it cross every unit. Whatever is dropped and made again, losses and
  * gradients must keep all their bits. */
 #include "test.h"
+#include "packed_attention.h"
 #include "dtrain.h"
 #include "allocator.h"
 #include "naive_device.h"
@@ -96,7 +97,7 @@ static dtrain_tensor *block(dtrain_tape *t, const gpt *m, dtrain_param *p, dtrai
 {
     h = norm(t, x, h, &p[0]);
     h = dtrain_linear(t, h, &p[2], &p[3], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_attention(t, h, m->sequence, m->heads, DTRAIN_ATTENTION_CAUSAL);
+    h = causal_attention(t, h, m->sequence, m->heads);
     h = dtrain_linear(t, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE);
     h = norm(t, x, dtrain_dropout(t, h, m->dropout), &p[6]);
     h = dtrain_linear(t, h, &p[8], &p[9], DTRAIN_ACTIVATION_GELU);

@@ -34,6 +34,7 @@ typedef struct variant {
     uint32_t micro, tape_flags, param_dtype, reduce_dtype, compression;
     bool sgd, background, hierarchical;
     float dropout;
+    bool muon; /* and Lion, in groups */
 } variant;
 
 static saved_run *variant_run(const variant *v)
@@ -50,6 +51,7 @@ static saved_run *variant_run(const variant *v)
     r->compression.dense_below = 1;
     r->compression.topk_ratio = 0.05f;
     r->sgd = v->sgd;
+    r->muon = v->muon;
     r->momentum = 0.9f;
     r->background = v->background;
     r->dropout = v->dropout;
@@ -81,33 +83,39 @@ static void resume(const variant *v)
 static void test_resume(void)
 {
     static const variant list[] = {
-        {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0},
-        {"ddp", DTRAIN_STRATEGY_DDP, 2, 3, 0, 0, 0, 0, false, true, false, 0.1f},
-        {"ddp, fp16", DTRAIN_STRATEGY_DDP, 2, 1, DTRAIN_TAPE_F16, 0, 0, 0, false, true, false,
-         0.1f},
-        {"ddp, sgd", DTRAIN_STRATEGY_DDP, 3, 2, 0, 0, 0, 0, true, false, false, 0.1f},
+        {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0, false},
+        {"ddp", DTRAIN_STRATEGY_DDP, 2, 3, 0, 0, 0, 0, false, true, false, 0.1f, false},
+        {"ddp, fp16", DTRAIN_STRATEGY_DDP, 2, 1, DTRAIN_TAPE_F16, 0, 0, 0, false, true, false, 0.1f,
+         false},
+        {"ddp, sgd", DTRAIN_STRATEGY_DDP, 3, 2, 0, 0, 0, 0, true, false, false, 0.1f, false},
         {"ddp, bf16 on the wire", DTRAIN_STRATEGY_DDP, 4, 1, DTRAIN_TAPE_BF16, 0, DTRAIN_DTYPE_BF16,
-         0, false, true, false, 0.1f},
-        {"ddp, hierarchical", DTRAIN_STRATEGY_DDP, 4, 1, 0, 0, 0, 0, false, false, true, 0},
+         0, false, true, false, 0.1f, false},
+        {"ddp, hierarchical", DTRAIN_STRATEGY_DDP, 4, 1, 0, 0, 0, 0, false, false, true, 0, false},
         {"ddp, top-k", DTRAIN_STRATEGY_DDP, 3, 2, 0, 0, 0, DTRAIN_COMPRESSION_TOPK, false, true,
-         false, 0.1f},
+         false, 0.1f, false},
         {"ddp, top-k with momentum", DTRAIN_STRATEGY_DDP, 2, 1, 0, 0, 0, DTRAIN_COMPRESSION_TOPK,
-         true, false, false, 0},
+         true, false, false, 0, false},
         {"ddp, top-k, hierarchical", DTRAIN_STRATEGY_DDP, 4, 1, 0, 0, 0, DTRAIN_COMPRESSION_TOPK,
-         false, false, true, 0},
+         false, false, true, 0, false},
         {"ddp, PowerSGD", DTRAIN_STRATEGY_DDP, 3, 1, 0, 0, 0, DTRAIN_COMPRESSION_POWERSGD, false,
-         true, false, 0},
-        {"zero1", DTRAIN_STRATEGY_ZERO1, 3, 2, 0, 0, 0, 0, false, false, false, 0.1f},
-        {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, 2, 0, 0, 0, 0, false, true, false,
-         0.1f},
-        {"full_shard", DTRAIN_STRATEGY_FULL_SHARD, 3, 2, 0, 0, 0, 0, false, true, false, 0.1f},
+         true, false, 0, false},
+        {"zero1", DTRAIN_STRATEGY_ZERO1, 3, 2, 0, 0, 0, 0, false, false, false, 0.1f, false},
+        {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, 2, 0, 0, 0, 0, false, true, false, 0.1f,
+         false},
+        {"full_shard", DTRAIN_STRATEGY_FULL_SHARD, 3, 2, 0, 0, 0, 0, false, true, false, 0.1f,
+         false},
         {"full_shard, bf16", DTRAIN_STRATEGY_FULL_SHARD, 2, 1, DTRAIN_TAPE_BF16, DTRAIN_DTYPE_BF16,
-         DTRAIN_DTYPE_BF16, 0, false, false, false, 0.1f},
+         DTRAIN_DTYPE_BF16, 0, false, false, false, 0.1f, false},
         {"full_shard, fp16", DTRAIN_STRATEGY_FULL_SHARD, 4, 2, DTRAIN_TAPE_F16, 0, 0, 0, false,
-         true, false, 0.1f},
-        {"zero3", DTRAIN_STRATEGY_ZERO3, 3, 2, 0, 0, 0, 0, true, false, false, 0.1f},
-        {"zero3", DTRAIN_STRATEGY_ZERO3, 8, 1, 0, 0, 0, 0, false, true, false, 0.1f},
-        {"hybrid_shard", DTRAIN_STRATEGY_HYBRID_SHARD, 4, 2, 0, 0, 0, 0, false, true, false, 0.1f},
+         true, false, 0.1f, false},
+        {"zero3", DTRAIN_STRATEGY_ZERO3, 3, 2, 0, 0, 0, 0, true, false, false, 0.1f, false},
+        {"zero3", DTRAIN_STRATEGY_ZERO3, 8, 1, 0, 0, 0, 0, false, true, false, 0.1f, false},
+        {"ddp, muon and lion", DTRAIN_STRATEGY_DDP, 2, 2, 0, 0, 0, 0, false, false, false, 0.1f,
+         true},
+        {"zero3, muon and lion", DTRAIN_STRATEGY_ZERO3, 3, 1, DTRAIN_TAPE_BF16, 0, 0, 0, true, true,
+         false, 0.1f, true},
+        {"hybrid_shard", DTRAIN_STRATEGY_HYBRID_SHARD, 4, 2, 0, 0, 0, 0, false, true, false, 0.1f,
+         false},
     };
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) resume(&list[i]);
 }
@@ -145,20 +153,29 @@ static void reshard(const variant *from, const variant *to, const char *how)
 static void test_reshard(void)
 {
     static const variant list[] = {
-        {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0},
-        {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, true, false, 0},
-        {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, 1, 0, 0, 0, 0, false, false, false, 0},
-        {"full_shard", DTRAIN_STRATEGY_FULL_SHARD, 4, 1, 0, 0, 0, 0, false, true, false, 0},
+        {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0, false},
+        {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, true, false, 0, false},
+        {"shard_grad_op", DTRAIN_STRATEGY_SHARD_GRAD_OP, 3, 1, 0, 0, 0, 0, false, false, false, 0,
+         false},
+        {"full_shard", DTRAIN_STRATEGY_FULL_SHARD, 4, 1, 0, 0, 0, 0, false, true, false, 0, false},
         {"full_shard, bf16", DTRAIN_STRATEGY_FULL_SHARD, 5, 1, DTRAIN_TAPE_BF16, DTRAIN_DTYPE_BF16,
-         0, 0, false, false, false, 0},
-        {"zero3", DTRAIN_STRATEGY_ZERO3, 8, 1, 0, 0, 0, 0, false, false, false, 0},
-        {"hybrid_shard", DTRAIN_STRATEGY_HYBRID_SHARD, 6, 1, 0, 0, 0, 0, false, true, false, 0},
-        {"zero1, hierarchical", DTRAIN_STRATEGY_ZERO1, 4, 1, 0, 0, 0, 0, false, false, true, 0},
+         0, 0, false, false, false, 0, false},
+        {"zero3", DTRAIN_STRATEGY_ZERO3, 8, 1, 0, 0, 0, 0, false, false, false, 0, false},
+        {"hybrid_shard", DTRAIN_STRATEGY_HYBRID_SHARD, 6, 1, 0, 0, 0, 0, false, true, false, 0,
+         false},
+        {"zero1, hierarchical", DTRAIN_STRATEGY_ZERO1, 4, 1, 0, 0, 0, 0, false, false, true, 0,
+         false},
     };
     const size_t count = sizeof list / sizeof list[0];
     for (size_t a = 0; a < count; a++)
         for (size_t b = 0; b < count; b++)
             if (test_full() || a == b || (a + b) % 3 == 0) reshard(&list[a], &list[b], "AdamW");
+    const variant owners = {
+        "zero3, muon", DTRAIN_STRATEGY_ZERO3, 3, 1, 0, 0, 0, 0, false, false, false, 0, true};
+    const variant whole = {
+        "ddp, muon", DTRAIN_STRATEGY_DDP, 2, 1, 0, 0, 0, 0, false, false, false, 0, true};
+    reshard(&owners, &whole, "groups");
+    reshard(&whole, &owners, "groups");
 }
 
 /* Residuals that cannot be taken as they are: the mean over the ranks that saved them, zeros between nodes, left out
@@ -166,7 +183,8 @@ static void test_reshard(void)
 static void test_residuals(void)
 {
     variant topk = {"top-k", DTRAIN_STRATEGY_DDP,     3,    1,     0,     0,
-                    0,       DTRAIN_COMPRESSION_TOPK, true, false, false, 0};
+                    0,       DTRAIN_COMPRESSION_TOPK, true, false, false, 0,
+                    false};
     folder_make();
     saved_run *first = variant_run(&topk);
     first->steps = first->save_every = 4;
@@ -226,7 +244,7 @@ static void test_residuals(void)
 /* Other precision, values alone, a model that has changed: what is carried, and what is said. */
 static void test_does_not_fit(void)
 {
-    variant v = {"ddp", DTRAIN_STRATEGY_DDP, 2, 1, 0, 0, 0, 0, false, false, false, 0};
+    variant v = {"ddp", DTRAIN_STRATEGY_DDP, 2, 1, 0, 0, 0, 0, false, false, false, 0, false};
     folder_make();
     saved_run *first = variant_run(&v);
     first->steps = first->save_every = 2;
@@ -297,7 +315,7 @@ static void test_retention(void)
 {
     static const int64_t last[] = {8, 9, 10}, two[] = {9, 10}, every[] = {4, 8, 10},
                          all[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
-    variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, true, false, 0};
+    variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, true, false, 0, false};
     for (int i = 0; i < 6; i++) {
         folder_make();
         saved_run *r = variant_run(&v);
@@ -343,7 +361,7 @@ static void test_retention(void)
 static void test_foreign_files(void)
 {
     static const int64_t expected[] = {1, 3, 4};
-    variant v = {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0};
+    variant v = {"ddp", DTRAIN_STRATEGY_DDP, 1, 1, 0, 0, 0, 0, false, false, false, 0, false};
     folder_make();
     saved_run *r = variant_run(&v);
     r->keep.keep = 2;
@@ -462,7 +480,7 @@ static void test_damage(void)
          "state-00000-00"},
         {"sed -i 's/\"version\": 1/\"version\": 2/' $N/manifest.json", "manifest.json"},
         {"cp $O/manifest.json $N/manifest.json", ""}};
-    variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, false, false, 0};
+    variant v = {"zero1", DTRAIN_STRATEGY_ZERO1, 2, 1, 0, 0, 0, 0, false, false, false, 0, false};
     for (size_t i = 0; i < sizeof damages / sizeof damages[0]; i++) {
         char newest[128];
         folder_make();

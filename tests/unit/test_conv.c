@@ -1,21 +1,17 @@
 /* test_conv.c: convolution and pooling: the kernels beside loops in double for every instruction set, type
  * and number of threads, and the operations of the tape beside PyTorch and finite differences. */
-#define DTRAIN__TEST_INSTANCES
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* of the instance "wide" */
-#endif
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
 #include "device/cpu/cpu.c"
-#include "device/cpu/kernels.c"
+#include "instances.h"
 #include "dtrain.h"
 
 #include "test.h"
 #include "naive_device.h"
 
-enum { THREADS = 4, MAX_KERNELS = 5 };
+enum { THREADS = 4 };
 
 static dtrain_device *naive, *devices[THREADS]; /* devices[t] has t + 1 threads */
-static const dtrain__kernels *kernels[MAX_KERNELS];
+static const dtrain__kernels *kernels[INSTANCES];
 static int kernel_count;
 
 static void open_devices(void)
@@ -28,17 +24,7 @@ static void open_devices(void)
         desc.oversubscribed = true;
         CHECK(dtrain_device_create(NULL, &desc, &devices[t]) == DTRAIN_OK);
     }
-    kernels[kernel_count++] = dtrain__kernels_select();
-    if (TEST_RACES) return;
-    kernels[kernel_count++] = &dtrain__kernels_scalar;
-#if !defined(DTRAIN_NO_SIMD)
-    kernels[kernel_count++] = &dtrain__kernels_generic;
-    kernels[kernel_count++] = &dtrain__kernels_wide;
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        kernels[kernel_count++] = &dtrain__kernels_avx2;
-#endif
-#endif
+    kernel_count = instances_find(kernels);
 }
 
 static void close_devices(void)
@@ -286,7 +272,7 @@ static void test_shapes(void)
                 s.dtype = dtype;
                 s.x_dtype = x ? 0 : dtype;
                 if (x && dtype == 0) continue;
-                check_shape(&s, 0, test_full() || dtype == 0 ? MAX_KERNELS : 1 + (int)(i % 2));
+                check_shape(&s, 0, test_full() || dtype == 0 ? INSTANCES : 1 + (int)(i % 2));
             }
     close_devices();
 }

@@ -5,37 +5,7 @@
 #include "test.h"
 #include "dtrain.h"
 #include "allocator.h"
-
-#include <fcntl.h>
-#include <sys/stat.h>
-
-static char folder[64]; /* of this test's files; main makes it and removes it */
-
-static const char *path_of(const char *name)
-{
-    static char path[128];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    return path;
-}
-
-static void write_file(const char *name, const void *bytes, size_t count)
-{
-    FILE *file = fopen(path_of(name), "wb");
-    CHECK(file && fwrite(bytes, 1, count, file) == count && fclose(file) == 0);
-}
-
-/* A .bin file: header words, then `bytes` of tokens. */
-static void write_bin(const char *name, uint32_t magic, uint32_t version, uint32_t count,
-                      const void *tokens, size_t bytes)
-{
-    static unsigned char image[1 << 20];
-    uint32_t words[3];
-    words[0] = magic, words[1] = version, words[2] = count;
-    memset(image, 0, 1024);
-    memcpy(image, words, sizeof words); /* tests run on little-endian hosts */
-    memcpy(image + 1024, tokens, bytes);
-    write_file(name, image, 1024 + bytes);
-}
+#include "files.h"
 
 static dtrain_result open_file(const char *path, uint32_t format, int64_t vocab,
                                dtrain_dataset **out)
@@ -48,7 +18,6 @@ static dtrain_result open_file(const char *path, uint32_t format, int64_t vocab,
     return dtrain_dataset_open(NULL, &desc, out);
 }
 
-/* Opening `name` fails with `code`, and the sentence has the path and `words`. */
 static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
 {
     dtrain_dataset_info info;
@@ -63,6 +32,7 @@ static dtrain_loader_info loader_info(const dtrain_loader *loader)
     return info;
 }
 
+/* Opening `name` fails with `code`, and the sentence has the path and `words`. */
 static void check_refused(const char *name, uint32_t format, dtrain_result code, const char *words)
 {
     dtrain_dataset *dataset = (dtrain_dataset *)1;
@@ -217,26 +187,26 @@ static void test_dataset_formats(void)
 
     write_file("text", text, sizeof text);
     CHECK(open_file(path_of("text"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(dataset_info(dataset).token_count == 4 && dataset_info(dataset).vocab_count == 256);
-    CHECK(dtrain_dataset_read(dataset, 0, 4, got) == DTRAIN_OK);
+    CHECK(dataset_info(dataset).item_count == 4 && dataset_info(dataset).vocab_count == 256);
+    CHECK(dtrain_dataset_read(dataset, 0, 4, got, NULL) == DTRAIN_OK);
     CHECK(got[0] == 'a' && got[1] == 0 && got[2] == 255 && got[3] == 'z');
     dtrain_dataset_close(dataset);
 
     write_bin("narrow", 20240520, 1, 5, narrow, sizeof narrow);
     CHECK(open_file(path_of("narrow"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(dataset_info(dataset).token_count == 5 && dataset_info(dataset).vocab_count == 50257);
-    CHECK(dtrain_dataset_read(dataset, 1, 4, got) == DTRAIN_OK);
+    CHECK(dataset_info(dataset).item_count == 5 && dataset_info(dataset).vocab_count == 50257);
+    CHECK(dtrain_dataset_read(dataset, 1, 4, got, NULL) == DTRAIN_OK);
     CHECK(got[0] == 1 && got[1] == 256 && got[2] == 50256 && got[3] == 50255);
-    CHECK(dtrain_dataset_read(dataset, 5, 0, NULL) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 5, 0, NULL, NULL) == DTRAIN_OK);
     dtrain_dataset_close(dataset);
 
     CHECK(open_file(path_of("narrow"), 1, 0, &dataset) == DTRAIN_OK); /* the same file as bytes */
-    CHECK(dataset_info(dataset).token_count == 1034);
+    CHECK(dataset_info(dataset).item_count == 1034);
     dtrain_dataset_close(dataset);
 
     write_bin("wide", 20240801, 7, 3, wide, sizeof wide);
     CHECK(open_file(path_of("wide"), 2, 128256, &dataset) == DTRAIN_OK);
-    CHECK(dtrain_dataset_read(dataset, 0, 3, got) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 0, 3, got, NULL) == DTRAIN_OK);
     CHECK(got[0] == 70000 && got[1] == 1 && got[2] == 128255);
     dtrain_dataset_close(dataset);
     dtrain_dataset_close(NULL);
@@ -263,7 +233,7 @@ static void test_dataset_bad_files(void)
 
     check_refused("missing", 0, DTRAIN_ERROR_FILE, "No such file");
     check_refused("empty", 0, DTRAIN_ERROR_FILE, "is empty");
-    check_refused("directory", 0, DTRAIN_ERROR_FILE, "is no regular file");
+    check_refused("directory", 0, DTRAIN_ERROR_FILE, "has no file whose name fits");
     check_refused("pipe", 0, DTRAIN_ERROR_FILE, "is no regular file");
     check_refused("html", 2, DTRAIN_ERROR_DATA,
                   "with magic 20240520, version 1 or magic 20240801, version 7, found");
@@ -288,18 +258,18 @@ static void test_dataset_arguments(void)
     CHECK(dtrain_dataset_open(NULL, NULL, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file(NULL, 0, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file("", 0, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(open_file(path_of("text"), 3, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(open_file(path_of("text"), 7, 0, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file(path_of("text"), 0, -1, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file(path_of("text"), 0, INT64_MAX, &dataset) == DTRAIN_ERROR_ARGUMENT);
     CHECK(open_file(path_of("text"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(dtrain_dataset_read(dataset, 0, 5, got) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_dataset_read(dataset, 4, 1, got) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 0, 5, got, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 4, 1, got, NULL) == DTRAIN_ERROR_ARGUMENT);
     CHECK(strstr(dtrain_last_error(), "1 tokens from 4 on") != NULL);
-    CHECK(dtrain_dataset_read(dataset, -1, 1, got) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_dataset_read(dataset, INT64_MAX, 1, got) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_dataset_read(dataset, 1, INT64_MAX, got) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_dataset_read(dataset, 0, -1, got) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_dataset_read(dataset, 0, 1, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, -1, 1, got, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, INT64_MAX, 1, got, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 1, INT64_MAX, got, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 0, -1, got, NULL) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(dtrain_dataset_read(dataset, 0, 1, NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
     dtrain_dataset_close(dataset);
 }
 
@@ -311,29 +281,47 @@ static void test_dataset_token_outside_vocabulary(void)
     tokens[4321] = 50257;
     write_bin("ids", 20240520, 1, 5000, tokens, sizeof tokens);
     CHECK(open_file(path_of("ids"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(dtrain_dataset_read(dataset, 0, 4321, got) == DTRAIN_OK);
-    CHECK(dtrain_dataset_read(dataset, 0, 5000, got) == DTRAIN_ERROR_DATA);
+    CHECK(dtrain_dataset_read(dataset, 0, 4321, got, NULL) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 0, 5000, got, NULL) == DTRAIN_ERROR_DATA);
     CHECK(strstr(dtrain_last_error(), path_of("ids")) != NULL);
     CHECK(strstr(dtrain_last_error(), "token 4321 has id 50257, but the vocabulary has 50257"));
     dtrain_dataset_close(dataset);
 }
 
-static void test_dataset_shrinks(void)
+/* Reads 100 tokens and expects the sentence of a file that is not what it was. */
+static void check_changed(dtrain_dataset *dataset, const char *name, const char *words)
+{
+    int32_t got[100];
+    CHECK(dtrain_dataset_read(dataset, 0, 100, got, NULL) == DTRAIN_ERROR_FILE);
+    CHECK_MSG(strstr(dtrain_last_error(), path_of(name)) && strstr(dtrain_last_error(), words),
+              "\"%s\" has no \"%s\"", dtrain_last_error(), words);
+}
+
+static void test_dataset_file_changes(void)
 {
     static char text[20000];
     static int32_t got[20000];
     dtrain_dataset *dataset;
-    write_file("shrinks", text, sizeof text);
-    CHECK(open_file(path_of("shrinks"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(truncate(path_of("shrinks"), 9000) == 0);
-    CHECK(dtrain_dataset_read(dataset, 0, 9000, got) == DTRAIN_OK);
-    CHECK(dtrain_dataset_read(dataset, 0, 20000, got) == DTRAIN_ERROR_FILE);
-    CHECK(strstr(dtrain_last_error(), path_of("shrinks")) != NULL);
-    CHECK(strstr(dtrain_last_error(), "ended at byte 9000, but had 20000") != NULL);
-    CHECK(truncate(path_of("shrinks"), 30000) == 0); /* growing is no harm */
-    CHECK(dtrain_dataset_read(dataset, 0, 20000, got) == DTRAIN_OK);
-    CHECK(unlink(path_of("shrinks")) == 0); /* nor is unlinking */
-    CHECK(dtrain_dataset_read(dataset, 0, 20000, got) == DTRAIN_OK);
+    memset(text, 'x', sizeof text);
+    write_file("changes", text, sizeof text);
+    wait_for_tick("changes");
+    CHECK(open_file(path_of("changes"), 0, 0, &dataset) == DTRAIN_OK);
+    CHECK(truncate(path_of("changes"), 9000) == 0);
+    check_changed(dataset, "changes", "had 20000 bytes when it was opened and has 9000 now");
+    CHECK(dtrain_dataset_read(dataset, 0, 20000, got, NULL) == DTRAIN_ERROR_FILE);
+    CHECK(strstr(dtrain_last_error(), "having been cut") != NULL);
+    CHECK(truncate(path_of("changes"), 30000) == 0);
+    check_changed(dataset, "changes", "has 30000 now, having been written to");
+    write_file("changes", text, sizeof text); /* the same size and bytes at another time */
+    check_changed(dataset, "changes", "has 20000 now, having been written to");
+    dtrain_dataset_close(dataset);
+
+    CHECK(open_file(path_of("changes"), 0, 0, &dataset) == DTRAIN_OK);
+    write_file("other", text, 10);
+    CHECK(rename(path_of("other"), path_of("changes")) == 0); /* replaced: the open one is whole */
+    CHECK(dtrain_dataset_read(dataset, 0, 20000, got, NULL) == DTRAIN_OK && got[19999] == 'x');
+    CHECK(unlink(path_of("changes")) == 0);
+    CHECK(dtrain_dataset_read(dataset, 0, 20000, got, NULL) == DTRAIN_OK);
     dtrain_dataset_close(dataset);
 }
 
@@ -347,8 +335,8 @@ static void test_dataset_large(void)
     CHECK(ftruncate(file, size) == 0 && pwrite(file, "xyz", 3, size - 3) == 3);
     close(file);
     CHECK(open_file(path_of("large"), 0, 0, &dataset) == DTRAIN_OK);
-    CHECK(dataset_info(dataset).token_count == size);
-    CHECK(dtrain_dataset_read(dataset, size - 3, 3, got) == DTRAIN_OK);
+    CHECK(dataset_info(dataset).item_count == size);
+    CHECK(dtrain_dataset_read(dataset, size - 3, 3, got, NULL) == DTRAIN_OK);
     CHECK(got[0] == 'x' && got[1] == 'y' && got[2] == 'z');
     dtrain_dataset_close(dataset);
     unlink(path_of("large"));
@@ -513,8 +501,8 @@ static void test_loader_small_spans(void)
     CHECK(open_file(path_of("counting"), 0, 0, &dataset) == DTRAIN_OK);
     for (int64_t span = 9; span < 40; span++) {
         dtrain_loader_desc desc = loader_desc(dataset, 1, 8);
-        desc.first_token = 100;
-        desc.token_count = span;
+        desc.first_item = 100;
+        desc.item_count = span;
         CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
         CHECK(loader_info(loader).samples_per_epoch == (span < 16 ? 1 : span / 8 - 1));
         int32_t lowest = INT32_MAX, highest = 0;
@@ -548,20 +536,20 @@ static void test_loader_refusals(void)
     write_counting_file("counting");
     CHECK(open_file(path_of("counting"), 0, 0, &dataset) == DTRAIN_OK);
     dtrain_loader_desc desc = loader_desc(dataset, 1, 64);
-    desc.token_count = 40;
+    desc.item_count = 40;
     check_loader_refused(&desc, DTRAIN_ERROR_DATA,
                          "has 40 tokens here, but a window of 64 + 1 needs 65");
-    desc.token_count = 64;
+    desc.item_count = 64;
     check_loader_refused(&desc, DTRAIN_ERROR_DATA, "needs 65");
-    desc.token_count = 0, desc.sequence = INT64_MAX;
+    desc.item_count = 0, desc.sequence = INT64_MAX;
     check_loader_refused(&desc, DTRAIN_ERROR_DATA, "use a shorter sequence or a larger file");
-    desc.sequence = 64, desc.first_token = 1001;
+    desc.sequence = 64, desc.first_item = 1001;
     check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "from 1001 on");
-    desc.first_token = 1, desc.token_count = 1000;
+    desc.first_item = 1, desc.item_count = 1000;
     check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "1000 tokens from 1 on");
-    desc.first_token = -1;
+    desc.first_item = -1;
     check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "from -1 on");
-    desc.first_token = 0, desc.batch = 0;
+    desc.first_item = 0, desc.batch = 0;
     check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "at least 1");
     desc.batch = 1, desc.sequence = 0;
     check_loader_refused(&desc, DTRAIN_ERROR_ARGUMENT, "at least 1");
@@ -572,7 +560,7 @@ static void test_loader_refusals(void)
     dtrain_dataset_close(dataset);
 }
 
-/* A file that shrinks in mid-epoch is an error on this call, not a crash, and not the end. */
+/* A file that is cut in mid-epoch is an error of this call that names it, not a crash, and stays one. */
 static void test_loader_file_shrinks(void)
 {
     int32_t inputs[16], targets[16];
@@ -583,16 +571,199 @@ static void test_loader_file_shrinks(void)
     dtrain_loader_desc desc = loader_desc(dataset, 1, 16);
     desc.in_order = true;
     CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
     CHECK(truncate(path_of("shrinking"), 1024 + 2 * 40) == 0);
-    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
-    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK);
-    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_ERROR_FILE);
-    CHECK(strstr(dtrain_last_error(), "shrinking ended at byte 1104") != NULL);
-    CHECK(loader_info(loader).position == 2);
-    write_counting_file("shrinking");
-    CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_OK && inputs[0] == 32);
+    for (int again = 0; again < 3; again++) {
+        CHECK(dtrain_loader_next(loader, inputs, targets) == DTRAIN_ERROR_FILE);
+        CHECK(strstr(dtrain_last_error(), path_of("shrinking")) != NULL);
+        CHECK(strstr(dtrain_last_error(), "had 3024 bytes when it was opened and has 1104 now"));
+        CHECK(loader_info(loader).position == 1);
+    }
     dtrain_loader_destroy(loader);
     dtrain_dataset_close(dataset);
+}
+
+/* ---- many files ---- */
+
+static uint16_t stream[3000]; /* the tokens of all files, one behind the other */
+static void make_stream(void)
+{
+    for (int i = 0; i < 3000; i++) stream[i] = (uint16_t)(i * 7 % 50257);
+}
+
+/* Writes stream[first, first + count) as a file of the format. */
+static void write_part(const char *name, uint32_t format, int first, int count)
+{
+    if (format == DTRAIN_DATA_BIN)
+        write_bin(name, 20240520, 1, (uint32_t)count, stream + first, (size_t)count * 2);
+    else write_file(name, stream + first, (size_t)count * 2);
+}
+
+/* `path` opens as all of the stream: whole, and in pieces of every length around borders. */
+static void check_stream(const char *path, uint32_t format, size_t files)
+{
+    static int32_t got[3000];
+    dtrain_dataset *dataset;
+    if (!CHECK_MSG(open_file(path, format, 0, &dataset) == DTRAIN_OK, "%s", dtrain_last_error()))
+        return;
+    CHECK(dataset_info(dataset).item_count == 3000 && dataset_info(dataset).file_count == files);
+    CHECK(dataset_info(dataset).item_bytes == 0 && dataset_info(dataset).vocab_count == 50257);
+    CHECK(dtrain_dataset_read(dataset, 0, 3000, got, NULL) == DTRAIN_OK);
+    for (int i = 0; i < 3000; i++) CHECK(got[i] == stream[i]);
+    for (int first = 0; first < 3000; first += 13)
+        for (int count = 1; count < 300 && first + count <= 3000; count = count * 3 + first % 2) {
+            CHECK(dtrain_dataset_read(dataset, first, count, got, NULL) == DTRAIN_OK);
+            CHECK(got[0] == stream[first] && got[count - 1] == stream[first + count - 1]);
+        }
+    dtrain_dataset_close(dataset);
+}
+
+/* One stream in one file, three, and a hundred: the same tokens, by list, folder and pattern. */
+static void test_many_files(void)
+{
+    char list[600], name[64];
+    make_stream();
+    for (uint32_t format = DTRAIN_DATA_BIN; format <= DTRAIN_DATA_U16; format++) {
+        const char *kind = format == DTRAIN_DATA_BIN ? "bin" : "u16";
+        snprintf(name, sizeof name, "one.%s", kind);
+        write_part(name, format, 0, 3000);
+        check_stream(path_of(name), format, 1);
+        if (format == DTRAIN_DATA_BIN) check_stream(path_of(name), DTRAIN_DATA_AUTO, 1);
+
+        static const int cuts[] = {0, 1, 1700, 3000}; /* three files, one of a single token */
+        list[0] = 0;
+        for (int i = 2; i >= 0; i--) { /* written in another order than that of their names */
+            snprintf(name, sizeof name, "part_%d.%s", i, kind);
+            write_part(name, format, cuts[i], cuts[i + 1] - cuts[i]);
+        }
+        for (int i = 0; i < 3; i++)
+            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s/part_%d.%s",
+                     i ? "," : "", folder, i, kind);
+        check_stream(list, format, 3);
+        snprintf(name, sizeof name, "part_?.%s", kind);
+        check_stream(path_of(name), format, 3);
+        snprintf(list, sizeof list, "%s/part_[01].%s,%s/part_2.%s", folder, kind, folder, kind);
+        check_stream(list, format, 3);
+
+        snprintf(name, sizeof name, "hundred_%s", kind);
+        CHECK(mkdir(path_of(name), 0700) == 0);
+        for (int i = 0; i < 100; i++) {
+            snprintf(name, sizeof name, "hundred_%s/part_%03d", kind, i);
+            write_part(name, format, i * 30, 30);
+        }
+        snprintf(name, sizeof name, "hundred_%s/.hidden", kind);
+        write_file(name, "x", 1);
+        snprintf(name, sizeof name, "hundred_%s/folder", kind);
+        CHECK(mkdir(path_of(name), 0700) == 0);
+        snprintf(name, sizeof name, "hundred_%s", kind);
+        check_stream(path_of(name), format, 100);
+    }
+    CHECK(chdir(folder) == 0); /* a pattern without a folder is of this one */
+    check_stream("part_*.bin", 0, 3);
+    CHECK(chdir("/") == 0);
+    write_part("a,[b]*.u16", DTRAIN_DATA_U16, 0, 3000); /* what exists is no list and no pattern */
+    check_stream(path_of("a,[b]*.u16"), DTRAIN_DATA_U16, 1);
+}
+
+/* However tokens are cut into files, a loader deals the same samples. */
+static void test_loader_many_files(void)
+{
+    int32_t one[2][64], many[2][64];
+    dtrain_dataset *data[2];
+    dtrain_loader *loaders[2];
+    char name[64];
+    make_stream();
+    write_part("whole.bin", DTRAIN_DATA_BIN, 0, 3000);
+    for (int i = 0; i < 7; i++) {
+        snprintf(name, sizeof name, "seventh_%d.bin", i);
+        write_part(name, DTRAIN_DATA_BIN, i * 429, i < 6 ? 429 : 426);
+    }
+    CHECK(open_file(path_of("whole.bin"), 0, 0, &data[0]) == DTRAIN_OK);
+    CHECK(open_file(path_of("seventh_*.bin"), 0, 0, &data[1]) == DTRAIN_OK);
+    for (int i = 0; i < 2; i++) {
+        dtrain_loader_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.dataset = data[i], desc.batch = 2, desc.sequence = 32, desc.seed = 5;
+        CHECK(dtrain_loader_create(NULL, &desc, &loaders[i]) == DTRAIN_OK);
+    }
+    for (int step = 0; step < 100; step++) {
+        CHECK(dtrain_loader_next(loaders[0], one[0], one[1]) == DTRAIN_OK);
+        CHECK(dtrain_loader_next(loaders[1], many[0], many[1]) == DTRAIN_OK);
+        CHECK(memcmp(one, many, sizeof one) == 0);
+    }
+    for (int i = 0; i < 2; i++) dtrain_loader_destroy(loaders[i]), dtrain_dataset_close(data[i]);
+}
+
+/* Which of many files is at fault is in the sentence; so is a change of one that is not kept open. */
+static void test_many_files_at_fault(void)
+{
+    static const uint16_t wild[] = {1, 2, 60000};
+    dtrain_dataset *dataset;
+    int32_t got[100];
+    char name[64];
+    make_stream();
+    CHECK(mkdir(path_of("faulty"), 0700) == 0);
+    for (int i = 0; i < 70; i++) {
+        snprintf(name, sizeof name, "faulty/part_%03d", i);
+        write_part(name, DTRAIN_DATA_U16, 0, 3);
+    }
+    write_file("faulty/part_066", wild, sizeof wild);
+    wait_for_tick("faulty/part_066");
+    CHECK(open_file(path_of("faulty"), DTRAIN_DATA_U16, 0, &dataset) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(dataset, 190, 15, got, NULL) == DTRAIN_ERROR_DATA);
+    CHECK(strstr(dtrain_last_error(), "faulty/part_066: token 2 has id 60000") != NULL);
+    CHECK(dtrain_dataset_read(dataset, 201, 6, got, NULL) == DTRAIN_OK);
+    write_part("faulty/part_067", DTRAIN_DATA_U16, 0, 2);
+    CHECK(dtrain_dataset_read(dataset, 201, 6, got, NULL) == DTRAIN_ERROR_FILE);
+    CHECK(strstr(dtrain_last_error(), "faulty/part_067 changed while it was in use: it had 6") !=
+          NULL);
+    CHECK(unlink(path_of("faulty/part_068")) == 0); /* beyond those that stay open */
+    CHECK(dtrain_dataset_read(dataset, 204, 3, got, NULL) == DTRAIN_ERROR_FILE);
+    CHECK(strstr(dtrain_last_error(), "faulty/part_068 cannot be opened again: No such file"));
+    write_part("faulty/other", DTRAIN_DATA_U16, 0, 3);
+    CHECK(rename(path_of("faulty/other"), path_of("faulty/part_069")) == 0);
+    CHECK(dtrain_dataset_read(dataset, 207, 3, got, NULL) == DTRAIN_ERROR_FILE);
+    CHECK(strstr(dtrain_last_error(), "being another file") != NULL);
+    dtrain_dataset_close(dataset);
+
+    static const uint32_t wide[] = {1, 2, 3};
+    write_bin("mixed_1", 20240520, 1, 5, stream, 10);
+    write_bin("mixed_2", 20240801, 7, 3, wide, sizeof wide);
+    write_file("mixed_3", "text", 4);
+    write_file("mixed_4", "odd", 3);
+    char list[300];
+    static const struct {
+        const char *files;
+        uint32_t format;
+        const char *words;
+    } cases[] = {
+        {"1,2", 0, "mixed_2 has tokens of 4 bytes and"},
+        {"1,3", 0, "mixed_1 is llm.c's .bin and"},
+        {"3,1", 0, "mixed_1 is llm.c's .bin and"},
+        {"3,1", DTRAIN_DATA_BIN, "mixed_3 is no llm.c token file"},
+        {"3,1", DTRAIN_DATA_U16, "mixed_1 begins with the header of an llm.c token file"},
+        {"3,4", DTRAIN_DATA_U16, "mixed_4 has 3 bytes, no whole number of uint16"},
+        {"3,,1", 0, "a path in"},
+        {"3,", 0, "is empty"},
+        {",3", 0, "is empty"},
+        {"3,5", 0, "mixed_5 cannot be opened: No such file"},
+        {"3,x*", 0, "has no file whose name fits \"mixed_x*\""},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        list[0] = 0;
+        for (const char *at = cases[i].files;; at++) {
+            const size_t length = strcspn(at, ",");
+            if (length)
+                snprintf(list + strlen(list), sizeof list - strlen(list), "%s/mixed_%.*s", folder,
+                         (int)length, at);
+            at += length;
+            if (!*at) break;
+            strcat(list, ",");
+        }
+        CHECK(open_file(list, cases[i].format, 0, &dataset) != DTRAIN_OK && !dataset);
+        CHECK_MSG(strstr(dtrain_last_error(), cases[i].words) != NULL, "\"%s\" has no \"%s\"",
+                  dtrain_last_error(), cases[i].words);
+    }
 }
 
 /* Every allocation fails once: an error, no leak, no crash. */
@@ -637,8 +808,7 @@ static void test_memory_failures(void)
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    snprintf(folder, sizeof folder, "/tmp/dtrain_test_data_%d", (int)getpid());
-    if (mkdir(folder, 0700) != 0) return 1;
+    if (!files_begin("test_data")) return 1;
     RUN(test_randperm_golden);
     RUN(test_randperm_long);
     RUN(test_sampler_golden);
@@ -647,7 +817,7 @@ int main(int argc, char **argv)
     RUN(test_dataset_bad_files);
     RUN(test_dataset_arguments);
     RUN(test_dataset_token_outside_vocabulary);
-    RUN(test_dataset_shrinks);
+    RUN(test_dataset_file_changes);
     RUN(test_dataset_large);
     RUN(test_loader_same_samples_for_every_rank_count);
     RUN(test_loader_epochs);
@@ -656,8 +826,9 @@ int main(int argc, char **argv)
     RUN(test_loader_small_spans);
     RUN(test_loader_refusals);
     RUN(test_loader_file_shrinks);
+    RUN(test_many_files);
+    RUN(test_loader_many_files);
+    RUN(test_many_files_at_fault);
     RUN(test_memory_failures);
-    char command[128];
-    snprintf(command, sizeof command, "rm -r %s", folder);
-    return test_summary() + (system(command) != 0);
+    return test_summary() + !files_end();
 }

@@ -1,18 +1,15 @@
 /* Tests of data types and of the CPU and plan devices: every kernel against plain double-precision
  * loops, for every instruction set this machine runs, with 1 to 4 threads whose bits must agree.
  * A case prints the instruction set it failed on. */
-#define DTRAIN__TEST_INSTANCES
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* of the instance "wide" */
-#endif
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
 #include "core/random.c"
 #include "core/result.c"
 #include "device/cpu/cpu.c"
-#include "device/cpu/kernels.c"
+#include "instances.h"
 #include "dtrain.h"
 
 #include "test.h"
+#include "packed_attention.h"
 #include "allocator.h"
 
 static const char *variant = "";
@@ -433,9 +430,9 @@ static void test_sgd(void)
         for (int s = 0; s < 2; s++) {
             g[s] = noise(n, 1);
             for (int64_t i = 0; i < n; i++) {
-                const double x = 2.0 * g[s][i];
+                const double x = 2.0 * g[s][i] + 0.01 * w[i];
                 b[i] = s ? mu * b[i] + x : x;
-                w[i] = w[i] * (1 - 0.1 * 0.01) - 0.1 * (mode == 2 ? x + mu * b[i] : b[i]);
+                w[i] -= 0.1 * (mode == 2 ? x + mu * b[i] : b[i]);
             }
         }
         for (int t = 1; t <= THREADS; t++) {
@@ -456,6 +453,67 @@ static void test_sgd(void)
         }
         free(w0), free(g[0]), free(g[1]), free(w), free(b);
     }
+}
+
+static void test_lion(void)
+{
+    const int64_t n = 517;
+    float *w0 = noise(n, 1), *g = noise(n, 1), *m0 = noise(n, 1), *first = floats(n);
+    double *w = doubles(n), *m = doubles(n);
+    g[3] = m0[3] = 0; /* no direction at all */
+    for (int64_t i = 0; i < n; i++) {
+        const double x = 2.0 * g[i], mean = 0.9 * m0[i] + 0.1 * x;
+        w[i] = w0[i] * (1 - 0.1 * 0.01) - (mean > 0 ? 0.1 : mean < 0 ? -0.1 : 0);
+        m[i] = 0.99 * m0[i] + 0.01 * x;
+    }
+    for (int t = 1; t <= THREADS; t++) {
+        float *x = floats(n), *moment = floats(n);
+        memcpy(x, w0, (size_t)n * 4);
+        memcpy(moment, m0, (size_t)n * 4);
+        const dtrain_optimizer_tensor one = {n, 0.01f, x, g, moment, NULL};
+        const dtrain_lion_args a = {1, &one, 0.1f, 0.9f, 0.99f, 2, NULL, 1};
+        CHECK(!devices[t]->ops->lion(devices[t], &a));
+        CHECK(close_to(x, w, n, 1e-6) && close_to(moment, m, n, 1e-6));
+        if (t == 1) memcpy(first, x, (size_t)n * 4);
+        CHECK(same(first, x, n));
+        free(x), free(moment);
+    }
+    free(w0), free(g), free(m0), free(first), free(w), free(m);
+}
+
+/* The three stages one after the other. */
+static void test_muon(void)
+{
+    const int64_t n = 517;
+    const double squares = 9;
+    float *w0 = noise(n, 1), *g = noise(n, 1), *m0 = noise(n, 1);
+    double *w = doubles(n), *m = doubles(n), *u = doubles(n);
+    for (int nesterov = 0; nesterov < 2; nesterov++) {
+        for (int64_t i = 0; i < n; i++) {
+            m[i] = 0.95 * m0[i] + 2.0 * g[i];
+            u[i] = (nesterov ? 2.0 * g[i] + 0.95 * m[i] : m[i]) / (3 + 0.5);
+            w[i] = w0[i] * (1 - 0.1 * 0.01) - 0.1 * 1.5 * u[i];
+        }
+        for (int t = 1; t <= THREADS; t++) {
+            float *value = floats(n), *moment = floats(n), *x = floats(n);
+            memcpy(value, w0, (size_t)n * 4);
+            memcpy(moment, m0, (size_t)n * 4);
+            const dtrain_optimizer_tensor one = {n, 0.01f, value, g, moment, NULL};
+            dtrain_muon_args a;
+            memset(&a, 0, sizeof a);
+            a.tensor = &one;
+            a.x = x;
+            a.lr = 0.1f, a.momentum = 0.95f, a.grad_scale = 2, a.scale = 1.5f, a.epsilon = 0.5f;
+            a.nesterov = nesterov != 0;
+            a.sum_squares = &squares;
+            for (a.stage = DTRAIN_MUON_MOMENTUM; a.stage <= DTRAIN_MUON_STEP; a.stage++)
+                CHECK(!devices[t]->ops->muon(devices[t], &a));
+            CHECK(close_to(value, w, n, 1e-6) && close_to(moment, m, n, 1e-6) &&
+                  close_to(x, u, n, 1e-6));
+            free(value), free(moment), free(x);
+        }
+    }
+    free(w0), free(g), free(m0), free(w), free(m), free(u);
 }
 
 /* ---- Activation, GEMM ---- */
@@ -937,14 +995,15 @@ static void attention_case(shape s, float scale, bool differences)
     for (int t = 1; t <= THREADS; t++) {
         dtrain_device *dev = devices[t];
         float *fy = floats(rows * n), *fl = floats(lses), *g = floats(count);
-        const dtrain_attention_args a = {s.batch, s.sequence, s.heads,          n, s.causal, qkv,
-                                         fy,      fl,         DTRAIN_DTYPE_F32, 0};
+        const packed_shape packed = {s.batch, s.sequence, s.heads,         s.heads,
+                                     s.d,     s.causal,   DTRAIN_DTYPE_F32};
+        const dtrain_attention_args a = packed_attention(packed, qkv, fy, fl);
         CHECK(!dev->ops->attention(dev, &a));
         /* scores grow with scale^2 and their rounding with them, before the exponential */
         CHECK(close_to(fy, y, rows * n, 1e-5 * (double)(1 + scale * scale)));
         CHECK(close_to(fl, lse, lses, 2e-6));
-        const dtrain_attention_backward_args b = {
-            s.batch, s.sequence, s.heads, n, s.causal, qkv, fy, fl, d_y, g, DTRAIN_DTYPE_F32, 0};
+        const dtrain_attention_backward_args b =
+            packed_attention_backward(packed, qkv, fy, fl, d_y, g);
         CHECK(!dev->ops->attention_backward(dev, &b));
         if (scale < 10) CHECK(close_to(g, d, count, 1e-5 * (double)(1 + scale * scale)));
         else
@@ -976,7 +1035,8 @@ static void test_attention(void)
     const shape s = {1, 100, 2, 16, true};
     attention_case(s, 50, false); /* scores near 1e4 */
     float x;
-    const dtrain_attention_args bad = {1, 1, 3, 4, true, &x, &x, &x, DTRAIN_DTYPE_F32, 0};
+    const packed_shape shared = {1, 1, 3, 2, 4, true, DTRAIN_DTYPE_F32};
+    const dtrain_attention_args bad = packed_attention(shared, &x, &x, &x);
     CHECK(devices[1]->ops->attention(devices[1], &bad) == DTRAIN_ERROR_ARGUMENT);
 }
 
@@ -1100,6 +1160,8 @@ static void test_variant(const dtrain__kernels *kernels)
     test_dropout();
     test_adamw();
     test_sgd();
+    test_lion();
+    test_muon();
     test_activation();
     test_gemm_wrapper();
     test_layernorm();
@@ -1111,13 +1173,14 @@ static void test_variant(const dtrain__kernels *kernels)
     variant = "";
 }
 
-static void test_chosen_kernels(void) { test_variant(dtrain__kernels_select()); }
-static void test_generic_kernels(void) { test_variant(&dtrain__kernels_generic); }
-static void test_scalar_kernels(void) { test_variant(&dtrain__kernels_scalar); }
+static const dtrain__kernels *instances[INSTANCES];
+static int instance_count;
 
-#if defined(__x86_64__)
-static void test_avx2_kernels(void) { test_variant(&dtrain__kernels_avx2); }
-#endif
+static void test_chosen_kernels(void) { test_variant(instances[0]); }
+static void test_other_kernels(void)
+{
+    for (int i = 1; i < instance_count; i++) test_variant(instances[i]);
+}
 
 int main(int argc, char **argv)
 {
@@ -1130,16 +1193,9 @@ int main(int argc, char **argv)
     RUN(test_device_memory);
     RUN(test_memory_limit);
     RUN(test_plan_device);
+    instance_count = instances_find(instances);
     RUN(test_chosen_kernels);
-    if (TEST_RACES) {
-        SKIP(test_other_kernels, "the thread sanitizer needs one instruction set");
-        return test_summary();
-    }
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) RUN(test_avx2_kernels);
-    else SKIP(test_avx2_kernels, "no AVX2 here");
-#endif
-    RUN(test_generic_kernels);
-    RUN(test_scalar_kernels);
+    if (instance_count > 1) RUN(test_other_kernels);
+    else SKIP(test_other_kernels, "the thread sanitizer needs one instruction set");
     return test_summary();
 }

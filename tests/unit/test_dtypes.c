@@ -1,10 +1,11 @@
 /* test_dtypes.c: every kernel of the CPU device, for every type of activations and with every option of
  * its arguments, beside the loops of naive_device.h. What the optimizers, clipping and sparse gradients
  * promise is tested here as well. */
-#include "device/cpu/kernels.c"
+#include "device/cpu/cpu_internal.h"
 #include "dtrain.h"
 #include "test.h"
 #include "naive_device.h"
+#include "packed_attention.h"
 
 static dtrain_device *cpu, *naive;
 static const dtrain_dtype types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
@@ -128,14 +129,6 @@ static void gemm_on_both(int64_t m, int64_t n, int64_t k, int a_type, int c_type
     release();
 }
 
-/* The CPU device multiplies on `isa`, and bf16 on `pairs` unless that is NULL. */
-static void force(const dtrain__isa *isa, const dtrain__isa *pairs)
-{
-    dtrain__cpu *state = (dtrain__cpu *)cpu->state;
-    state->isa = isa;
-    state->pairs = pairs;
-}
-
 static void test_gemm(void)
 {
     for (int c_type = 0; c_type < TYPES; c_type++)
@@ -145,27 +138,17 @@ static void test_gemm(void)
                     gemm_on_both(19, 37, 23, a_type, c_type, flags, options);
 }
 
-static void test_gemm_generic(void)
-{
-    force(&dtrain__isa_generic, NULL);
-    test_gemm();
-}
-
-#if DTRAIN__PAIRS
 /* What the tape asks for, in tiles that are whole, cut off, and more than one. */
-static void test_gemm_amx(void)
+static void test_gemm_pairs(void)
 {
     static const int64_t sizes[][3] = {{1, 1, 1},    {32, 32, 32}, {33, 31, 65}, {12, 64, 2},
                                        {65, 40, 97}, {40, 70, 33}, {16, 8, 801}};
-    force(&dtrain__isa_avx512, &dtrain__isa_amx_avx512);
     for (int s = 0; s < (int)(sizeof sizes / sizeof *sizes); s++)
         for (int c_type = 0; c_type < TYPES; c_type++)
             for (uint32_t flags = 0; flags < 16; flags++)
                 gemm_on_both(sizes[s][0], sizes[s][1], sizes[s][2], 1, c_type, flags,
                              (s + c_type) % 4);
 }
-
-#endif
 
 /* Ranks that are threads: each has a device, and tiles belong to the thread that works. */
 enum { RANKS = 3, SIDE = 70 };
@@ -399,22 +382,22 @@ static void test_attention(void)
         for (int options = 0; options < 6; options++) {
             const bool causal = options & 1;
             const int64_t kv_heads = options / 2 ? options / 2 : HEADS;
-            const int64_t width = N + 2 * kv_heads * SIZE, given = options / 2; /* 0: all */
+            const int64_t width = N + 2 * kv_heads * SIZE;
+            const packed_shape shape = {BATCH, T, HEADS, kv_heads, SIZE, causal, types[t]};
             pair *qkv = noise(BATCH * T * width, types[t], 1),
                  *y = noise(BATCH * T * N, types[t], 1);
             pair *lse = noise(BATCH * HEADS * T, DTRAIN_DTYPE_F32, 1),
                  *d_y = noise(BATCH * T * N, types[t], 1);
             pair *d_qkv = noise(BATCH * T * width, types[t], 1);
             ON_BOTH(attention, args,
-                    {BATCH, T, HEADS, N, causal, any(qkv, side), any(y, side), f32(lse, side),
-                     types[t], given})
+                    packed_attention(shape, any(qkv, side), any(y, side), f32(lse, side)))
             same(y, 2e-5, "attention");
             same(lse, 2e-5, "log-sum-exp");
             memcpy(any(y, 0), any(y, 1),
                    (size_t)(y->count * (types[t] > DTRAIN_DTYPE_F32 ? 2 : 4)));
             ON_BOTH(attention_backward, back,
-                    {BATCH, T, HEADS, N, causal, any(qkv, side), any(y, side), f32(lse, side),
-                     any(d_y, side), any(d_qkv, side), types[t], given})
+                    packed_attention_backward(shape, any(qkv, side), any(y, side), f32(lse, side),
+                                              any(d_y, side), any(d_qkv, side)))
             same(d_qkv, 1e-4, "d_qkv");
             release();
         }
@@ -557,33 +540,69 @@ static void test_clip(void)
 static void test_optimizers(void)
 {
     enum { N = 517, SMALL = 3 };
-    for (int nesterov = 0; nesterov < 2; nesterov++)
-        for (int options = 0; options < 8; options++) {
+    for (int kind = 0; kind < 4; kind++) /* SGD, with Nesterov, AdamW, Lion */
+        for (int options = 0; options < 4; options++) {
             pair *value = noise(N, DTRAIN_DTYPE_F32, 1), *grad = noise(N, DTRAIN_DTYPE_F32, 1);
             pair *m = noise(N, DTRAIN_DTYPE_F32, 0.1), *v = noise(N, DTRAIN_DTYPE_F32, 0);
             pair *one = noise(SMALL, DTRAIN_DTYPE_F32, 1),
                  *one_grad = noise(SMALL, DTRAIN_DTYPE_F32, 1);
             pair *one_m = noise(SMALL, DTRAIN_DTYPE_F32, 0),
                  *one_v = noise(SMALL, DTRAIN_DTYPE_F32, 0);
-            dtrain_step_scalars now = {0, 0.02f, 0.3f, 0.2f, 2, options & 4 ? 1u : 0, 0};
-            const dtrain_step_scalars *scalars = options & 2 ? &now : NULL;
+            dtrain_step_scalars now = {0, 0.02f, 0.3f, 0.2f, 2, options & 2 ? 1u : 0, 0};
+            const dtrain_step_scalars *scalars = options & 1 ? &now : NULL;
             for (int side = 0; side < 2; side++) {
                 dtrain_device *device = side ? naive : cpu;
                 const dtrain_optimizer_tensor tensors[2] = {
                     {N, 0.1f, f32(value, side), f32(grad, side), f32(m, side), f32(v, side)},
                     {SMALL, 0, f32(one, side), f32(one_grad, side), f32(one_m, side),
                      f32(one_v, side)}};
-                const dtrain_adamw_args adamw = {2,     tensors, 0.01f, 0.9f, 0.99f,
-                                                 1e-8f, 0.1f,    0.01f, 0.5f, scalars};
-                const dtrain_sgd_args sgd = {2,    tensors,       0.01f, 0.9f,
-                                             0.5f, nesterov != 0, false, scalars};
-                CHECK((options & 1 ? device->ops->adamw(device, &adamw)
+                const dtrain_adamw_args adamw = {2,    tensors, 0.01f, 0.9f,    0.99f, 1e-8f,
+                                                 0.1f, 0.01f,   0.5f,  scalars, 0.5f};
+                const dtrain_sgd_args sgd = {2,         tensors, 0.01f,   0.9f, 0.5f,
+                                             kind == 1, false,   scalars, 0.5f};
+                const dtrain_lion_args lion = {2, tensors, 0.01f, 0.9f, 0.99f, 0.5f, scalars, 0.5f};
+                CHECK((kind == 3   ? device->ops->lion(device, &lion)
+                       : kind == 2 ? device->ops->adamw(device, &adamw)
                                    : device->ops->sgd(device, &sgd)) == DTRAIN_OK);
             }
             same(value, 2e-6, "value");
             same(m, 2e-6, "m");
             same(v, 2e-6, "v");
             same(one, 2e-6, "second value");
+            release();
+        }
+}
+
+/* Each stage of Muon from noise, so that one does not hide another. A skipped momentum leaves x. */
+static void test_muon(void)
+{
+    enum { N = 517 };
+    const double squares = 7.5;
+    for (uint32_t stage = DTRAIN_MUON_MOMENTUM; stage <= DTRAIN_MUON_STEP; stage++)
+        for (int options = 0; options < 8; options++) {
+            pair *value = noise(N, DTRAIN_DTYPE_F32, 1), *grad = noise(N, DTRAIN_DTYPE_F32, 1);
+            pair *m = noise(N, DTRAIN_DTYPE_F32, 1), *x = noise(N, DTRAIN_DTYPE_F32, 1);
+            dtrain_step_scalars now = {0, 0.02f, 1, 1, 2, options & 2 ? 1u : 0, 0};
+            if (stage == DTRAIN_MUON_NORMALIZE && options & 2) now.skip = 0;
+            for (int side = 0; side < 2; side++) {
+                dtrain_device *device = side ? naive : cpu;
+                const dtrain_optimizer_tensor tensor = {
+                    N, 0.1f, f32(value, side), f32(grad, side), f32(m, side), NULL};
+                dtrain_muon_args args;
+                memset(&args, 0, sizeof args);
+                args.stage = stage;
+                args.tensor = &tensor;
+                args.x = f32(x, side);
+                args.lr = 0.01f, args.momentum = 0.9f, args.grad_scale = 0.5f;
+                args.scale = 1.5f, args.epsilon = 0.25f, args.lr_scale = 0.5f;
+                args.nesterov = (options & 4) != 0;
+                args.sum_squares = &squares;
+                args.scalars = options & 1 ? &now : NULL;
+                CHECK(device->ops->muon(device, &args) == DTRAIN_OK);
+            }
+            same(value, 2e-6, "value");
+            same(m, 2e-6, "m");
+            same(x, 2e-6, "x");
             release();
         }
 }
@@ -715,11 +734,8 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     open_devices();
     RUN(test_gemm);
-    RUN(test_gemm_generic);
-#if DTRAIN__PAIRS
-    if (dtrain__has_amx()) RUN(test_gemm_amx);
-    else SKIP(test_gemm_amx, "this machine or its system has no AMX");
-#endif
+    if (dtrain__pairs_select()) RUN(test_gemm_pairs);
+    else SKIP(test_gemm_pairs, "this machine or its system has no AMX");
     RUN(test_gemm_in_threads);
     RUN(test_gemm_arguments);
     RUN(test_activation_backward);
@@ -733,6 +749,7 @@ int main(int argc, char **argv)
     RUN(test_sums);
     RUN(test_clip);
     RUN(test_optimizers);
+    RUN(test_muon);
     RUN(test_sparse);
     RUN(test_batchnorm);
     RUN(test_order);

@@ -7,26 +7,13 @@
  *
  * Each instruction set is forced in turn. The AVX-512 tile also runs as plain vector code ("wide"),
  * and AMX on emulated tiles, so that their logic is tested on machines without them. */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* wide vectors are arguments of inlined functions only */
-#endif
-#if defined(__x86_64__)
-#include "emulated_tiles.h"
-#endif
-#define DTRAIN__TEST_INSTANCES
 #include "device/cpu/cpu.c"
-#include "device/cpu/kernels.c"
+#include "instances.h"
 #include "dtrain.h"
 
 #include "test.h"
 #include "allocator.h"
 #include <sys/resource.h>
-
-#if defined(__x86_64__) && !defined(DTRAIN_NO_SIMD)
-#define ON_X86 1
-#else
-#define ON_X86 0
-#endif
 
 enum { MAX_THREADS = 4 };
 
@@ -46,26 +33,15 @@ static float uniform(void) { return (float)below(20001) / 10000.0f - 1.0f; }
 
 /* ---- What there is to test ---- */
 
-static const dtrain__isa *isas[7];
+static const dtrain__isa *isas[INSTANCES + 1];
 static int isa_count, first_pairs; /* isas[first_pairs] and on multiply pairs of bf16 */
 
 static void find_isas(void)
 {
-    isas[isa_count++] = &dtrain__isa_scalar;
-#if !defined(DTRAIN_NO_SIMD)
-    isas[isa_count++] = &dtrain__isa_generic;
-    isas[isa_count++] = &dtrain__isa_wide;
-#endif
-#if ON_X86
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        isas[isa_count++] = &dtrain__isa_avx2;
-    if (__builtin_cpu_supports("avx512dq")) isas[isa_count++] = &dtrain__isa_avx512;
-#endif
-    if (TEST_RACES) isas[0] = isas[isa_count - 1], isa_count = 1;
-    first_pairs = isa_count;
-#if DTRAIN__PAIRS
-    isas[isa_count++] = &dtrain__isa_amx_wide;
-#endif
+    const dtrain__kernels *found[INSTANCES];
+    isa_count = first_pairs = instances_find(found);
+    for (int i = 0; i < isa_count; i++) isas[i] = found[i]->gemm;
+    if (instances_emulated_tiles()) isas[isa_count++] = instances_emulated_tiles();
 }
 
 /* What is not bf16 x bf16 goes to the last of the others. */
@@ -332,18 +308,10 @@ static void small_sizes(const dtrain__isa *isa)
     close_pools();
 }
 
-static void test_small_sizes_scalar(void) { small_sizes(&dtrain__isa_scalar); }
-#if !defined(DTRAIN_NO_SIMD)
-static void test_small_sizes_generic(void) { small_sizes(&dtrain__isa_generic); }
-static void test_small_sizes_wide(void) { small_sizes(&dtrain__isa_wide); }
-#endif
-#if ON_X86
-static void test_small_sizes_avx2(void) { small_sizes(&dtrain__isa_avx2); }
-static void test_small_sizes_avx512(void) { small_sizes(&dtrain__isa_avx512); }
-#endif
-#if DTRAIN__PAIRS
-static void test_small_sizes_amx(void) { small_sizes(&dtrain__isa_amx_wide); }
-#endif
+static void test_small_sizes(void)
+{
+    for (int i = 0; i < isa_count; i++) small_sizes(isas[i]);
+}
 
 /* Sizes beyond the blocks: k in several steps, C in several rectangles, both with a remainder. */
 static void test_blocks(void)
@@ -619,10 +587,6 @@ static void take_worse(worst_case *worst, double error, float x)
     worst->x = x;
 }
 
-static float exp_of(float x) { return dtrain__vexp_scalar(dtrain__vset_scalar(x))[0]; }
-static float gelu_of(float x) { return dtrain__vgelu_scalar(dtrain__vset_scalar(x))[0]; }
-static float slope_of(float x) { return dtrain__vgelu_slope_scalar(dtrain__vset_scalar(x))[0]; }
-
 /* A million floats of both signs and every exponent, through the scalar instance. GELU's error is
  * compared with the size of x: for large negative x the exponent's rounding is what fp32 cannot
  * avoid. */
@@ -633,10 +597,10 @@ static void test_functions(void)
         float x = from_bits((uint32_t)bits);
         if (!dtrain_is_finite(x)) continue;
         double wide = (double)x;
-        if (fabs(wide) < 87) take_worse(&e, ulps(exp_of(x), exp(wide)), x);
+        if (fabs(wide) < 87) take_worse(&e, ulps(instances_exp(x), exp(wide)), x);
         if (fabs(wide) < 1e12)
-            take_worse(&g, fabs((double)gelu_of(x) - gelu(wide)) / (1e-30 + fabs(wide)), x);
-        take_worse(&d, fabs((double)slope_of(x) - gelu_slope(wide)), x);
+            take_worse(&g, fabs((double)instances_gelu(x) - gelu(wide)) / (1e-30 + fabs(wide)), x);
+        take_worse(&d, fabs((double)instances_gelu_slope(x) - gelu_slope(wide)), x);
     }
     CHECK_MSG(e.error < 5, "exp(%.9g) is %.2f ulp off", (double)e.x, e.error);
     CHECK_MSG(d.error < 1e-6, "the slope of gelu(%.9g) is off by %.3g", (double)d.x, d.error);
@@ -646,13 +610,13 @@ static void test_functions(void)
 static void test_function_limits(void)
 {
     float infinity = INFINITY, nan = NAN;
-    CHECK(exp_of(0) == 1 && exp_of(-0.0f) == 1);
-    CHECK(exp_of(-88) == 0 && exp_of(-infinity) == 0);
-    CHECK(dtrain_is_finite(exp_of(infinity)) && exp_of(infinity) > 1e38f);
-    CHECK(gelu_of(0) == 0 && gelu_of(100) == 100);
-    CHECK(gelu_of(infinity) == infinity);
-    CHECK_CLOSE(gelu_of(-100), 0, 1e-30);
-    CHECK(isnan(exp_of(nan)) && isnan(gelu_of(nan)));
+    CHECK(instances_exp(0) == 1 && instances_exp(-0.0f) == 1);
+    CHECK(instances_exp(-88) == 0 && instances_exp(-infinity) == 0);
+    CHECK(dtrain_is_finite(instances_exp(infinity)) && instances_exp(infinity) > 1e38f);
+    CHECK(instances_gelu(0) == 0 && instances_gelu(100) == 100);
+    CHECK(instances_gelu(infinity) == infinity);
+    CHECK_CLOSE(instances_gelu(-100), 0, 1e-30);
+    CHECK(isnan(instances_exp(nan)) && isnan(instances_gelu(nan)));
 }
 
 /* ---- The pool ---- */
@@ -850,20 +814,7 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     find_isas();
-    RUN(test_small_sizes_scalar);
-#if !defined(DTRAIN_NO_SIMD)
-    RUN(test_small_sizes_generic);
-    RUN(test_small_sizes_wide);
-#endif
-#if ON_X86
-    if (__builtin_cpu_supports("avx2")) RUN(test_small_sizes_avx2);
-    else SKIP(test_small_sizes_avx2, "this machine has no AVX2");
-    if (__builtin_cpu_supports("avx512dq")) RUN(test_small_sizes_avx512);
-    else printf("  note this machine has no AVX-512: its tile ran as plain vector code only\n");
-#endif
-#if DTRAIN__PAIRS
-    RUN(test_small_sizes_amx);
-#endif
+    RUN(test_small_sizes);
     RUN(test_blocks);
     RUN(test_every_kind);
     RUN(test_part_equals_whole);

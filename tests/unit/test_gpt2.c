@@ -2,6 +2,7 @@
  * AdamW steps; on the naive and the CPU device, then with DDP on 1, 2 and 3 ranks; and the same with
  * a padded vocabulary. */
 #include "test.h"
+#include "packed_attention.h"
 #include "dtrain.h"
 #include "naive_device.h"
 #include "reference/gpt2_golden.h"
@@ -64,7 +65,7 @@ static dtrain_tensor *gpt2_block(dtrain_tape *tape, dtrain_param *p, dtrain_tens
 {
     dtrain_tensor *h = dtrain_layernorm(tape, x, &p[0], &p[1]);
     h = dtrain_linear(tape, h, &p[2], &p[3], DTRAIN_ACTIVATION_NONE);
-    h = dtrain_attention(tape, h, GOLDEN_POSITIONS, GOLDEN_HEADS, DTRAIN_ATTENTION_CAUSAL);
+    h = causal_attention(tape, h, GOLDEN_POSITIONS, GOLDEN_HEADS);
     x = dtrain_add(tape, x, dtrain_linear(tape, h, &p[4], &p[5], DTRAIN_ACTIVATION_NONE));
     h = dtrain_layernorm(tape, x, &p[6], &p[7]);
     h = dtrain_linear(tape, h, &p[8], &p[9], DTRAIN_ACTIVATION_GELU);

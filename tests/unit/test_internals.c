@@ -4,6 +4,7 @@
 #include "train/trainer.c"
 #include "dtrain.h"
 #include "test.h"
+#include "packed_attention.h"
 #include "naive_device.h"
 #include "ranks.h"
 
@@ -127,7 +128,7 @@ static dtrain_tensor *column_loss(dtrain_tape *tape, column *c)
     for (uint32_t u = 1; u < UNITS; u++) {
         dtrain_tape_unit(tape, u);
         x = dtrain_linear(tape, x, &c->params[u], NULL, DTRAIN_ACTIVATION_NONE);
-        x = dtrain_attention(tape, x, TOKENS, 2, DTRAIN_ATTENTION_CAUSAL);
+        x = causal_attention(tape, x, TOKENS, 2);
     }
     return dtrain_mean(tape, x);
 }

@@ -4,35 +4,23 @@
  *     build/tests/test_kernels                    70 new seeds;
  *                                                 with DTRAIN_TEST_FULL=1 20 seconds of them
  *     build/tests/test_kernels --seed 77          this one; --count N, --seconds N: more of them */
-#define DTRAIN__TEST_INSTANCES
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* of the instance "wide" */
-#endif
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
 #include "device/cpu/cpu.c"
-#include "device/cpu/kernels.c"
+#include "instances.h"
 #include "dtrain.h"
 
 #include "test.h"
 #include "random_kernels.h"
 #include "seeds.h"
 
-enum { THREADS = 4, INSTANCES = 5 };
+enum { THREADS = 4 };
 static dtrain_device *devices[INSTANCES][THREADS], *naive;
 static const dtrain__kernels *instances[INSTANCES];
 static int instance_count;
 
 static void open_devices(void)
 {
-    instances[instance_count++] = dtrain__kernels_select();
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        instances[instance_count++] = &dtrain__kernels_avx2;
-#endif
-    instances[instance_count++] = &dtrain__kernels_generic;
-    instances[instance_count++] = &dtrain__kernels_wide;
-    instances[instance_count++] = &dtrain__kernels_scalar;
-    if (TEST_RACES) instance_count = 1; /* the thread sanitizer needs one */
+    instance_count = instances_find(instances);
     CHECK(dtrain_device_create(naive_device_ops(), NULL, &naive) == DTRAIN_OK);
     for (int i = 0; i < instance_count; i++)
         for (uint32_t t = 0; t < THREADS; t++) {

@@ -394,24 +394,13 @@ static void test_sigchld_ignored(void)
 }
 
 /* Another thread of the host takes every child's status: whoever did not say how it ended is lost. */
-static int32_t reaping;
-static void *reap_all(void *unused)
-{
-    (void)unused;
-    while (__atomic_load_n(&reaping, __ATOMIC_ACQUIRE)) {
-        while (waitpid(-1, NULL, WNOHANG) > 0) {}
-        ranks_sleep_us(200);
-    }
-    return NULL;
-}
 static void test_status_taken_by_another(void)
 {
     dtrain_launch_desc desc = ranks_desc(3, PROCESSES);
     dtrain_launch_info info;
-    pthread_t thread;
+    ranks_reaper reaper;
     int round;
-    __atomic_store_n(&reaping, 1, __ATOMIC_RELEASE);
-    CHECK(pthread_create(&thread, NULL, reap_all, NULL) == 0);
+    CHECK(ranks_reaper_start(&reaper));
     for (round = 0; round < 10; round++) {
         ending end = {1, SIGSEGV, 1, true};
         CHECK(dtrain_launch(&desc, rank_uses_all, NULL, &info) == DTRAIN_OK);
@@ -421,8 +410,7 @@ static void test_status_taken_by_another(void)
                   "%s, rank %d, exit code %d", dtrain_result_text(result), info.first_failed_rank,
                   info.exit_code);
     }
-    __atomic_store_n(&reaping, 0, __ATOMIC_RELEASE);
-    pthread_join(thread, NULL);
+    ranks_reaper_stop(&reaper);
 }
 
 /* Masks and handlers: ranks see what the caller had, and so does the caller afterwards. */

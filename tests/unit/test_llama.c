@@ -12,8 +12,11 @@
 
 static dtrain_tensor *build_attention(dtrain_tape *tape, op_case *c)
 {
-    return dtrain_grouped_attention(tape, c->input[0], c->number[0], c->number[1], c->number[2],
-                                    (uint32_t)c->number[3]);
+    const dtrain_attention_desc desc = {.sequence = c->number[0],
+                                        .heads = c->number[1],
+                                        .kv_heads = c->number[2],
+                                        .causal = c->number[3] != 0};
+    return dtrain_attention(tape, c->input[0], NULL, NULL, &desc);
 }
 static dtrain_tensor *build_rotary(dtrain_tape *tape, op_case *c)
 {
@@ -57,7 +60,7 @@ static void test_attention_differences(void)
         for (int64_t causal = 0; causal < 2; causal++) {
             op_case c = case_of("grouped attention", build_attention);
             c.number[0] = 3, c.number[1] = 4, c.number[2] = kv_heads;
-            c.number[3] = causal ? DTRAIN_ATTENTION_CAUSAL : 0;
+            c.number[3] = causal;
             case_input(&c, 6, (4 + 2 * kv_heads) * 2, 0, 0);
             case_check(&c);
         }
@@ -148,7 +151,7 @@ static void test_golden(void)
     golden_run(&c, llama_matmul_y, llama_matmul_dy, gradients, NULL, 1e-6);
 
     c = case_of("grouped attention", build_attention);
-    c.number[0] = 5, c.number[1] = 4, c.number[2] = 2, c.number[3] = DTRAIN_ATTENTION_CAUSAL;
+    c.number[0] = 5, c.number[1] = 4, c.number[2] = 2, c.number[3] = true;
     golden_input(&c, 10, 32, 0, llama_attention_qkv);
     gradients[0] = llama_attention_dqkv;
     golden_run(&c, llama_attention_y, llama_attention_dy, gradients, NULL, 5e-6);
@@ -213,10 +216,12 @@ static dtrain_tensor *llama_layer(dtrain_tape *t, dtrain_param *p, dtrain_tensor
     const int64_t heads[4] = {BATCH, TIME, HEADS, SIZE}, rows[2] = {BATCH * TIME, WIDTH};
     const uint32_t order[4] = {0, 2, 1, 3};
     const dtrain_activation none = DTRAIN_ACTIVATION_NONE;
+    const dtrain_attention_desc causal = {
+        .sequence = TIME, .heads = HEADS, .kv_heads = KV, .causal = true};
     dtrain_tensor *h = dtrain_add_rms_norm(t, *sum, x, &p[0], 1e-5f, sum);
     h = dtrain_linear(t, h, &p[1], NULL, none);
     h = dtrain_rotary(t, h, TIME, HEADS + 2 * KV, HEADS + KV, 10000);
-    h = dtrain_grouped_attention(t, h, TIME, HEADS, KV, DTRAIN_ATTENTION_CAUSAL);
+    h = dtrain_attention(t, h, NULL, NULL, &causal);
     /* attention without positions, written out, on what the first one made */
     h = dtrain_permute(t, dtrain_reshape(t, h, 4, heads), order);
     const uint32_t swap[4] = {0, 1, 3, 2};
@@ -418,11 +423,6 @@ static void test_errors(void)
         CHECK(!(call) && dtrain_tape_error(tape) == DTRAIN_ERROR_ARGUMENT);               \
         CHECK_MSG(strstr(dtrain_last_error(), words) != NULL, "%s", dtrain_last_error()); \
     } while (0)
-    REFUSED(dtrain_grouped_attention(tape, a, 3, 4, 3, 0), "4 heads of queries cannot share 3");
-    REFUSED(dtrain_grouped_attention(tape, a, 3, 4, 0, 0), "4 heads of queries cannot share 0");
-    REFUSED(dtrain_grouped_attention(tape, a, 4, 4, 2, 0), "sequences of 4 rows");
-    REFUSED(dtrain_grouped_attention(tape, d, 3, 4, 2, 0), "4 + 2 x 2 heads");
-    REFUSED(dtrain_grouped_attention(tape, a, 3, 4, 2, 2), "unknown flags 0x2");
     REFUSED(dtrain_rotary(tape, a, 4, 4, 0, 10), "dtrain_rotary: (6, 32) does not divide");
     REFUSED(dtrain_rotary(tape, d, 3, 6, 0, 10), "6 heads of an even size");
     REFUSED(dtrain_rotary(tape, a, 3, 4, 5, 10), "5 of 4 heads");

@@ -59,6 +59,7 @@ static dtrain_step_record record_of(int64_t step)
     r.step_ms = 18.5;
     r.comm_ms = 0.4;
     r.exposed_comm_ms = 0.1;
+    r.data_ms = 0.25;
     r.comm_bytes = 1000;
     r.straggler_score = 1;
     return r;
@@ -146,7 +147,7 @@ static void test_json_lines(void)
     const char *line = read_back(log_path);
     for (int step = 0; step < 20; step++, line = next_line(line)) {
         CHECK(line[0] == '{' && strchr(line, '}') == next_line(line) - 2);
-        CHECK(count_keys(line) == (step == 9 ? 11 : 10));
+        CHECK(count_keys(line) == (step == 9 ? 12 : 11));
         CHECK(json_number(line, "step") == step);
         CHECK(json_number(line, "tokens") == (step + 1) * 512);
         CHECK(json_number(line, "comm_bytes") == 1000);
@@ -155,6 +156,7 @@ static void test_json_lines(void)
         CHECK_CLOSE(json_number(line, "step_ms"), 18.5, 0);
         CHECK_CLOSE(json_number(line, "comm_ms"), 0.4, 1e-9);
         CHECK_CLOSE(json_number(line, "exposed_comm_ms"), 0.1, 1e-9);
+        CHECK(json_number(line, "data_ms") == 0.25);
         if (step == 13) CHECK(strcmp(json_value(line, "loss"), "null") == 0);
         else CHECK_CLOSE(json_number(line, "loss"), 4.5 - 0.001 * step, 1e-8);
         if (step == 12) CHECK(strcmp(json_value(line, "grad_norm"), "null") == 0);
@@ -170,6 +172,7 @@ static void test_json_lines(void)
     CHECK(json_number(line, "tokens") == 10240);
     CHECK(json_number(line, "comm_bytes") == 20000);
     CHECK_CLOSE(json_number(line, "scaling"), 18.4 / 18.5, 1e-8);
+    CHECK(json_number(line, "data_ms") == 0.25);
     CHECK(json_number(line, "seconds") > 0);
     CHECK(*next_line(line) == 0);
     check_with_python(log_path);
@@ -398,8 +401,9 @@ static void test_table(void)
             words++;
             if (words == 3) CHECK(strcmp(word, step == 15 ? "1.5000" : "-") == 0);
             if (words == 6) CHECK(strcmp(word, "41.2k") == 0);
+            if (words == 10) CHECK(strcmp(word, "0.250") == 0);
         }
-        CHECK_MSG(words == 10, "%d words", words);
+        CHECK_MSG(words == 11, "%d words", words);
         CHECK(strchr(line, '\r') == NULL && strchr(line, '\033') == NULL);
     }
     CHECK(*next_line(line) == 0);
@@ -502,12 +506,14 @@ static int median_rank(dtrain_world *world, void *user)
         dtrain_step_record r = record_of(step);
         r.step_ms = step < 1000 ? 1000 : (double)((step * 7919) % 101); /* 0..100, shuffled */
         r.exposed_comm_ms = r.step_ms / 4;
+        r.data_ms = r.step_ms / 5;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
         if (step == 0 || step == 1001 || step == 2999) dtrain_metrics_summary(metrics, &s);
         if (step == 0) CHECK(s.step_ms == 1000 && s.scaling == 0.75);
         if (step == 1001) CHECK(s.step_ms == 1000);
     }
     CHECK_CLOSE(s.step_ms, 50, 0.05);
+    CHECK_CLOSE(s.data_ms, 10, 0.01);
     CHECK_CLOSE(s.scaling, 0.75, 1e-12);
     CHECK(s.steps == 3000 && s.comm_bytes == 3000000 && s.tokens == 3000 * 512);
     CHECK(s.first_loss == 4.5 && isnan(s.val_loss));

@@ -9,10 +9,9 @@
 
 enum { W = 8, STEPS = 5 };
 
-/* coupled: torch's SGD adds the decay to the gradient; dtrain decouples it, so the test adds it. */
 typedef struct golden_case {
     dtrain_optimizer_desc hyper;
-    float lr, coupled, grad_scale;
+    float lr, grad_scale;
     const float *expected; /* (STEPS, W) */
     double tolerance;
 } golden_case;
@@ -29,8 +28,7 @@ static int golden_main(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &strategy));
     RANKS_TRY(dtrain_optimizer_create(world, strategy, &c->hyper, &optimizer));
     for (step = 0; step < STEPS; step++) {
-        for (i = 0; i < W; i++)
-            g[i] = (op_opt_grad[step * W + i] + c->coupled * w[i]) / c->grad_scale;
+        for (i = 0; i < W; i++) g[i] = op_opt_grad[step * W + i] / c->grad_scale;
         RANKS_TRY(dtrain_strategy_ready(strategy, 0));
         RANKS_TRY(dtrain_strategy_finish(strategy));
         RANKS_TRY(dtrain_optimizer_step(optimizer, c->lr, c->grad_scale));
@@ -41,13 +39,12 @@ static int golden_main(dtrain_world *world, void *user)
     return 0;
 }
 
-static void golden(dtrain_optimizer_desc hyper, float lr, float coupled, const float *expected)
+static void golden(dtrain_optimizer_desc hyper, float lr, const float *expected)
 {
     golden_case c;
     float scale;
     c.hyper = hyper;
     c.lr = lr;
-    c.coupled = coupled;
     c.expected = expected;
     c.tolerance = 1e-6;
     for (scale = 1; scale > 0.2f; scale /= 2) { /* the scale undoes a larger gradient, exactly */
@@ -59,11 +56,14 @@ static void golden(dtrain_optimizer_desc hyper, float lr, float coupled, const f
 static void test_sgd(void)
 {
     dtrain_optimizer_desc hyper = dtrain_sgd_defaults();
-    golden(hyper, 0.1f, 0, op_opt_sgd_plain);
+    golden(hyper, 0.1f, op_opt_sgd_plain);
     hyper.momentum = 0.9f;
-    golden(hyper, 0.1f, 0.01f, op_opt_sgd);
+    hyper.weight_decay = 0.01f;
+    golden(hyper, 0.1f, op_opt_sgd);
     hyper.nesterov = true;
-    golden(hyper, 0.1f, 0.01f, op_opt_sgd_nesterov);
+    golden(hyper, 0.1f, op_opt_sgd_nesterov);
+    hyper.lr_scale = 0.25f;
+    golden(hyper, 0.4f, op_opt_sgd_nesterov);
 }
 
 static void test_adamw(void)
@@ -73,7 +73,346 @@ static void test_adamw(void)
           hyper.weight_decay == 0.01f);
     hyper.beta2 = 0.95f;
     hyper.weight_decay = 0.1f;
-    golden(hyper, 1e-2f, 0, op_opt_adamw);
+    golden(hyper, 1e-2f, op_opt_adamw);
+}
+
+static void test_lion(void)
+{
+    dtrain_optimizer_desc hyper = dtrain_lion_defaults();
+    CHECK(hyper.beta1 == 0.9f && hyper.beta2 == 0.99f && hyper.weight_decay == 0);
+    hyper.weight_decay = 0.1f;
+    golden(hyper, 0.02f, op_lion);
+}
+
+typedef struct muon_case {
+    int64_t shape[4];
+    const float *w, *grads, *after; /* (count), (3, count) each */
+} muon_case;
+
+static const muon_case muon_cases[] = {
+    {{6, 4, 0, 0}, op_muon_tall_w, op_muon_tall_grad, op_muon_tall},
+    {{4, 6, 0, 0}, op_muon_wide_w, op_muon_wide_grad, op_muon_wide},
+    {{5, 5, 0, 0}, op_muon_square_w, op_muon_square_grad, op_muon_square},
+    {{3, 2, 2, 2}, op_muon_filters_w, op_muon_filters_grad, op_muon_filters}};
+
+enum { MUON_CASES = sizeof muon_cases / sizeof muon_cases[0], MUON_MOST = 25 };
+
+/* All matrices in one optimizer, the largest not first. */
+static int muon_main(dtrain_world *world, void *user)
+{
+    static const char *const names[] = {"tall", "wide", "square", "filters"};
+    dtrain_optimizer_desc hyper = dtrain_muon_defaults();
+    float w[MUON_CASES][MUON_MOST], g[MUON_CASES][MUON_MOST];
+    dtrain_param params[MUON_CASES];
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_optimizer_info info;
+    (void)user;
+    CHECK(hyper.momentum == 0.95f && hyper.nesterov && hyper.weight_decay == 0);
+    hyper.weight_decay = 0.1f;
+    for (int c = 0; c < MUON_CASES; c++) {
+        params[c] = ranks_param(names[c], w[c], g[c], muon_cases[c].shape[0], 0);
+        memcpy(params[c].shape, muon_cases[c].shape, sizeof params[c].shape);
+        memcpy(w[c], muon_cases[c].w, (size_t)(c == 2 ? 25 : 24) * sizeof(float));
+    }
+    RANKS_TRY(dtrain_strategy_create(world, params, MUON_CASES, NULL, &strategy));
+    RANKS_TRY(dtrain_optimizer_create(world, strategy, &hyper, &optimizer));
+    for (int step = 0; step < 3; step++) {
+        for (int c = 0; c < MUON_CASES; c++)
+            for (int64_t i = 0; i < params[c].count; i++)
+                g[c][i] = 4 * muon_cases[c].grads[step * params[c].count + i];
+        for (size_t c = 0; c < MUON_CASES; c++) RANKS_TRY(dtrain_strategy_ready(strategy, c));
+        RANKS_TRY(dtrain_strategy_finish(strategy));
+        RANKS_TRY(dtrain_optimizer_step(optimizer, 0.02f, 0.25f));
+        for (int c = 0; c < MUON_CASES; c++)
+            for (int64_t i = 0; i < params[c].count; i++)
+                CHECK_CLOSE(w[c][i], muon_cases[c].after[step * params[c].count + i], 2e-6);
+    }
+    dtrain_optimizer_query(optimizer, &info);
+    CHECK(info.state_bytes == 4 * 32 * 4 && info.scratch_bytes == (16 + 2 * 32 + 2 * 32) * 4);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static void test_muon(void)
+{
+    for (int ranks = 1; ranks <= 2; ranks++)
+        ranks_run(ranks, DTRAIN_LAUNCH_THREADS, muon_main, NULL);
+}
+
+/* ---- Larger matrices, and none at all ---- */
+
+/* The singular values of what Muon makes lie near 1: A = X^T X is near the identity. Of a matrix
+ * without gradient nothing changes, and of one of a single row or column the step is a unit vector
+ * (times the square root of its rows) but for the polynomial. */
+static int muon_shapes_main(dtrain_world *world, void *user)
+{
+    enum { ROWS = 70, COLUMNS = 33, WIDTH = 40 };
+    static float w[4][ROWS * COLUMNS], g[4][ROWS * COLUMNS];
+    dtrain_optimizer_desc hyper = dtrain_muon_defaults();
+    dtrain_param params[4];
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    double largest = 0, trace = 0, row = 0, column = 0;
+    (void)user;
+    memset(w, 0, sizeof w);
+    memset(g, 0, sizeof g);
+    for (int i = 0; i < ROWS * COLUMNS; i++)
+        for (int c = 0; c < 3; c++) g[c][i] = dtrain_random_normal(3, (uint64_t)c, (uint64_t)i);
+    params[0] = ranks_param("tall", w[0], g[0], ROWS, COLUMNS);
+    params[1] = ranks_param("row", w[1], g[1], 1, WIDTH);
+    params[2] = ranks_param("column", w[2], g[2], WIDTH, 1);
+    params[3] = ranks_param("still", w[3], g[3], 7, 9);
+    RANKS_TRY(dtrain_strategy_create(world, params, 4, NULL, &strategy));
+    RANKS_TRY(dtrain_optimizer_create(world, strategy, &hyper, &optimizer));
+    RANKS_TRY(dtrain_optimizer_step(optimizer, 1, 1));
+    for (int a = 0; a < COLUMNS; a++)
+        for (int b = 0; b < COLUMNS; b++) {
+            double sum = 0;
+            for (int i = 0; i < ROWS; i++)
+                sum += (double)w[0][i * COLUMNS + a] * (double)w[0][i * COLUMNS + b];
+            sum *= (double)COLUMNS / ROWS; /* the scale, squared */
+            if (a == b) trace += sum;
+            else if (fabs(sum) > largest) largest = fabs(sum);
+        }
+    CHECK_MSG(largest < 0.25 && fabs(trace / COLUMNS - 1) < 0.35, "largest %g, trace %g", largest,
+              trace / COLUMNS);
+    for (int i = 0; i < WIDTH; i++) {
+        row += (double)w[1][i] * (double)w[1][i];
+        column += (double)w[2][i] * (double)w[2][i] / WIDTH;
+        CHECK((w[1][i] < 0) == (g[1][i] > 0));
+    }
+    CHECK_MSG(row > 0.45 && row < 1.5 && test_close(row, column, 1e-5), "%g, %g", row, column);
+    for (int i = 0; i < 63; i++) CHECK(w[3][i] == 0);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static void test_muon_shapes(void) { ranks_run(1, DTRAIN_LAUNCH_THREADS, muon_shapes_main, NULL); }
+
+/* ---- Groups ---- */
+
+enum { GROUPS = 5, GROUP_ELEMENTS = 63 };
+
+/* Hyper-parameters that differ in everything, and parameters of all of them in another order. */
+static void group_descs(dtrain_optimizer_desc *all)
+{
+    all[0] = dtrain_adamw_defaults();
+    all[1] = dtrain_muon_defaults();
+    all[2] = dtrain_lion_defaults();
+    all[3] = dtrain_sgd_defaults();
+    all[4] = dtrain_adamw_defaults();
+    all[1].lr_scale = 4;
+    all[2].lr_scale = 0.5f;
+    all[2].weight_decay = 0.3f;
+    all[3].momentum = 0.9f;
+    all[3].weight_decay = 0.2f;
+    all[4].beta1 = 0.8f;
+    all[4].weight_decay = 0;
+    all[4].lr_scale = 2;
+}
+
+/* Six steps of parameters `first` .. `last` of eight, in groups or, one alone, with its own desc. */
+static int group_run(dtrain_world *world, int first, int last, bool grouped, float values[][63])
+{
+    static const uint32_t groups[8] = {1, 0, 3, 2, 1, 4, 0, 2};
+    static const char *const names[8] = {"a", "b", "c", "d", "e", "f", "g", "h"};
+    const size_t count = (size_t)(last - first);
+    dtrain_optimizer_desc all[GROUPS], desc;
+    float grads[8][GROUP_ELEMENTS];
+    dtrain_param params[9];
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    group_descs(all);
+    desc = all[0];
+    desc.groups = all + 1;
+    desc.group_count = GROUPS - 1;
+    if (!grouped) desc = all[groups[first]];
+    for (int i = first; i < last; i++) {
+        params[i - first] = ranks_param(names[i], values[i], grads[i], 7, 9);
+        params[i - first].group = grouped ? groups[i] : 0;
+        for (int k = 0; k < GROUP_ELEMENTS; k++)
+            values[i][k] = dtrain_random_normal(6, (uint64_t)i, (uint64_t)k);
+    }
+    memset(&params[count], 0, sizeof params[count]); /* an alias is where its target is */
+    params[count].name = "tied";
+    params[count].alias_of = &params[0];
+    RANKS_TRY(dtrain_strategy_create(world, params, count + 1, NULL, &strategy));
+    RANKS_TRY(dtrain_optimizer_create(world, strategy, &desc, &optimizer));
+    for (int step = 0; step < 6; step++) {
+        for (int i = first; i < last; i++)
+            for (int k = 0; k < GROUP_ELEMENTS; k++)
+                grads[i][k] = dtrain_random_normal(7, (uint64_t)(10 * step + i), (uint64_t)k);
+        RANKS_TRY(dtrain_optimizer_step(optimizer, 0.0078125f, 0.5f));
+    }
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+/* A parameter ends with the bits that it has with an optimizer of its own. */
+static int groups_main(dtrain_world *world, void *user)
+{
+    float together[8][63], alone[8][63];
+    (void)user;
+    if (group_run(world, 0, 8, true, together)) return 1;
+    for (int i = 0; i < 8; i++) {
+        if (group_run(world, i, i + 1, false, alone)) return 1;
+        CHECK_MSG(memcmp(together[i], alone[i], sizeof alone[i]) == 0, "parameter %d", i);
+    }
+    return 0;
+}
+
+static void test_groups(void) { ranks_run(1, DTRAIN_LAUNCH_THREADS, groups_main, NULL); }
+
+static dtrain_result no_batch(void *user)
+{
+    (void)user;
+    return DTRAIN_OK;
+}
+
+static dtrain_tensor *matrix_loss(dtrain_tape *tape, void *user)
+{
+    const int64_t shape[2] = {1, 50}, rows = 1;
+    const int32_t target = 3;
+    const float x[50] = {1};
+    dtrain_tape_unit(tape, 0);
+    dtrain_tensor *y = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, x, false);
+    y = dtrain_linear(tape, y, (dtrain_param *)user, NULL, DTRAIN_ACTIVATION_NONE);
+    return dtrain_cross_entropy(
+        tape, y, dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, &rows, &target, false), 0, 0);
+}
+
+/* What a plan says, before there is anything and afterwards, is what is allocated. Most of the model is one
+ * matrix: whoever owns it needs most. */
+static int group_memory_main(dtrain_world *world, void *user)
+{
+    static const uint32_t states[] = {1, DTRAIN_OPTIMIZER_STATES_NONE};
+    const dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_sgd_defaults()};
+    dtrain_device *device = dtrain_world_device(world);
+    (void)user;
+    for (uint32_t kind = DTRAIN_STRATEGY_DDP; kind <= DTRAIN_STRATEGY_ZERO3;
+         kind += DTRAIN_STRATEGY_ZERO3 - DTRAIN_STRATEGY_DDP) {
+        dtrain_param p[4] = {
+            ranks_param("matrix", NULL, NULL, 70, 50), ranks_param("b", NULL, NULL, 9, 0),
+            ranks_param("small", NULL, NULL, 20, 30), ranks_param("plain", NULL, NULL, 40, 3)};
+        dtrain_optimizer_desc desc = dtrain_adamw_defaults();
+        dtrain_strategy_desc where;
+        dtrain_trainer_desc all;
+        dtrain_strategy *strategy;
+        dtrain_optimizer *optimizer;
+        dtrain_optimizer_info info;
+        dtrain_memory plan, made;
+        memset(&where, 0, sizeof where);
+        memset(&all, 0, sizeof all);
+        desc.groups = groups;
+        desc.group_count = 2;
+        p[0].group = p[2].group = 1;
+        p[3].group = 2;
+        where.kind = kind;
+        where.group_count = 1;
+        CHECK(dtrain_strategy_create(world, p, 4, &where, &strategy) == DTRAIN_ERROR_ARGUMENT);
+        where.group_states = states;
+        where.group_count = 2;
+        RANKS_TRY(dtrain_strategy_plan(p, 4, &where, dtrain_world_size(world), &plan));
+        RANKS_TRY(dtrain_strategy_create(world, p, 4, &where, &strategy));
+        const size_t before = device->allocated_bytes;
+        RANKS_TRY(dtrain_optimizer_create(world, strategy, &desc, &optimizer));
+        dtrain_optimizer_query(optimizer, &info);
+        CHECK(device->allocated_bytes - before == info.state_bytes + info.scratch_bytes);
+        all.strategy = strategy;
+        all.optimizer = optimizer;
+        all.loss = matrix_loss;
+        all.next_batch = no_batch;
+        all.user = p;
+        RANKS_TRY(dtrain_trainer_plan(world, &all, &made));
+        CHECK(made.optimizer == info.state_bytes + info.scratch_bytes);
+        int64_t most = (int64_t)info.state_bytes;
+        RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &most, &most, 1, DTRAIN_DTYPE_I64,
+                                    DTRAIN_REDUCE_MAX, NULL));
+        CHECK_MSG((uint64_t)most == plan.optimizer, "kind %u: %lld bytes of state, planned %llu",
+                  kind, (long long)most, (unsigned long long)plan.optimizer);
+        dtrain_optimizer_destroy(optimizer);
+        dtrain_strategy_destroy(strategy);
+        CHECK(device->allocated_bytes <= before);
+    }
+    return 0;
+}
+
+static void test_group_memory(void)
+{
+    for (int ranks = 1; ranks <= 3; ranks++)
+        ranks_run(ranks, DTRAIN_LAUNCH_THREADS, group_memory_main, NULL);
+}
+
+/* What groups can be wrong about, and what the sentence says. */
+static int group_errors_main(dtrain_world *world, void *user)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_ZERO1, DTRAIN_STRATEGY_SHARD_GRAD_OP,
+                                     DTRAIN_STRATEGY_FULL_SHARD};
+    dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_adamw_defaults()};
+    dtrain_optimizer_desc desc = dtrain_adamw_defaults();
+    (void)user;
+    desc.groups = groups;
+    desc.group_count = 2;
+    for (int i = 0; i < 10; i++) {
+        static const char *const says[10] = {"\"w\"",
+                                             "group 3",
+                                             "has 1 dimension",
+                                             "groups is NULL",
+                                             "group 2: kind",
+                                             "group 2: lr_scale",
+                                             "group_count",
+                                             "DTRAIN_STRATEGY_ZERO3",
+                                             "DTRAIN_STRATEGY_ZERO3",
+                                             "DTRAIN_STRATEGY_ZERO3"};
+        dtrain_strategy_desc where;
+        dtrain_optimizer_desc how = desc, own[2] = {groups[0], groups[1]};
+        dtrain_param p[2] = {ranks_param("w", NULL, NULL, 4, 5),
+                             ranks_param("b", NULL, NULL, 3, 0)};
+        dtrain_strategy *strategy;
+        dtrain_optimizer *optimizer;
+        memset(&where, 0, sizeof where);
+        how.groups = own;
+        p[0].group = i < 2 ? 3 : 1;
+        if (i == 2) p[1].group = 1;
+        if (i == 3) how.groups = NULL;
+        if (i == 4) own[1].kind = 9;
+        if (i == 5) own[1].lr_scale = 0;
+        if (i == 6) own[1].groups = own, own[1].group_count = 1;
+        if (i > 6) where.kind = kinds[i - 7];
+        RANKS_TRY(dtrain_strategy_create(world, p, 2, &where, &strategy));
+        const dtrain_result result = dtrain_optimizer_create(world, strategy, &how, &optimizer);
+        CHECK_MSG(result == (i > 6 ? DTRAIN_ERROR_UNSUPPORTED : DTRAIN_ERROR_ARGUMENT) &&
+                      !optimizer && strstr(dtrain_last_error(), says[i]),
+                  "case %d: %s", i, dtrain_last_error());
+        dtrain_strategy_destroy(strategy);
+    }
+    return 0;
+}
+
+/* Ranks that put a parameter in different groups, and an alias elsewhere than its target. */
+static int group_mismatch_main(dtrain_world *world, void *user)
+{
+    dtrain_param p[2] = {ranks_param("w", NULL, NULL, 4, 5), ranks_param("tied", NULL, NULL, 4, 5)};
+    dtrain_strategy *strategy;
+    (void)user;
+    p[0].group = (uint32_t)dtrain_world_rank(world);
+    CHECK(dtrain_strategy_create(world, p, 1, NULL, &strategy) == DTRAIN_ERROR_MISMATCH &&
+          strstr(dtrain_last_error(), "group 0") && strstr(dtrain_last_error(), "group 1"));
+    p[1].alias_of = &p[0];
+    p[1].group = 2;
+    CHECK(dtrain_strategy_create(world, p, 2, NULL, &strategy) == DTRAIN_ERROR_ARGUMENT &&
+          strstr(dtrain_last_error(), "its group is 2"));
+    return 0;
+}
+
+static void test_group_errors(void)
+{
+    ranks_run(2, DTRAIN_LAUNCH_THREADS, group_errors_main, NULL);
+    ranks_run(2, DTRAIN_LAUNCH_THREADS, group_mismatch_main, NULL);
 }
 
 /* ---- Many shards, decay rules, long runs: double loops ---- */
@@ -99,7 +438,8 @@ static void reference_step(reference *r, const dtrain_optimizer_desc *h, dtrain_
         for (k = 0; k < p[i].count; k++) {
             double g = (double)p[i].grad[k] * scale, *w = &r->w[i][k], *m = &r->m[i][k],
                    *v = &r->v[i][k];
-            if (decays) *w *= 1 - lr * (double)h->weight_decay;
+            if (decays && h->kind == DTRAIN_OPTIMIZER_SGD) g += (double)h->weight_decay * *w;
+            else if (decays) *w *= 1 - lr * (double)h->weight_decay;
             if (h->kind == DTRAIN_OPTIMIZER_SGD) {
                 *m = step == 1 ? g : (double)h->momentum * *m + g;
                 *w -= lr * (h->nesterov ? g + (double)h->momentum * *m : *m);
@@ -261,10 +601,13 @@ static int arguments_main(dtrain_world *world, void *user)
     int i;
     (void)user;
     RANKS_TRY(dtrain_strategy_create(world, &p, 1, NULL, &strategy));
-    for (i = 0; i < 13; i++) {
-        dtrain_optimizer_desc hyper = i < 8 ? dtrain_adamw_defaults() : dtrain_sgd_defaults();
+    for (i = 0; i < 19; i++) {
+        dtrain_optimizer_desc hyper = i < 8    ? dtrain_adamw_defaults()
+                                      : i < 13 ? dtrain_sgd_defaults()
+                                      : i < 16 ? dtrain_lion_defaults()
+                                               : dtrain_muon_defaults();
         if (i == 0) hyper.kind = 0;
-        if (i == 1) hyper.kind = 3;
+        if (i == 1) hyper.kind = 5;
         if (i == 2) hyper.beta1 = 1;
         if (i == 3) hyper.beta2 = -0.1f;
         if (i == 4) hyper.epsilon = -1;
@@ -276,6 +619,11 @@ static int arguments_main(dtrain_world *world, void *user)
         if (i == 10) hyper.momentum = nan;
         if (i == 11) hyper.weight_decay = 1 / zero;
         if (i == 12) hyper.variance_steps = 5;
+        if (i == 13) hyper.beta2 = 1;
+        if (i == 14) hyper.lr_scale = nan;
+        if (i == 15) hyper.lr_scale = 0;
+        if (i == 16) hyper.momentum = 0; /* nesterov is true */
+        if (i == 17) hyper.epsilon = 0;  /* a parameter of one dimension besides: 18 */
         CHECK_MSG(dtrain_optimizer_create(world, strategy, &hyper, &optimizer) ==
                           DTRAIN_ERROR_ARGUMENT &&
                       !optimizer,
@@ -365,6 +713,12 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_sgd);
     RUN(test_adamw);
+    RUN(test_lion);
+    RUN(test_muon);
+    RUN(test_muon_shapes);
+    RUN(test_groups);
+    RUN(test_group_memory);
+    RUN(test_group_errors);
     RUN(test_long_runs);
     RUN(test_clipping);
     RUN(test_arguments);

@@ -1,39 +1,24 @@
 /* Tests of the CPU's sparse and low-rank kernels: top-k against a sort, bit for bit, on every
  * instruction set and with 1 to 4 threads; orthonormal columns; scatter-add. */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi" /* of the instance "wide" */
-#endif
 #define DTRAIN__SMALL (-1) /* threads share even the smallest job */
-#define DTRAIN__TEST_INSTANCES
 #include "device/cpu/cpu.c"
 #include "device/cpu/launch_sparse.c"
-#include "device/cpu/kernels.c"
+#include "instances.h"
 #include "dtrain.h"
 
 #include "test.h"
 
 /* ---- Devices: each instruction set, each number of threads ---- */
 
-enum { THREADS = 4, MAX_VARIANTS = 4 };
+enum { THREADS = 4 };
 
-static const dtrain__kernels *variants[MAX_VARIANTS];
+static const dtrain__kernels *variants[INSTANCES];
 static int variant_count;
-static dtrain_device *devices[MAX_VARIANTS][THREADS + 1];
+static dtrain_device *devices[INSTANCES][THREADS + 1];
 
 static void devices_open(void)
 {
-    variant_count = 0;
-    variants[variant_count++] = dtrain__kernels_select();
-#if !defined(DTRAIN_NO_SIMD)
-#if defined(__x86_64__)
-    if (dtrain__kernels_select() == &dtrain__kernels_avx512)
-        variants[variant_count++] = &dtrain__kernels_avx2;
-#endif
-    if (dtrain__kernels_select() != &dtrain__kernels_generic)
-        variants[variant_count++] = &dtrain__kernels_generic;
-    variants[variant_count++] = &dtrain__kernels_scalar;
-#endif
-    if (TEST_RACES) variant_count = 1;
+    variant_count = instances_find(variants);
     for (int v = 0; v < variant_count; v++)
         for (uint32_t t = 1; t <= THREADS; t++) {
             dtrain_device_desc desc;

@@ -197,6 +197,20 @@ static matrix *matrix_fp32(int ranks, uint32_t mode)
         c->optimizer = DTRAIN_OPTIMIZER_SGD;
         c->tolerance = 2e-6;
     }
+    for (i = 0; i < FLAT_KINDS; i++) { /* a sign near 0 falls to either side: bits alone */
+        c = matrix_add(m, "lion", flat_kinds[i], 1, 0);
+        c->optimizer = DTRAIN_OPTIMIZER_LION;
+    }
+    for (i = 0; i < 6; i++) { /* whole matrices: DDP and ZERO3 */
+        static const uint32_t micro[3] = {1, 4, 4};
+        const uint32_t kind = i < 3 ? DTRAIN_STRATEGY_DDP : DTRAIN_STRATEGY_ZERO3;
+        c = matrix_add(m, i % 3 ? "muon, last" : "muon", kind, micro[i % 3],
+                       i % 3 ? DTRAIN_ACCUMULATION_LAST : DTRAIN_ACCUMULATION_DEFAULT);
+        c->optimizer = DTRAIN_OPTIMIZER_MUON;
+        if (i % 3 == 2) c->tape_flags = DTRAIN_TAPE_BF16;
+        if (i % 3 == 2) snprintf(c->group, sizeof c->group, "muon, bf16");
+        if (i % 3 < 2) c->tolerance = 1e-4;
+    }
     if (ranks == 4) {
         c = matrix_add(m, "shard every", DTRAIN_STRATEGY_HYBRID_SHARD, 4,
                        DTRAIN_ACCUMULATION_SHARD_EVERY);

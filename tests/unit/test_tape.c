@@ -6,6 +6,7 @@
 #include "dtrain.h"
 #include "allocator.h"
 #include "naive_device.h"
+#include "packed_attention.h"
 #include "reference/op_golden.h"
 
 #define MAX_PARAMS 6
@@ -287,7 +288,9 @@ static void test_embedding(void)
 
 static dtrain_tensor *build_attention(dtrain_tape *tape, model *m)
 {
-    return dtrain_attention(tape, input(tape, m, 0), m->sequence, m->other, m->flags);
+    const dtrain_attention_desc desc = {
+        .sequence = m->sequence, .heads = m->other, .causal = m->flags != 0};
+    return dtrain_attention(tape, input(tape, m, 0), NULL, NULL, &desc);
 }
 
 static void test_attention(void)
@@ -297,7 +300,7 @@ static void test_attention(void)
             model m = model_of("attention", build_attention);
             m.sequence = 3;
             m.other = heads;
-            m.flags = causal ? DTRAIN_ATTENTION_CAUSAL : 0;
+            m.flags = causal;
             add_input(&m, 2, 6, 12, 0);
             check_on_devices(&m);
         }
@@ -391,11 +394,12 @@ static dtrain_tensor *build_fan(dtrain_tape *tape, model *m)
 /* Kernels that can only overwrite, on tensors that have a gradient already. */
 static dtrain_tensor *build_overwrite(dtrain_tape *tape, model *m)
 {
+    const dtrain_attention_desc whole = {.sequence = 4, .heads = 1};
     dtrain_tensor *x = input(tape, m, 0);
     dtrain_tensor *qkv =
         dtrain_linear(tape, x, &m->params[0], NULL, DTRAIN_ACTIVATION_NONE); /* (4,12) */
-    dtrain_tensor *y = dtrain_add(tape, dtrain_attention(tape, qkv, 2, 2, DTRAIN_ATTENTION_CAUSAL),
-                                  dtrain_attention(tape, qkv, 4, 1, 0));
+    dtrain_tensor *y = dtrain_add(tape, causal_attention(tape, qkv, 2, 2),
+                                  dtrain_attention(tape, qkv, NULL, NULL, &whole));
     dtrain_tensor *t = tokens(tape, m->targets, 1, 4);
     dtrain_tensor *loss =
         dtrain_add(tape, dtrain_cross_entropy(tape, qkv, t, 0, 0), dtrain_mean(tape, qkv));
@@ -556,8 +560,7 @@ static void check_golden(dtrain_tape *tape)
     }
     dtrain_tape_begin(tape, 0, 0);
     x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, qkv_shape, qkv, false);
-    CHECK(dtrain_tensor_read(tape, dtrain_attention(tape, x, 5, 2, DTRAIN_ATTENTION_CAUSAL), out) ==
-          DTRAIN_OK);
+    CHECK(dtrain_tensor_read(tape, causal_attention(tape, x, 5, 2), out) == DTRAIN_OK);
     for (int i = 0; i < 80; i++) {
         int d = i % 4, t = i / 4 % 5, h = i / 20 % 2, batch = i / 40;
         CHECK_CLOSE(out[(batch * 5 + t) * 8 + h * 4 + d], op_sdpa_y[i], 1e-5);
@@ -586,7 +589,7 @@ static dtrain_tensor *build_language(dtrain_tape *tape, model *m)
     x = dtrain_dropout(tape, x, 0.1f);
     dtrain_tape_unit(tape, 1);
     dtrain_tensor *h = dtrain_linear(tape, x, &m->params[1], &m->params[2], DTRAIN_ACTIVATION_NONE);
-    x = dtrain_add(tape, x, dtrain_attention(tape, h, 8, 2, DTRAIN_ATTENTION_CAUSAL));
+    x = dtrain_add(tape, x, causal_attention(tape, h, 8, 2));
     dtrain_tape_unit(tape, 2);
     x = dtrain_layernorm(tape, x, &m->params[3], NULL);
     dtrain_tape_unit(tape, 3);
@@ -757,7 +760,7 @@ static void test_little_waste(void)
     dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, host, true);
     values += (double)(rows * 3 * n);
     for (int i = 0; i < 40; i++) {
-        x = dtrain_attention(tape, x, 256, 6, DTRAIN_ATTENTION_CAUSAL);
+        x = causal_attention(tape, x, 256, 6);
         x = dtrain_layernorm(tape, x, &ln, NULL);
         x = dtrain_linear(tape, x, &weight, NULL, DTRAIN_ACTIVATION_GELU);
         values += (double)(rows * (n + 6 + n + 2 + 3 * n + 3 * n));
@@ -985,10 +988,8 @@ static void test_errors(void)
     short_position.shape[0] = 2;
     CHECK(!dtrain_embedding(tape, IDS, ok, &short_position));
     expect_error(tape, argument, "dtrain_embedding", "has 2 positions, the tokens 3");
-    CHECK(!dtrain_attention(tape, X, 3, 2, 0));
-    expect_error(tape, argument, "dtrain_attention: qkv (6, 16)", "2 + 2 x 2 heads");
-    CHECK(!dtrain_attention(tape, X, 3, 2, 8));
-    expect_error(tape, argument, "dtrain_attention", "flags 0x8");
+    CHECK(!causal_attention(tape, X, 3, 2));
+    expect_error(tape, argument, "dtrain_attention: rows (6, 16)", "2 + 2 x 2 heads");
     CHECK(!dtrain_add(tape, X, dtrain_linear(tape, X, ok, NULL, DTRAIN_ACTIVATION_NONE)));
     expect_error(tape, argument, "dtrain_add: (6, 16)", "(6, 8) differ");
     CHECK(!dtrain_add(tape, X, NULL));
@@ -1034,7 +1035,7 @@ static void test_errors(void)
     dtrain_tape_begin(tape, 0, 0);
     dtrain_tensor *y = dtrain_linear(tape, X, w, NULL, DTRAIN_ACTIVATION_NONE);
     y = dtrain_add(tape, dtrain_scale(tape, y, 2), dtrain_dropout(tape, y, 0.5f));
-    y = dtrain_sum(tape, dtrain_attention(tape, dtrain_layernorm(tape, y, v, v), 3, 1, 0));
+    y = dtrain_sum(tape, causal_attention(tape, dtrain_layernorm(tape, y, v, v), 3, 1));
     dtrain_tape_unit(tape, 1);
     CHECK(!y && !X);
     dtrain_dtype_name(DTRAIN_DTYPE_F32);

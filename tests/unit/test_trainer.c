@@ -577,6 +577,24 @@ static void test_straggler_is_named_once(void)
     }
 }
 
+/* The time in next_batch, of all micro-batches and of the slowest rank, is in every rank's record. */
+static void test_waiting_for_data(void)
+{
+    for (uint32_t accumulation = 1; accumulation <= 2; accumulation++) {
+        run *r = run_create(3, accumulation, 4);
+        r->slow_rank = 2;
+        r->sleep_us = 3000;
+        run_well(r);
+        for (int rank = 0; rank < 3; rank++)
+            for (int i = 0; i < 4; i++) {
+                const dtrain_step_record *record = &r->records[rank][i];
+                CHECK(record->data_ms >= 2.999 * accumulation);
+                CHECK(record->data_ms <= record->step_ms);
+                CHECK(record->data_ms == r->records[0][i].data_ms);
+            }
+    }
+}
+
 static void test_equal_ranks_are_no_stragglers(void)
 {
     run *r = run_create(2, 1, 15);
@@ -710,6 +728,7 @@ int main(int argc, char **argv)
     RUN(test_loss_fails_on_one_rank);
     RUN(test_arguments);
     RUN(test_straggler_is_named_once);
+    RUN(test_waiting_for_data);
     RUN(test_equal_ranks_are_no_stragglers);
     RUN(test_plan_is_what_happens);
     RUN(test_checkpointing);

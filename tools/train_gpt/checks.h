@@ -3,7 +3,7 @@
 #ifndef CHECKS_H
 #define CHECKS_H
 
-#include "job.h"
+#include "report.h"
 
 /* Refuse flags of compression that would do nothing, and what compression cannot go with. What a
  * strategy cannot do, check_memory finds. */
@@ -42,6 +42,30 @@ static int check_compression(const settings *s)
     return 0;
 }
 
+/* Refuse flags of another optimizer, and strategies that cut the matrices that Muon needs whole. */
+static int check_optimizer(const settings *s)
+{
+    const char *const name = optimizers[s->optimizer];
+    const bool muon = is_optimizer(s, DTRAIN_OPTIMIZER_MUON);
+    const bool adamw = muon || is_optimizer(s, DTRAIN_OPTIMIZER_ADAMW);
+    const long kind = s->strategy + 1;
+    if (given("--muon-lr") && !muon) return BAD("--muon-lr does nothing without --optimizer muon");
+    if ((given("--beta2") || given("--variance-steps")) && !adamw)
+        return BAD("%s does nothing with --optimizer %s, which has no second moments",
+                   given("--beta2") ? "--beta2" : "--variance-steps", name);
+    if (s->topk_momentum > 0 && (muon || is_optimizer(s, DTRAIN_OPTIMIZER_LION)))
+        return BAD("--topk-momentum and --optimizer %s, which has a momentum of its own: use adamw "
+                   "or sgd",
+                   name);
+    if (muon && !(s->lr > 0))
+        return BAD("--lr is %g; --optimizer muon needs one above 0 for what is not its own", s->lr);
+    if (muon && kind != DTRAIN_STRATEGY_DDP && kind != DTRAIN_STRATEGY_ZERO3)
+        return BAD("--optimizer muon needs whole matrices and --strategy %s cuts them: use zero3, "
+                   "which shards by whole tensors, or ddp",
+                   strategies[s->strategy]);
+    return 0;
+}
+
 /* Read --emulate, "2x4:10:50": two nodes of four ranks, 10 Gb/s, 50 us. Set the number of ranks. */
 static int read_emulation(settings *s)
 {
@@ -74,6 +98,7 @@ static int read_emulation(settings *s)
 static int rank_count(const settings *s, bool cpu)
 {
     if (s->ranks) return (int)s->ranks;
+    if (!trains(s)) return 1;
     return s->node_size > 1 || !cpu ? (int)(s->node_size ? s->node_size : 1) : 2;
 }
 
@@ -150,6 +175,92 @@ static int check_sizes(const settings *s)
                    "run to run");
 #endif
     return check_memory(s, cpu);
+}
+
+/* Open the tokenizer, which all ranks share. */
+static int open_tokenizer(settings *s)
+{
+    static tokenizer opened;
+    if (!s->tokenizer_path) return 0;
+    if (tokenizer_open(&opened, s->tokenizer_path) != DTRAIN_OK)
+        return BAD("--tokenizer: %s", dtrain_last_error());
+    s->tokenizer = &opened;
+    return 0;
+}
+
+/* Write tokens as llm.c does: a header, and then 16 bits for each, or 32 for a large vocabulary. */
+static int write_token_file(FILE *file, const token_list *list, bool wide)
+{
+    const uint32_t header[3] = {wide ? 20240801 : 20240520, wide ? 7 : 1, (uint32_t)list->count};
+    const int each = wide ? 4 : 2;
+    for (int i = 0; i < 1024; i++)
+        putc(i < 12 ? (int)(header[i / 4] >> 8 * (i % 4) & 0xff) : 0, file);
+    for (size_t i = 0; i < list->count; i++)
+        for (int k = 0; k < each; k++) putc(list->at[i] >> 8 * k & 0xff, file);
+    return fflush(file) == 0 && !ferror(file) ? 0 : -1;
+}
+
+/* Encode the text of --data once, to a file without a name, which goes with the process; ranks, which
+ * are its children or have done the same, read that. Tokens stay what they are. */
+static int encode_data(settings *s)
+{
+    static char path[32];
+    static const uint32_t magics[] = {20240520, 20240801};
+    token_list list = {NULL, 0, 0};
+    char *text = NULL;
+    size_t bytes = 0;
+    uint32_t magic = 0;
+    FILE *file = NULL;
+    if (!s->tokenizer || s->data_format >= (long)DTRAIN_DATA_BIN) return 0; /* tokens already */
+    dtrain_result result = tokenizer_read_file(s->data, &text, &bytes);
+    if (result != DTRAIN_OK)
+        return BAD("--data: %s; --tokenizer encodes one file of text, and files that have tokens "
+                   "already need --data-format bin or u16",
+                   dtrain_last_error());
+    for (size_t i = 0; i < 4 && i < bytes; i++) magic |= (uint32_t)(uint8_t)text[i] << 8 * i;
+    const bool encoded = magic == magics[0] || magic == magics[1];
+    if (result == DTRAIN_OK && !encoded)
+        result = tokenizer_encode(s->tokenizer, text, bytes, &list);
+    free(text);
+    if (result == DTRAIN_OK && !encoded) {
+        file = tmpfile(); /* closed by the end of the process */
+        if (!file || list.count > INT32_MAX ||
+            write_token_file(file, &list, s->tokenizer->count > 65536) != 0)
+            result = dtrain_fail(DTRAIN_ERROR_FILE, "a temporary file for %zu tokens: %s",
+                                 list.count, strerror(errno));
+        else snprintf(path, sizeof path, "/dev/fd/%d", fileno(file)), s->tokens = path;
+    }
+    free(list.at);
+    return result == DTRAIN_OK ? 0 : BAD("--data %s: %s", s->data, dtrain_last_error());
+}
+
+/* Refuse what would be found out only at the end: a text to go on from, a file to write. */
+static int check_text(const settings *s)
+{
+    token_list list = {NULL, 0, 0};
+    const bool writes = s->generate || s->sample;
+    const dtrain_result result = writes ? prompt_tokens(s, &list) : DTRAIN_OK;
+    free(list.at);
+    if (result != DTRAIN_OK) return BAD("%s", dtrain_last_error());
+    if (s->export_to && ends_with(s->export_to, ".bin") && s->export_dtype == 2)
+        return BAD("--export-dtype fp16 and --export %s: llm.c has fp32 and bf16", s->export_to);
+    if (given("--export-dtype") && !s->export_to)
+        return BAD("--export-dtype does nothing without --export");
+    return 0;
+}
+
+/* Refuse a run without training that has no model, or nothing to do. */
+static int check_model(const settings *s)
+{
+    if (!s->import_from == !s->resume)
+        return BAD("%s needs a model: --import FILE or --resume CHECKPOINT",
+                   s->generate ? "--generate" : "--steps 0");
+    if (s->resume && strcmp(s->resume, "auto") == 0)
+        return BAD("%s: --resume takes a checkpoint, or the directory of several",
+                   s->generate ? "--generate" : "--steps 0");
+    if (!s->generate && !s->export_to) return BAD("--steps 0 without --export does nothing");
+    if (s->checkpoints) return BAD("--checkpoint: there is nothing to save without training");
+    return 0;
 }
 
 /* Open the data once as the ranks will, so that a bad file is one sentence before any rank starts.

@@ -1,4 +1,4 @@
-/* gpt.h: a GPT written with dtrain: sizes, parameters, forward function, loss, sampling.
+/* gpt.h: a GPT written with dtrain: sizes, parameters, forward function, loss.
  *
  * For train_gpt.c and other programs of this folder: include it after dtrain.h. Backward is the
  * tape's. The pieces have the types that dtrain's callbacks have: gpt_set_batch and gpt_loss fit
@@ -9,6 +9,8 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "cache.h"
 
 typedef struct gpt_config {
     long layers, heads, channels, seq, positions, vocab; /* seq: tokens of a sample, <= positions */
@@ -155,14 +157,19 @@ static inline dtrain_tensor *gpt__norm(dtrain_tape *t, dtrain_tensor **x, dtrain
     return dtrain_add_layernorm(t, *x, h, weight, bias, x);
 }
 
-/* x (B*T, C) is the residual stream. Returns what is still to be added to it. */
-static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt_config *config,
-                                        const gpt_block *p, dtrain_tensor **x, dtrain_tensor *h)
+/* x (B*T, C) is the residual stream. Returns what is still to be added to it. With a cache, the rows
+ * are those of one text behind the tokens in it. */
+static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt *m, long layer, dtrain_tensor **x,
+                                        dtrain_tensor *h, gpt_cache *cache)
 {
+    const gpt_config *config = &m->config;
+    const gpt_block *p = &m->blocks[layer];
     const float drop = config->dropout;
-    h = gpt__norm(t, x, h, p->ln1_weight, p->ln1_bias);                              /* (B*T, C) */
-    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACTIVATION_NONE);     /* (B*T, 3C) */
-    h = dtrain_attention(t, h, config->seq, config->heads, DTRAIN_ATTENTION_CAUSAL); /* (B*T, C) */
+    const dtrain_attention_desc causal = {config->seq, config->heads, 0, 0, true, NULL, NULL};
+    h = gpt__norm(t, x, h, p->ln1_weight, p->ln1_bias);                          /* (B*T, C) */
+    h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACTIVATION_NONE); /* (B*T, 3C) */
+    if (cache) h = gpt_cached_attention(t, h, cache, layer, config->heads);      /* (B*T, C) */
+    else h = dtrain_attention(t, h, NULL, NULL, &causal);
     h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACTIVATION_NONE);
     h = gpt__norm(t, x, dtrain_dropout(t, h, drop), p->ln2_weight, p->ln2_bias);
     h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACTIVATION_GELU); /* (B*T, 4C) */
@@ -171,22 +178,48 @@ static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt_config *config
     return dtrain_dropout(t, h, drop);
 }
 
+/* Embedded tokens (B*T, C) -> what the classifier reads, (B*T, C) */
+static inline dtrain_tensor *gpt__blocks(dtrain_tape *t, const gpt *m, dtrain_tensor *x,
+                                         gpt_cache *cache)
+{
+    dtrain_tensor *h = NULL;
+    for (long l = 0; l < m->config.layers; l++) {
+        dtrain_tape_unit(t, (uint32_t)l + 1);
+        h = gpt__block(t, m, l, &x, h, cache);
+    }
+    dtrain_tape_unit(t, (uint32_t)m->config.layers + 1);
+    return gpt__norm(t, &x, h, m->lnf_weight, m->lnf_bias);
+}
+
 /* tokens (batch, seq) -> logits (batch*seq, gpt_columns) */
 static inline dtrain_tensor *gpt_forward(dtrain_tape *t, const gpt *m, const int32_t *tokens,
                                          int64_t batch)
 {
     const int64_t shape[2] = {batch, m->config.seq};
-    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false), *x,
-                  *h = NULL;
+    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false), *x;
     dtrain_tape_unit(t, 0);
     x = dtrain_dropout(t, dtrain_embedding(t, input, m->wte, m->wpe), m->config.dropout);
-    for (long l = 0; l < m->config.layers; l++) {
-        dtrain_tape_unit(t, (uint32_t)l + 1);
-        h = gpt__block(t, &m->config, &m->blocks[l], &x, h);
-    }
-    dtrain_tape_unit(t, (uint32_t)m->config.layers + 1);
-    h = gpt__norm(t, &x, h, m->lnf_weight, m->lnf_bias);
-    return dtrain_linear(t, h, m->head, NULL, DTRAIN_ACTIVATION_NONE);
+    x = gpt__blocks(t, m, x, NULL);
+    return dtrain_linear(t, x, m->head, NULL, DTRAIN_ACTIVATION_NONE);
+}
+
+/* tokens (count) of a text, behind those in the cache -> logits (1, gpt_columns) of the one that
+ * comes next. Only the first tokens of a text may be several. */
+static inline dtrain_tensor *gpt_next(dtrain_tape *t, const gpt *m, const int32_t *tokens,
+                                      int64_t count, gpt_cache *cache)
+{
+    const int64_t shape[2] = {1, count};
+    int32_t *positions = (int32_t *)malloc((size_t)count * sizeof *positions);
+    if (!positions) return NULL;
+    for (int64_t i = 0; i < count; i++) positions[i] = (int32_t)(cache->length + i);
+    dtrain_tensor *input = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false), *x;
+    dtrain_tensor *places = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, positions, false);
+    free(positions);
+    dtrain_tape_unit(t, 0);
+    x = dtrain_embedding(t, places, m->wpe, NULL);
+    x = dtrain_add(t, dtrain_embedding(t, input, m->wte, NULL), x);
+    x = gpt_last_row(t, gpt__blocks(t, m, x, cache));
+    return dtrain_linear(t, x, m->head, NULL, DTRAIN_ACTIVATION_NONE);
 }
 
 /* ---- loss of a batch ------------------------------------------------------------------------ */
@@ -226,52 +259,6 @@ static inline dtrain_tensor *gpt_loss(dtrain_tape *t, void *user)
     return dtrain_cross_entropy(t, logits,
                                 dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false),
                                 b->model->config.vocab, 0);
-}
-
-/* ---- sampling ------------------------------------------------------------------------------- */
-
-/* Draws from softmax(logits / temperature). */
-static inline int32_t gpt__draw(const float *logits, long count, double temperature, uint64_t seed,
-                                uint64_t at)
-{
-    double sum = 0, best = -INFINITY, pick = dtrain_random_uniform(seed, 77, at);
-    for (long i = 0; i < count; i++) best = logits[i] > best ? logits[i] : best;
-    for (long i = 0; i < count; i++) sum += exp((logits[i] - best) / temperature);
-    for (long i = 0; i < count; i++) {
-        pick -= exp((logits[i] - best) / temperature) / sum;
-        if (pick < 0) return (int32_t)i;
-    }
-    return (int32_t)(count - 1);
-}
-
-/* Draws `count` tokens after a newline, each from a forward pass over the last seq - 1 or fewer.
- * Collective where parameters have to be gathered: all ranks have the same values and draw the same
- * tokens. show, where it is not NULL, is told each. */
-static inline dtrain_result gpt_generate(dtrain_tape *t, const gpt *m, uint32_t tape_flags,
-                                         long count, double temperature, uint64_t seed,
-                                         void (*show)(int32_t token))
-{
-    const int64_t seq = m->config.seq;
-    const long columns = gpt_columns(&m->config);
-    int64_t length = 1;
-    int32_t *window = (int32_t *)calloc((size_t)seq, sizeof *window);
-    float *logits = (float *)calloc((size_t)(seq * columns), sizeof *logits);
-    dtrain_result result = window && logits ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    if (window) window[0] = '\n';
-    for (long i = 0; i < count && result == DTRAIN_OK; i++) {
-        result = dtrain_tape_begin(t, tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
-        if (result == DTRAIN_OK)
-            result = dtrain_tensor_read(t, gpt_forward(t, m, window, 1), logits);
-        if (result != DTRAIN_OK) break;
-        const float *last = logits + (length - 1) * columns;
-        const int32_t token = gpt__draw(last, m->config.vocab, temperature, seed, (uint64_t)i);
-        if (show) show(token);
-        if (length == seq) memmove(window, window + 1, (size_t)(--length) * sizeof *window);
-        window[length++] = token;
-    }
-    free(window);
-    free(logits);
-    return result;
 }
 
 /* ---- Hugging Face ---- */

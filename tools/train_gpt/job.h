@@ -3,19 +3,49 @@
 #ifndef JOB_H
 #define JOB_H
 
-#include "settings.h"
+#include "weights.h"
 
-#define TRY(call)                              \
-    do {                                       \
-        result = (call);                       \
-        if (result != DTRAIN_OK) goto cleanup; \
-    } while (0)
+static bool is_optimizer(const settings *s, dtrain_optimizer_kind kind)
+{
+    return s->optimizer == (long)kind - 1;
+}
 
+/* With Muon the matrices of the blocks, which all units but the first and the last are, are group 1. */
 static dtrain_result create_model(const settings *s, gpt *model)
 {
     const gpt_config config = {s->layers,    s->heads, s->channels,      s->seq,
                                s->positions, s->vocab, (float)s->dropout};
-    return gpt_create(model, &config);
+    const dtrain_result result = gpt_create(model, &config);
+    for (size_t i = 0; result == DTRAIN_OK && i < model->param_count; i++) {
+        dtrain_param *p = &model->params[i];
+        const bool block = p->unit > 0 && p->unit <= (uint32_t)s->layers;
+        if (!trains(s)) p->flags |= DTRAIN_PARAM_FROZEN; /* no gradients, no moments */
+        if (s->import_from) p->init = DTRAIN_INIT_ZERO;  /* replaced in a moment */
+        if (is_optimizer(s, DTRAIN_OPTIMIZER_MUON) && block && p->shape[1]) p->group = 1;
+    }
+    return result;
+}
+
+/* What the flags ask of the optimizer; *matrices, group 1, must live as long as the desc is used. */
+static dtrain_optimizer_desc optimizer_desc(const settings *s, dtrain_optimizer_desc *matrices)
+{
+    dtrain_optimizer_desc desc = is_optimizer(s, DTRAIN_OPTIMIZER_SGD)    ? dtrain_sgd_defaults()
+                                 : is_optimizer(s, DTRAIN_OPTIMIZER_LION) ? dtrain_lion_defaults()
+                                                                          : dtrain_adamw_defaults();
+    desc.weight_decay = (float)s->weight_decay;
+    if (desc.kind == DTRAIN_OPTIMIZER_SGD) desc.momentum = s->topk_momentum > 0 ? 0 : 0.9f;
+    if (desc.kind == DTRAIN_OPTIMIZER_ADAMW) {
+        desc.beta2 = (float)s->beta2;
+        desc.variance_steps = (uint64_t)s->variance_steps;
+        if (s->topk_momentum > 0) desc.beta1 = 0; /* one momentum is enough */
+    }
+    if (!is_optimizer(s, DTRAIN_OPTIMIZER_MUON)) return desc;
+    *matrices = dtrain_muon_defaults();
+    matrices->weight_decay = (float)s->weight_decay;
+    matrices->lr_scale = (float)(s->muon_lr / s->lr);
+    desc.groups = matrices;
+    desc.group_count = 1;
+    return desc;
 }
 
 /* One side of the split: a loader and the batch that it fills. The batch comes first, because
@@ -35,7 +65,8 @@ static dtrain_dataset_desc dataset_desc(const settings *s)
 {
     dtrain_dataset_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.path = s->data;
+    desc.path = s->tokens ? s->tokens : s->data;
+    desc.format = s->tokens ? (uint32_t)DTRAIN_DATA_BIN : (uint32_t)s->data_format;
     desc.vocab_count = s->vocab;
     return desc;
 }
@@ -51,7 +82,7 @@ static dtrain_dataset_info dataset_info(const dtrain_dataset *dataset)
 static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset, int64_t batch,
                                       bool held_out)
 {
-    const int64_t tokens = dataset_info(dataset).token_count;
+    const int64_t tokens = dataset_info(dataset).item_count;
     int64_t train = tokens - (int64_t)((double)tokens * s->val_split);
     dtrain_loader_desc desc;
     memset(&desc, 0, sizeof desc);
@@ -59,8 +90,9 @@ static dtrain_loader_desc loader_desc(const settings *s, dtrain_dataset *dataset
     desc.batch = (uint32_t)batch;
     desc.sequence = s->seq;
     desc.seed = (uint64_t)s->seed;
-    desc.first_token = held_out ? train : 0;
-    desc.token_count = held_out ? tokens - train : train;
+    desc.workers = (uint32_t)s->workers;
+    desc.first_item = held_out ? train : 0;
+    desc.item_count = held_out ? tokens - train : train;
     return desc;
 }
 
@@ -75,6 +107,7 @@ typedef struct job {
     dtrain_trainer *trainer;
     dtrain_metrics *metrics;
     dtrain_state *state;
+    dtrain_tape *tape;             /* without a trainer */
     dtrain_checkpoint *checkpoint; /* NULL without --checkpoint */
     dtrain_checkpoint *snapshots;  /* in the launcher's memory; NULL without --snapshot-every */
     dtrain_load_info resumed;      /* step -1: the run begins */
@@ -86,16 +119,19 @@ typedef struct job {
 /* What the flags ask of the strategy; *compression must live as long as the desc is used. */
 static dtrain_strategy_desc strategy_desc(const settings *s, dtrain_compression_desc *compression)
 {
-    static const uint32_t types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16,
-                                     DTRAIN_DTYPE_F16}; /* as in dtypes */
     static const uint32_t classes[] = {
         0, DTRAIN_OFFLOAD_OPTIMIZER, DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS,
         DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS};
+    static const uint32_t states_of_muon = 1;
     dtrain_strategy_desc desc = {0};
     desc.kind = (uint32_t)s->strategy + 1;
+    if (is_optimizer(s, DTRAIN_OPTIMIZER_LION) || is_optimizer(s, DTRAIN_OPTIMIZER_SGD))
+        desc.optimizer_states = 1;
+    desc.group_states = &states_of_muon;
+    desc.group_count = 1;
     desc.accumulation = (uint32_t)s->accum_mode;
-    desc.param_dtype = types[s->param_dtype];
-    desc.reduce_dtype = types[s->reduce_dtype];
+    desc.param_dtype = float_type(s->param_dtype);
+    desc.reduce_dtype = float_type(s->reduce_dtype);
     desc.offload = classes[s->offload];
     desc.node_size = (uint32_t)s->node_size;
     desc.no_overlap = s->no_overlap != 0;
@@ -188,24 +224,6 @@ cleanup:
     return result;
 }
 
-/* Begin with weights of Hugging Face. */
-static dtrain_result import_weights(job *j)
-{
-    dtrain_import_desc from;
-    dtrain_import_info info;
-    dtrain_result result = DTRAIN_OK;
-    dtrain_export_name *names = gpt_hugging_face(&j->model);
-    memset(&from, 0, sizeof from);
-    from.names = names;
-    from.prefix = "transformer.";
-    from.ignore = gpt_ignored();
-    if (!names) TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for names"));
-    TRY(dtrain_checkpoint_import(j->state, j->s->import_from, &from, &info));
-cleanup:
-    free(names);
-    return result;
-}
-
 #define SNAPSHOTS "snapshots" /* their directory, in the launcher's memory */
 
 /* Load what was saved last: to memory, if there is a snapshot that can be read, because what goes to the disk goes
@@ -241,36 +259,13 @@ static dtrain_result resume_job(dtrain_world *world, job *j)
     all.loader = j->train.loader;
     j->resumed.step = j->rolled_back = -1;
     TRY(dtrain_state_create(world, &all, &j->state));
-    if (s->import_from) TRY(import_weights(j));
+    if (s->import_from) TRY(import_weights(world, s, &j->model, j->state));
     dtrain_world_query(world, &info);
     const bool again = s->checkpoints && info.restart_count;
     const bool newest = again || (s->resume && strcmp(s->resume, "auto") == 0);
     if (newest) result = load_newest(world, j, &j->resumed);
     else if (s->resume) result = dtrain_checkpoint_load(j->state, s->resume, NULL, &j->resumed);
 cleanup:
-    return result;
-}
-
-/* Write the weights as Hugging Face has them. */
-static dtrain_result export_weights(const job *j, bool first)
-{
-    static const char model[] = "model.safetensors";
-    const char *path = j->s->export_to;
-    const size_t length = strlen(path), name = sizeof model - 1;
-    dtrain_export_desc to;
-    dtrain_result result = DTRAIN_OK;
-    char config[4096];
-    dtrain_export_name *names = gpt_hugging_face(&j->model);
-    memset(&to, 0, sizeof to);
-    to.names = names;
-    if (!names) TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for names"));
-    TRY(dtrain_checkpoint_export(j->strategy, path, &to));
-    if (!first || length < name || strcmp(path + length - name, model) != 0) goto cleanup;
-    snprintf(config, sizeof config, "%.*sconfig.json", (int)(length - name), path);
-    if (gpt_write_config(&j->model.config, config) != 0)
-        TRY(dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", config, strerror(errno)));
-cleanup:
-    free(names);
     return result;
 }
 
@@ -327,7 +322,7 @@ static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
     dtrain_dataset_desc dataset = dataset_desc(s);
     dtrain_compression_desc compression;
     dtrain_strategy_desc strategy = strategy_desc(s, &compression);
-    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_optimizer_desc matrices, optimizer = optimizer_desc(s, &matrices);
     dtrain_trainer_desc trainer;
     dtrain_metrics_desc metrics;
     memset(j, 0, sizeof *j);
@@ -344,11 +339,7 @@ static dtrain_result open_job(dtrain_world *world, const settings *s, job *j)
     strategy.other_bytes = j->memory.total;
     TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy,
                                &j->strategy));
-    adamw.beta2 = (float)s->beta2;
-    adamw.variance_steps = (uint64_t)s->variance_steps;
-    adamw.weight_decay = (float)s->weight_decay;
-    if (s->topk_momentum > 0) adamw.beta1 = 0; /* one momentum is enough */
-    TRY(dtrain_optimizer_create(world, j->strategy, &adamw, &j->optimizer));
+    TRY(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer));
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
     TRY(dtrain_trainer_plan(world, &trainer, &j->memory));
@@ -364,12 +355,38 @@ cleanup:
     return result;
 }
 
+/* Make what a run needs that trains nothing. After a failure close_job frees what is there. */
+static dtrain_result open_model(dtrain_world *world, const settings *s, job *j)
+{
+    dtrain_result result = DTRAIN_OK;
+    dtrain_compression_desc compression;
+    dtrain_strategy_desc strategy = strategy_desc(s, &compression);
+    dtrain_state_desc values;
+    dtrain_load_desc load;
+    memset(j, 0, sizeof *j);
+    memset(&values, 0, sizeof values);
+    memset(&load, 0, sizeof load);
+    j->s = s;
+    TRY(create_model(s, &j->model));
+    TRY(dtrain_strategy_create(world, j->model.params, j->model.param_count, &strategy,
+                               &j->strategy));
+    values.strategy = j->strategy;
+    load.values_only = true;
+    TRY(dtrain_state_create(world, &values, &j->state));
+    TRY(dtrain_tape_create(world, j->strategy, NULL, &j->tape));
+    if (s->import_from) TRY(import_weights(world, s, &j->model, j->state));
+    else TRY(dtrain_checkpoint_load(j->state, s->resume, &load, &j->resumed));
+cleanup:
+    return result;
+}
+
 static void close_job(job *j)
 {
     dtrain_metrics_destroy(j->metrics);
     dtrain_checkpoint_close(j->snapshots);
     dtrain_checkpoint_close(j->checkpoint);
     dtrain_state_destroy(j->state);
+    dtrain_tape_destroy(j->tape);
     dtrain_trainer_destroy(j->trainer);
     dtrain_optimizer_destroy(j->optimizer);
     dtrain_strategy_destroy(j->strategy);

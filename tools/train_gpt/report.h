@@ -2,6 +2,7 @@
 #ifndef REPORT_H
 #define REPORT_H
 
+#include "generate.h"
 #include "job.h"
 
 #include <ctype.h>
@@ -105,11 +106,11 @@ static void show_strategy(const job *j, int ranks)
     show_links(&j->s->emulation, &info, ranks);
     if (info.reason[0]) printf("auto    %s\n", info.reason);
     if (j->accum > 1) show_accumulation(j->s, &info, ranks);
-    printf(
-        "memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, AdamW %.1f, buffers "
-        "%.1f, activations %.1f + %.1f, workspace %.1f\n",
-        mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
-        mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
+           "buffers "
+           "%.1f, activations %.1f + %.1f, workspace %.1f\n",
+           mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
+           mib(m->activations), mib(m->activation_grads), mib(m->workspace));
     if (m->host) printf("offload %.1f MiB of host memory a rank\n", mib(m->host));
     printf("\n");
 }
@@ -134,7 +135,8 @@ static void show_start(dtrain_world *world, const job *j)
 {
     const settings *s = j->s;
     const int ranks = dtrain_world_size(world);
-    const int64_t tokens = dataset_info(j->dataset).token_count;
+    const dtrain_dataset_info data = dataset_info(j->dataset);
+    const int64_t tokens = data.item_count;
     const long batch = (long)j->train.batch.batch;
     const long padding = gpt_columns(&j->model.config) - s->vocab;
     dtrain_strategy_info info;
@@ -145,8 +147,9 @@ static void show_start(dtrain_world *world, const job *j)
            "%.2f M parameters (%llu)\n",
            s->model, s->layers, s->heads, s->channels, s->seq, s->vocab, 1e-6 * (double)elements,
            (unsigned long long)elements);
-    printf("data    %s: %lld tokens, the last %lld held out\n", s->data, (long long)tokens,
-           (long long)((double)tokens * s->val_split));
+    printf("data    %s: %lld tokens", s->data, (long long)tokens);
+    if (data.file_count > 1) printf(" in %zu files", data.file_count);
+    printf(", the last %lld held out\n", (long long)((double)tokens * s->val_split));
     printf("step    %ld x %ld tokens x %u micro-batches x %d ranks = %ld tokens\n", batch, s->seq,
            j->accum, ranks, batch * s->seq * (long)j->accum * ranks);
     show_resumed(j, ranks);
@@ -195,6 +198,8 @@ static void show_end(dtrain_world *world, const job *j, const dtrain_summary *su
     printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n",
            summary->comm_ms, summary->exposed_comm_ms,
            mib(summary->comm_bytes) / (double)(summary->steps ? summary->steps : 1));
+    printf("  data                 %10.3f ms  of a step in wait for batches: %.2f %%\n",
+           summary->data_ms, summary->step_ms > 0 ? 100 * summary->data_ms / summary->step_ms : 0);
     show_sent(&j->s->emulation, &info, summary, dtrain_world_size(world));
     printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n",
            100 * summary->scaling, dtrain_world_size(world));
@@ -211,24 +216,112 @@ static void show_end(dtrain_world *world, const job *j, const dtrain_summary *su
     if (j->stopped) printf("  stopped by a signal: the same command with --resume auto goes on\n");
 }
 
-static void show_byte(int32_t byte)
+/* ---- what the model writes ------------------------------------------------------------------ */
+
+/* Append the tokens of --prompt; without one, the end of text that a text follows in GPT-2's data, or
+ * a new line where the tokens are bytes. */
+static dtrain_result prompt_tokens(const settings *s, token_list *list)
+{
+    const char *at = s->prompt ? s->prompt : s->vocab == 256 ? "\n" : "";
+    const size_t bytes = strlen(at);
+    if (s->tokenizer && bytes) return tokenizer_encode(s->tokenizer, at, bytes, list);
+    if (!token_list_grow(list, bytes + 1)) return tokenizer__memory();
+    if (s->tokenizer && s->tokenizer->end_of_text >= 0)
+        list->at[list->count++] = s->tokenizer->end_of_text;
+    else if (!bytes) list->at[list->count++] = (int32_t)(s->vocab - 1);
+    for (size_t i = 0; i < bytes && s->vocab == 256; i++) list->at[list->count++] = (uint8_t)at[i];
+    for (char *end; s->vocab != 256 && *at; at = end) {
+        const long token = strtol(at, &end, 10);
+        if (end == at || token < 0 || token >= s->vocab)
+            return dtrain_fail(
+                DTRAIN_ERROR_ARGUMENT,
+                "--prompt is \"%s\"; without --tokenizer it takes numbers of tokens, 0 "
+                "to %ld",
+                s->prompt, s->vocab - 1);
+        list->at[list->count++] = (int32_t)token;
+        end += strspn(end, " ");
+    }
+    return DTRAIN_OK;
+}
+
+/* Who writes tokens, and how. */
+typedef struct writer {
+    const settings *s;
+    bool prints; /* rank 0 */
+    bool raw;    /* as it is, not indented and printable */
+    int64_t written;
+} writer;
+
+static void show_byte(unsigned char byte)
 {
     if (byte == '\n') printf("\n  ");
     else putchar(isprint(byte) || byte == '\t' || byte >= 128 ? byte : '?');
 }
 
-static void show_id(int32_t token) { printf("%d ", token); }
+/* Print a token. False ends the text: GPT-2's own end of it. */
+static bool show_token(void *user, int32_t token)
+{
+    writer *w = (writer *)user;
+    const char byte = (char)token, *text = &byte;
+    const tokenizer *t = w->s->tokenizer;
+    size_t bytes = 1;
+    if (t && token == t->end_of_text) return false;
+    w->written++;
+    if (!w->prints) return true;
+    if (t) text = tokenizer_text(t, token, &bytes);
+    if (!t && w->s->vocab != 256) printf("%d ", (int)token);
+    else if (w->raw) fwrite(text, 1, bytes, stdout);
+    else
+        for (size_t i = 0; i < bytes; i++) show_byte((unsigned char)text[i]);
+    fflush(stdout);
+    return true;
+}
 
-/* Collective: every rank draws the sample, the first one prints it. */
-static dtrain_result show_sample(const job *j, bool first)
+/* Go on from the prompt. Collective: every rank draws the tokens, and the first one prints them.
+ * w->written becomes their number, without the prompt's. */
+static dtrain_result write_tokens(dtrain_world *world, const job *j, dtrain_tape *tape, long count,
+                                  writer *w, token_list *list)
 {
     const settings *s = j->s;
-    void (*show)(int32_t token) = s->vocab == 256 ? show_byte : show_id;
-    if (first) printf("\na sample, temperature %g:\n  ", s->temperature);
+    const gpt_sampling how = {s->temperature, s->top_p, s->top_k, (uint64_t)s->seed,
+                              s->no_cache != 0};
+    dtrain_result result = prompt_tokens(s, list);
+    const size_t prompt = list->count;
+    if (result == DTRAIN_OK && !token_list_grow(list, (size_t)count)) result = tokenizer__memory();
+    if (result != DTRAIN_OK) return result;
+    for (size_t i = 0; i < prompt && w->raw && s->prompt; i++) (void)show_token(w, list->at[i]);
+    w->written = 0;
+    return gpt_generate(tape, dtrain_world_device(world), &j->model, tape_flags(s), &how, list->at,
+                        (int64_t)prompt, count, show_token, w);
+}
+
+/* Write --generate tokens behind the prompt, as they are, and to stderr how fast that went. */
+static dtrain_result show_generated(dtrain_world *world, const job *j, bool first)
+{
+    writer w = {j->s, first, true, 0};
+    token_list list = {NULL, 0, 0};
+    const double start = dtrain_seconds();
+    const dtrain_result result = write_tokens(world, j, j->tape, j->s->generate, &w, &list);
+    const double seconds = dtrain_seconds() - start;
+    if (first) printf("\n"), fflush(stdout);
+    if (first && result == DTRAIN_OK)
+        fprintf(stderr, "  generated            %10lld tokens %s, %.1f tokens/s\n",
+                (long long)w.written,
+                j->s->no_cache ? "without a cache" : "with a cache of keys and values",
+                (double)w.written / seconds);
+    free(list.at);
+    return result;
+}
+
+static dtrain_result show_sample(dtrain_world *world, const job *j, bool first)
+{
+    writer w = {j->s, first, false, 0};
+    token_list list = {NULL, 0, 0};
+    if (first) printf("\na sample, temperature %g:\n  ", j->s->temperature);
     const dtrain_result result =
-        gpt_generate(dtrain_trainer_tape(j->trainer), &j->model, tape_flags(s), s->sample,
-                     s->temperature, (uint64_t)s->seed, first ? show : NULL);
+        write_tokens(world, j, dtrain_trainer_tape(j->trainer), j->s->sample, &w, &list);
     if (first) printf("\n");
+    free(list.at);
     return result;
 }
 

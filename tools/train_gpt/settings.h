@@ -6,22 +6,29 @@
 #include "tools/config.h"
 #include "tools/flags.h"
 #include "gpt.h"
+#include "tokenizer.h"
 
 typedef struct settings {
     const char *model, *data, *log, *device, *comm, *emulate;
     const char *checkpoints, *resume; /* directories */
     const char *import_from, *export_to;
-    const char *config;  /* a file of flags */
-    const char *command; /* the command line, for manifests */
+    const char *config; /* a file of flags */
+    const char *tokenizer_path, *prompt;
+    const char *tokens; /* the file of what --tokenizer has made of --data; NULL: --data itself */
+    const tokenizer *tokenizer; /* NULL without --tokenizer */
+    const char *command;        /* the command line, for manifests */
     long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, nonfinite,
         verify_every;
-    long schedule, lr_scaling, precision, strategy, offload; /* places in the lists below */
-    long param_dtype, reduce_dtype, accum_mode, compression, exchange;
+    long optimizer, schedule, lr_scaling, precision, strategy,
+        offload; /* places in the lists below */
+    long data_format, workers;
+    long param_dtype, reduce_dtype, export_dtype, accum_mode, compression, exchange;
     long ranks, threads, timeout, node_size, memory_limit, reshard, checkpoint, auto_batch;
     long global_batch;
     long layers, heads, channels, seq, positions, vocab;
     long batch, accum, steps, warmup, seed, init_seed, eval_every, eval_batches, sample, bucket_kib;
-    double lr, min_lr, weight_decay, beta2, clip, dropout, val_split, temperature;
+    double lr, min_lr, muon_lr, weight_decay, beta2, clip, dropout, val_split, temperature, top_p;
+    long generate, top_k, no_cache;
     long deterministic, no_overlap, thread_ranks, graph, tune;
     double topk_ratio, topk_momentum, warmup_ratio;
     long variance_steps, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
@@ -34,6 +41,7 @@ typedef struct settings {
 static settings flags = {
     .model = "tiny",
     .data = "dtrain.h",
+    .workers = 1,
     .schedule = 2,
     .device = "cpu",
     .timeout = 600,
@@ -47,7 +55,8 @@ static settings flags = {
     .sample = -1,
     .lr = -1,
     .min_lr = -1,
-    .weight_decay = 0.1,
+    .muon_lr = 0.02,
+    .weight_decay = -1,
     .beta2 = 0.99,
     .clip = 1,
     .val_split = 0.1,
@@ -61,10 +70,12 @@ static settings flags = {
     .dense_steps = 10,
 };
 
-typedef const char *const words[8];                        /* ends with NULL */
-static words schedules = {"constant", "linear", "cosine"}; /* dtrain_schedule_kind */
-static words scalings = {"none", "linear", "sqrt"};        /* dtrain_lr_scaling */
+typedef const char *const words[8];                         /* ends with NULL */
+static words optimizers = {"adamw", "sgd", "lion", "muon"}; /* dtrain_optimizer_kind - 1 */
+static words schedules = {"constant", "linear", "cosine"};  /* dtrain_schedule_kind */
+static words scalings = {"none", "linear", "sqrt"};         /* dtrain_lr_scaling */
 static words precisions = {"fp32", "tf32", "bf16", "fp16"};
+static words data_formats = {"auto", "bytes", "bin", "u16"}; /* dtrain_data_format */
 static words dtypes = {"fp32", "bf16", "fp16"};
 static words strategies = {"ddp",   "zero1",        "shard_grad_op", "full_shard", /* kind - 1 */
                            "zero3", "hybrid_shard", "auto"};
@@ -73,6 +84,13 @@ static words compressions = {"none", "topk", "powersgd"}; /* dtrain_compression 
 static words exchanges = {"all_gather", "balanced"};      /* dtrain_sparse_exchange */
 static words nonfinites = {"stop", "skip", "rollback"};   /* the first two: dtrain_nonfinite */
 static words accum_modes = {"default", "last", "every", "shard_every"}; /* dtrain_accumulation */
+
+/* The dtrain_dtype at a place in dtypes. */
+static uint32_t float_type(long place)
+{
+    static const uint32_t types[] = {DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16, DTRAIN_DTYPE_F16};
+    return types[place];
+}
 
 static const flag flag_table[] = {
     FLAG_GROUP("model"),
@@ -92,7 +110,18 @@ static const flag flag_table[] = {
      NULL},
     FLAG_GROUP("data and batches"),
     {"--data", 's', &flags.data, 0, 0,
-     "file to learn: any file (its bytes) or a token file of llm.c (.bin)", NULL},
+     "what to learn: a file, a folder of files, a pattern (\"shards/train_*.bin\"), or several of "
+     "these with commas between",
+     NULL},
+    {"--data-format", 'w', &flags.data_format, 0, 0,
+     "any file as bytes, llm.c's .bin, or nanoGPT's .bin (u16); auto: bin by its magic, else bytes",
+     data_formats},
+    {"--tokenizer", 's', &flags.tokenizer_path, 0, 0,
+     "GPT-2's tokenizer, for text in --data, --prompt and what is written: a directory with "
+     "vocab.json and merges.txt, or gpt2_tokenizer.bin of llm.c, which cannot encode",
+     NULL},
+    {"--workers", 'i', &flags.workers, 0, 64,
+     "threads per rank that read batches ahead; the data does not depend on them", NULL},
     {"--val-split", 'f', &flags.val_split, 0.0001, 0.9,
      "share of the data, at its end, that is held out for validation", NULL},
     {"--seed", 'i', &flags.seed, 0, 4294967295.0, "seed of data order, dropout and sampling", NULL},
@@ -105,15 +134,26 @@ static const flag flag_table[] = {
     {"--accum-mode", 'w', &flags.accum_mode, 0, 0,
      "reduce gradients after the last micro-batch only, or after every one", accum_modes},
     FLAG_GROUP("optimization"),
-    {"--steps", 'i', &flags.steps, 1, 1e12, "optimizer steps", NULL},
-    {"--lr", 'f', &flags.lr, 0, 1e3, "peak learning rate; default: see the models below", NULL},
+    {"--steps", 'i', &flags.steps, 0, 1e12,
+     "optimizer steps; 0 trains nothing: to --export what --import or --resume has", NULL},
+    {"--optimizer", 'w', &flags.optimizer, 0, 0,
+     "adamw, sgd with a momentum of 0.9, lion, or muon for the blocks' matrices and adamw for the "
+     "rest",
+     optimizers},
+    {"--lr", 'f', &flags.lr, 0, 1e3,
+     "peak learning rate; default: see the models below; a fifth of that for lion, 100 times that "
+     "for sgd",
+     NULL},
+    {"--muon-lr", 'f', &flags.muon_lr, 1e-9, 1e3,
+     "muon: peak learning rate of the blocks' matrices, 0.02; --lr is that of the rest", NULL},
     {"--min-lr", 'f', &flags.min_lr, 0, 1e3, "learning rate at the end; default --lr / 10", NULL},
     {"--warmup", 'i', &flags.warmup, 0, 1e12, "steps in which the learning rate rises to --lr",
      NULL},
     {"--schedule", 'w', &flags.schedule, 0, 0, "shape of the learning rate after that", schedules},
     {"--lr-scaling", 'w', &flags.lr_scaling, 0, 0, "scale --lr with the number of ranks", scalings},
     {"--weight-decay", 'f', &flags.weight_decay, 0, 1e3,
-     "decay of matrices by AdamW; biases and norms have none", NULL},
+     "decay of matrices; biases and norms have none; default 0.1; 0.5 for lion, 0.0001 for sgd",
+     NULL},
     {"--beta2", 'f', &flags.beta2, 0, 0.999999, "decay of AdamW's second moments", NULL},
     {"--variance-steps", 'i', &flags.variance_steps, 0, 1e12,
      "keep AdamW's second moments as they are after this many steps; with top-k, give as many as "
@@ -201,13 +241,15 @@ static const flag flag_table[] = {
      "auto: go on from the newest checkpoint of --checkpoint, if there is one; or the path of one",
      NULL},
     {"--import", 's', &flags.import_from, 0, 0,
-     "begin with the weights of a GPT-2 of Hugging Face: model.safetensors, one file or with an "
-     "index",
+     "begin with the weights of a GPT-2: model.safetensors of Hugging Face, one file or with an "
+     "index, or a .bin of llm.c; without --model its sizes are those of the file, or of the "
+     "config.json beside it",
      NULL},
     {"--export", 's', &flags.export_to, 0, 0,
-     "write the weights at the end as such a file; as DIR/model.safetensors with DIR/config.json "
-     "beside it",
+     "write the weights at the end: as llm.c to FILE.bin, else as Hugging Face; as "
+     "DIR/model.safetensors with DIR/config.json beside it",
      NULL},
+    {"--export-dtype", 'w', &flags.export_dtype, 0, 0, "type of the values in that file", dtypes},
     {"--restarts", 'i', &flags.restarts, 0, 1e6,
      "start the ranks again from the last checkpoint when one fails, so many times without "
      "progress",
@@ -229,7 +271,21 @@ static const flag flag_table[] = {
      "batches per rank and validation; 0 = never validate", NULL},
     {"--sample", 'i', &flags.sample, 0, 1e6,
      "tokens to write at the end; 0 = none; default: see the models below", NULL},
-    {"--temperature", 'f', &flags.temperature, 0.01, 100, "temperature of that sample", NULL},
+    {"--generate", 'i', &flags.generate, 1, 1e9,
+     "train nothing, and write so many tokens with the model of --import or --resume", NULL},
+    {"--prompt", 's', &flags.prompt, 0, 0,
+     "text that --sample and --generate go on from; without a tokenizer, and with a vocabulary "
+     "that "
+     "is not that of bytes, numbers of tokens with blanks between them",
+     NULL},
+    {"--temperature", 'f', &flags.temperature, 0, 100,
+     "of --sample and --generate; 0 = always the most likely token", NULL},
+    {"--top-k", 'i', &flags.top_k, 0, 1e8, "draw from so many of the most likely tokens; 0 = all",
+     NULL},
+    {"--top-p", 'f', &flags.top_p, 0, 1,
+     "draw from the most likely tokens that together have this probability; 0 = all", NULL},
+    {"--no-cache", 'b', &flags.no_cache, 0, 0,
+     "compute each token from all before it, without their keys and values: to compare", NULL},
     {"--log", 's', &flags.log, 0, 0, "file for one JSON object per step", NULL},
     {"--deterministic", 'b', &flags.deterministic, 0, 0,
      "refuse whatever could change the bits from run to run; compare the replicas and print a hash "
@@ -271,20 +327,46 @@ static bool given(const char *name)
     return at >= 0 && flags_given[at];
 }
 
-/* Fill in what the flags leave to the preset. */
+/* Whether there is anything to train; if not, a model is exported or writes. */
+static bool trains(const settings *s) { return s->steps > 0 && !s->generate; }
+
+/* Choose the preset for what neither flags nor the file of --import give: that of --model, or the
+ * largest that is no wider than the file's model. NULL: there is none of that name. */
+static const gpt_preset *choose_preset(settings *s)
+{
+    const gpt_preset *preset = gpt_preset_at(0), *next;
+    if (given("--model") || !s->positions) return gpt_preset_find(s->model);
+    for (size_t i = 1; (next = gpt_preset_at(i)) != NULL; i++)
+        if (next->config.channels <= s->channels) preset = next;
+    s->model = s->import_from;
+    return preset;
+}
+
+/* Fill in what the flags leave to the preset, whose rate is one of AdamW. Steps of Lion are signs, larger than AdamW's:
+ * a smaller rate and a larger decay; SGD follows gradients, which are small. */
 static int apply_preset(settings *s)
 {
-    const gpt_preset *p = gpt_preset_find(s->model);
+    static const double rates[] = {1, 100, 0.2, 1}, decays[] = {0.1, 1e-4, 0.5, 0.1};
+    const gpt_preset *p = choose_preset(s);
     if (!p) return BAD("--model is \"%s\"; it takes " GPT_PRESETS, s->model);
+    const long room = s->positions; /* of the file */
+    if (room && s->seq > room)
+        return BAD("--seq is %ld, and %s has %ld positions", s->seq, s->import_from, room);
     if (!s->layers) s->layers = p->config.layers;
     if (!s->heads) s->heads = p->config.heads;
     if (!s->channels) s->channels = p->config.channels;
-    if (!s->seq) s->seq = p->config.seq;
+    if (!s->seq) s->seq = room && room < p->config.seq ? room : p->config.seq;
     if (!s->batch) s->batch = s->auto_batch ? 512 : p->batch;
     if (!s->vocab) s->vocab = p->config.vocab;
+    if (!s->vocab && s->tokenizer) s->vocab = s->tokenizer->count;
+    if (!s->vocab && !trains(s)) s->vocab = 256;
+    if (s->tokenizer && s->tokenizer->count > s->vocab)
+        return BAD("--tokenizer %s has %d tokens, and the model a vocabulary of %ld",
+                   s->tokenizer_path, (int)s->tokenizer->count, s->vocab);
     if (s->sample < 0) s->sample = p->sample;
-    s->positions = p->config.positions > s->seq ? p->config.positions : s->seq;
-    if (s->lr < 0) s->lr = p->lr;
+    if (!room) s->positions = p->config.positions > s->seq ? p->config.positions : s->seq;
+    if (s->lr < 0) s->lr = p->lr * rates[s->optimizer];
+    if (s->weight_decay < 0) s->weight_decay = decays[s->optimizer];
     if (s->min_lr < 0) s->min_lr = s->lr / 10;
     return 0;
 }

@@ -4,7 +4,9 @@
  *   run:     build/train_gpt                              (two ranks learn dtrain.h, byte by byte)
  *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
  *            build/train_gpt --model gpt2 --data tokens.bin --ranks 1 --threads 2
+ *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of nanoGPT's files)
  *            build/train_gpt --strategy auto --memory-limit 200 --auto-batch --global-batch 64
+ *            build/train_gpt --import gpt2_124M.bin --tokenizer DIR --generate 100 --prompt "Hello"
  *   GPUs:    nvcc -O3 -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
  *            (add -DDTRAIN_USE_NCCL -ldl for several GPUs that talk over NCCL)
  *            ./train_gpt --device cuda --precision bf16 --graph --model gpt2 --data tokens.bin --seq 1024
@@ -17,7 +19,8 @@
  *
  * How to read it: gpt.h (the model) -> settings.h (flags) -> job.h (what a run consists of) ->
  * report.h (what rank 0 prints) -> checks.h (what is refused before a rank starts) -> here train(),
- * which every rank runs -> main(). */
+ * which every rank runs -> main(). Beside that road: weights.h and llmc.h (a GPT-2 in files of others),
+ * tokenizer.h (its text), cache.h and generate.h (what it writes). */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #ifdef DTRAIN_USE_NCCL
@@ -135,16 +138,25 @@ static dtrain_result finish_job(dtrain_world *world, job *j)
         printf("  parameters           %016llx   bit-identical on all ranks\n",
                (unsigned long long)hash);
     if (s->export_to && !j->stopped) {
-        result = export_weights(j, first);
+        result = export_weights(world, s, &j->model, j->strategy);
         if (result != DTRAIN_OK) return result;
         if (first) printf("  exported             %s\n", s->export_to);
     }
     if (!s->sample || j->stopped) return DTRAIN_OK;
-    return show_sample(j, first);
+    return show_sample(world, j, first);
 }
 
-/* Every rank runs this function. A rank that fails prints nothing: dtrain_launch quotes the first
- * error. */
+/* End a rank: flush what it printed, and return its exit status. */
+static int end_rank(dtrain_result result)
+{
+    if (result != DTRAIN_OK) return 1;
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    fprintf(stderr, "train_gpt: what it had to say could not be written: %s\n", strerror(errno));
+    return 1;
+}
+
+/* Every rank runs this function, if there is something to train. A rank that fails prints nothing:
+ * dtrain_launch quotes the first error. */
 static int train(dtrain_world *world, void *user)
 {
     job j;
@@ -156,10 +168,23 @@ static int train(dtrain_world *world, void *user)
     TRY(finish_job(world, &j));
 cleanup:
     close_job(&j);
-    if (result != DTRAIN_OK) return 1;
-    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
-    fprintf(stderr, "train_gpt: what it had to say could not be written: %s\n", strerror(errno));
-    return 1;
+    return end_rank(result);
+}
+
+/* Or this one, if not: export a model, or let it write. */
+static int use_model(dtrain_world *world, void *user)
+{
+    const settings *s = (const settings *)user;
+    const bool first = dtrain_world_rank(world) == 0;
+    job j;
+    dtrain_result result;
+    TRY(open_model(world, s, &j));
+    if (s->export_to) TRY(export_weights(world, s, &j.model, j.strategy));
+    if (s->export_to && first) printf("  exported             %s\n", s->export_to);
+    if (s->generate) TRY(show_generated(world, &j, first));
+cleanup:
+    close_job(&j);
+    return end_rank(result);
 }
 
 /* Choose device and communicator. Without --comm the library chooses the communicator: on the cpu
@@ -218,9 +243,11 @@ int main(int argc, char **argv)
     for (int a = 1; a < argc; a++)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
     if (read_flags(argc - 1, argv + 1)) return 2;
-    if (apply_preset(s) || check_data(s) || check_compression(s) || read_emulation(s) ||
-        check_sizes(s) || check_checkpoints(s))
+    if (import_sizes(s) || open_tokenizer(s) || apply_preset(s)) return 2;
+    if (trains(s) ? encode_data(s) || check_data(s) || check_optimizer(s) || check_compression(s)
+                  : check_model(s))
         return 2;
+    if (check_text(s) || read_emulation(s) || check_sizes(s) || check_checkpoints(s)) return 2;
     s->command = join_words(argc, argv);
     memset(&launch, 0, sizeof launch);
     if (choose_backends(s, &launch)) return 2;
@@ -228,14 +255,14 @@ int main(int argc, char **argv)
     launch.math = s->precision == 1 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
     launch.memory_limit = (uint64_t)s->memory_limit << 20;
     launch.rank_count = (uint32_t)s->ranks;
-    launch.default_rank_count = launch.device_ops->host_memory ? 2 : 1;
+    launch.default_rank_count = launch.device_ops->host_memory && trains(s) ? 2 : 1;
     launch.threads_per_rank = (uint32_t)s->threads;
     launch.timeout_ms = (uint32_t)s->timeout * 1000;
     launch.restarts = (uint32_t)s->restarts;
     if (reserve_snapshots(s, &launch)) return 2;
     launch.catch_signals = s->checkpoints != NULL;
     launch.mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
-    if (dtrain_launch(&launch, train, s, &info) == DTRAIN_OK) return 0;
+    if (dtrain_launch(&launch, trains(s) ? train : use_model, s, &info) == DTRAIN_OK) return 0;
     fprintf(stderr, "train_gpt: %s\n", dtrain_last_error());
     return info.exit_code ? info.exit_code : 1;
 }

@@ -33,10 +33,10 @@ typedef struct dtrain__job {
     X(layernorm_params) X(embedding) X(embedding_backward) X(attention)              \
     X(attention_backward) X(cross_entropy) X(cross_entropy_backward) X(pointwise)    \
     X(pointwise_backward) X(softmax) X(softmax_backward) X(rotary) X(permute)        \
-    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(topk)             \
-    X(batchnorm_moments) X(batchnorm) X(batchnorm_sums) X(batchnorm_backward)        \
-    X(conv_weight) X(conv_weight_sum) X(depthwise) X(depthwise_input)                \
-    X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
+    X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
+    X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
+    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -54,12 +54,15 @@ typedef struct dtrain__kernels {
     DTRAIN__RANGES(DTRAIN__RANGE)
 } dtrain__kernels;
 
-/* One tensor of an optimizer step, and the numbers of this step. One of adamw and sgd is set. */
+/* One tensor of an optimizer step, and the numbers of this step. One of the first four is set. */
 typedef struct dtrain__update {
     const dtrain_adamw_args *adamw;
     const dtrain_sgd_args *sgd;
+    const dtrain_lion_args *lion;
+    const dtrain_muon_args *muon;
     const dtrain_optimizer_tensor *tensor;
     dtrain_step_scalars now;
+    float inverse; /* of a norm: muon */
 } dtrain__update;
 
 /* The first pass of top-k: candidates are the elements whose magnitude exceeds `below`. Each thread
@@ -106,31 +109,26 @@ typedef struct dtrain__depthwise {
 #define DTRAIN__SMALL 16384
 #endif
 
-/* A call of attention; backward is NULL in the forward pass. */
-typedef struct dtrain__attention_pass {
-    dtrain_attention_args forward;
-    const dtrain_attention_backward_args *backward;
-} dtrain__attention_pass;
-
-/* One item of attention. q, k and v are where the head's columns of the sequence's first row begin
- * in qkv and d_qkv, `at` in y and d_y; the rest is scratch of this thread. */
+/* One item of attention: where its head begins in q, k, v (and in their gradients), and in y and
+ * d_y (`at`); the rest is scratch of this thread. */
 typedef struct dtrain__head {
-    int64_t sequence, d, width, stride, y_stride; /* width: d rounded up to a tile */
-    bool causal;
+    const dtrain_attention_args *args;
+    int64_t d, width, y_stride; /* width: d rounded up to a tile */
+    int64_t keys;               /* that count in this batch element */
     float scale;
-    const void *qkv, *y, *d_y;
-    dtrain_dtype dtype;
     int64_t q, k, v, at;        /* elements */
+    const float *mask;          /* (queries, all keys) or NULL */
     float *queries, *queries_t; /* (64, width), (width, 64): scaled, and transposed */
-    float *keys;                /* (64, width): K, or V in the forward pass */
+    float *rows;                /* (64, width): K, or V in the forward pass */
     float *scores;              /* (64 keys, 64 queries) */
     float *out;                 /* (64, width): O forward, dQ backward */
     float *top, *sum, *factor;  /* (64): running maximum and sum, rescaling of O */
     float *d_out, *d_out_t;     /* (64, width), (width, 64) */
     float *slopes;              /* (64, 64): dS^T */
     float *delta, *lse;         /* (64): rowsum(dO O) */
-    float *d_keys, *d_values;   /* (sequence rounded up to 64, width) */
+    float *d_keys, *d_values;   /* (keys rounded up to 64, width) */
     float *values;              /* (64, width): V of halves, backward */
+    float *mask_rows, *mask_t;  /* (64, 64): a part of the mask, and transposed */
 } dtrain__head;
 
 /* Which part of a product of attention is not zero. */

@@ -102,67 +102,66 @@ dtrain__cpu_embedding_backward(dtrain_device *device, const dtrain_embedding_bac
 }
 
 /* Floats of dtrain__head's buffers, with the head dimension rounded up for the widest vectors. */
-static int64_t dtrain__attention_slot(int64_t n, int64_t heads, int64_t sequence, bool backward)
+static int64_t dtrain__attention_slot(const dtrain_attention_args *args, bool backward)
 {
-    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(n / heads, 32);
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, width = dtrain__multiple(args->d, 32);
     int64_t floats = 4 * block * width + block * block + 3 * block;
+    if (args->mask) floats += 2 * block * block;
     if (backward) {
         floats += 3 * block * width + block * block + 2 * block;
-        floats += 2 * dtrain__multiple(sequence, block) * width;
+        floats += 2 * dtrain__multiple(args->keys, block) * width;
     }
     return dtrain__multiple(floats, DTRAIN__LINE);
 }
 
-/* Forward an item is a block of queries of a head, backward (`back` is not NULL) a head of keys
- * with all the heads of queries that share it. Items are of unequal cost; each thread has the
- * buffers of one. */
+static dtrain_result dtrain__check_attention(const dtrain_attention_args *args)
+{
+    if (args->d < 1 || args->heads < 1 || args->kv_heads < 1 || args->heads % args->kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "attention: %lld heads of queries, of %lld elements, cannot share %lld "
+                           "of keys equally",
+                           (long long)args->heads, (long long)args->d, (long long)args->kv_heads);
+    for (int64_t b = 0; b < args->batch && args->key_lengths; b++)
+        if (args->key_lengths[b] < 0 || args->key_lengths[b] > args->keys)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "attention: key length %ld of batch element %lld is outside [0, "
+                               "%lld]",
+                               (long)args->key_lengths[b], (long long)b, (long long)args->keys);
+    return DTRAIN_OK;
+}
+
+/* Forward an item is a block of queries of a head, backward a head of keys with all the heads of
+ * queries that share it. Items are of unequal cost; each thread has the buffers of one. */
 static dtrain_result dtrain__launch_attention(dtrain_device *device,
-                                              const dtrain_attention_args *args,
-                                              const dtrain_attention_backward_args *back)
+                                              const dtrain_attention_args *args, const void *pass,
+                                              int64_t items, bool backward)
 {
     dtrain__cpu *cpu = (dtrain__cpu *)device->state;
-    const int64_t heads = args->heads, kv_heads = args->kv_heads ? args->kv_heads : heads;
-    const int64_t count = args->batch * args->sequence * args->n;
-    dtrain__attention_pass pass = {*args, back};
-    const int64_t blocks = (args->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
-    if (heads <= 0 || args->n <= 0 || args->n % heads != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: %lld columns cannot be cut into %lld heads",
-                           (long long)args->n, (long long)heads);
-    if (kv_heads < 1 || heads % kv_heads != 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "attention: %lld heads of queries cannot share %lld of keys equally",
-                           (long long)heads, (long long)kv_heads);
-    pass.forward.kv_heads = kv_heads;
-    const int64_t items = args->batch * (back ? kv_heads : heads * blocks);
-    dtrain__job job = dtrain__job_make(&pass, items, 1, args->dtype);
+    const int64_t longer = args->keys > args->queries ? args->keys : args->queries;
+    const int64_t count = args->batch * longer * args->heads * args->d;
+    dtrain__job job = dtrain__job_make(pass, items, 1, args->dtype);
     job.dynamic = true;
-    job.slot = dtrain__attention_slot(args->n, heads, args->sequence, back != NULL);
+    job.slot = dtrain__attention_slot(args, backward);
     DTRAIN__TRY(dtrain__cpu_scratch(cpu, job.slot * cpu->thread_count, &job.scratch));
-    return back ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
-                : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
+    return backward ? dtrain__job_run(cpu, &job, cpu->kernels->attention_backward, 16 * count)
+                    : dtrain__job_run(cpu, &job, cpu->kernels->attention, 8 * count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_attention(dtrain_device *device,
                                                     const dtrain_attention_args *args)
 {
-    return dtrain__launch_attention(device, args, NULL);
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, blocks = (args->queries + block - 1) / block;
+    DTRAIN__TRY(dtrain__check_attention(args));
+    return dtrain__launch_attention(device, args, args, args->batch * args->heads * blocks, false);
 }
 
 DTRAIN__PRIVATE dtrain_result
 dtrain__cpu_attention_backward(dtrain_device *device, const dtrain_attention_backward_args *args)
 {
-    dtrain_attention_args forward;
-    memset(&forward, 0, sizeof forward);
-    forward.batch = args->batch;
-    forward.sequence = args->sequence;
-    forward.heads = args->heads;
-    forward.n = args->n;
-    forward.causal = args->causal;
-    forward.qkv = args->qkv;
-    forward.dtype = args->dtype;
-    forward.kv_heads = args->kv_heads;
-    return dtrain__launch_attention(device, &forward, args);
+    const dtrain_attention_args *forward = &args->forward;
+    DTRAIN__TRY(dtrain__check_attention(forward));
+    return dtrain__launch_attention(device, forward, args, forward->batch * forward->kv_heads,
+                                    true);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_cross_entropy_backward(
@@ -370,9 +369,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_convert(dtrain_device *device,
 
 static dtrain_result dtrain__cpu_update(dtrain_device *device, dtrain__update *update,
                                         size_t tensor_count, const dtrain_optimizer_tensor *tensors,
-                                        const dtrain_step_scalars *scalars, dtrain__range_fn range)
+                                        const dtrain_step_scalars *scalars, float lr_scale,
+                                        dtrain__range_fn range)
 {
-    if (scalars) update->now = *scalars;
+    if (scalars) {
+        update->now = *scalars;
+        update->now.lr *= lr_scale;
+    }
     for (size_t i = 0; i < tensor_count && !update->now.skip; i++) {
         update->tensor = &tensors[i];
         DTRAIN__TRY(dtrain__elementwise(device, range, update, tensors[i].count, DTRAIN_DTYPE_F32));
@@ -391,7 +394,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_adamw(dtrain_device *device,
     update.now.correction2 = args->correction2;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              dtrain__cpu_kernels(device)->adamw);
+                              args->lr_scale, dtrain__cpu_kernels(device)->adamw);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrain_sgd_args *args)
@@ -402,5 +405,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_sgd(dtrain_device *device, const dtrai
     update.now.lr = args->lr;
     update.now.grad_scale = args->grad_scale;
     return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
-                              dtrain__cpu_kernels(device)->sgd);
+                              args->lr_scale, dtrain__cpu_kernels(device)->sgd);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_lion(dtrain_device *device, const dtrain_lion_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.lion = args;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    return dtrain__cpu_update(device, &update, args->tensor_count, args->tensors, args->scalars,
+                              args->lr_scale, dtrain__cpu_kernels(device)->lion);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__cpu_muon(dtrain_device *device, const dtrain_muon_args *args)
+{
+    dtrain__update update;
+    memset(&update, 0, sizeof update);
+    update.muon = args;
+    update.now.lr = args->lr;
+    update.now.grad_scale = args->grad_scale;
+    if (args->stage == DTRAIN_MUON_NORMALIZE)
+        update.inverse = (float)(1 / (sqrt(args->sum_squares[0]) + (double)args->epsilon));
+    return dtrain__cpu_update(device, &update, 1, args->tensor, args->scalars, args->lr_scale,
+                              dtrain__cpu_kernels(device)->muon);
 }

@@ -46,7 +46,8 @@ enum dtrain_cuda_fault_kind {
     DTRAIN_CUDA_NO_FAULT = 0,
     DTRAIN_CUDA_BAD_TOKEN = 1,
     DTRAIN_CUDA_BAD_TARGET = 2,
-    DTRAIN_CUDA_BAD_INDEX = 3
+    DTRAIN_CUDA_BAD_INDEX = 3,
+    DTRAIN_CUDA_BAD_KEY_LENGTH = 4
 };
 
 struct dtrain_cuda_fault {
@@ -279,6 +280,10 @@ static dtrain_result dtrain_cuda_report(const dtrain_cuda_fault *fault)
                            fault->value, fault->row, fault->limit);
     case DTRAIN_CUDA_BAD_INDEX:
         return dtrain_fail(DTRAIN_ERROR_DATA, "index %lld at place %lld is outside [0, %lld)",
+                           fault->value, fault->row, fault->limit);
+    case DTRAIN_CUDA_BAD_KEY_LENGTH:
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "attention: key length %lld of batch element %lld is outside [0, %lld]",
                            fault->value, fault->row, fault->limit);
     default:
         return dtrain_fail(DTRAIN_ERROR_INTERNAL, "the GPU's fault record has the unknown kind %u",

@@ -21,14 +21,14 @@
    comment counts at the bandwidth of a plain copy, or its flops at the peak of the tensor cores for
    dense bf16. The expected share of the floor is a guess on large inputs, made before any run and
    written down so that a measurement can contradict it; small inputs are limited by the launches,
-   2 to 5 microseconds each. bench/bench_kernels measures all but orthogonalize, convolution and
-   pooling. Measured: nothing, no hardware yet.
+   2 to 5 microseconds each. bench/bench_kernels measures all but muon, orthogonalize,
+   convolution and pooling. Measured: nothing, no hardware yet.
 
        kernels                          limiting resource                expected    measured
        add, axpby, convert, activation  memory bandwidth                 90 %        not measured
        dropout                          memory, integer units (Philox)   75 %        not measured
        sum, column sums                 memory bandwidth                 90 %        not measured
-       adamw, sgd                       memory bandwidth                 90 %        not measured
+       adamw, sgd, lion, muon           memory bandwidth                 90 %        not measured
        gemm, fused or bare              tensor cores (cublasLt)          75 %        not measured
        gemm epilogue kernel             memory bandwidth                 85 %        not measured
        layernorm                        memory bandwidth                 85 %        not measured

@@ -19,8 +19,8 @@
 #include "device/cuda/convolution.cuh"
 #include "device/cuda/pooling.cuh"
 
-static_assert(DTRAIN_DEVICE_ABI == 8,
-              "the table below is that of ABI 8: compare with device/backend.h");
+static_assert(DTRAIN_DEVICE_ABI == 9,
+              "the table below is that of ABI 9: compare with device/backend.h");
 
 extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
 {
@@ -79,6 +79,8 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_convert,
                                           dtrain_cuda_adamw,
                                           dtrain_cuda_sgd,
+                                          dtrain_cuda_lion,
+                                          dtrain_cuda_muon,
                                           dtrain_cuda_topk,
                                           dtrain_cuda_scatter_add,
                                           dtrain_cuda_orthogonalize,

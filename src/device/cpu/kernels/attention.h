@@ -20,7 +20,8 @@
  *     P^T = exp(S^T - top)           dP^T = V dO^T          dS^T = P^T (dP^T - rowsum(dO O))
  *     O += P V                       dV += P^T dO    dK += dS^T (s Q)    dQ += s dS K
  *
- * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. */
+ * with s = 1/sqrt(d). Flops: 4 d per (query, key) forward, 10 d backward. A mask is added to S;
+ * keys behind the length of the batch element are never read. */
 
 /* C (m,n) (+)= A (m,k) B (k,n); element (i,p) of A is a[i a_row + p a_step]. */
 DTRAIN__ROUTINE void dtrain__product(int shape, int64_t m, int64_t n, int64_t k, const float *a,
@@ -79,39 +80,47 @@ DTRAIN__ROUTINE void DTRAIN__K(transpose)(float *to, const float *from, int64_t 
 DTRAIN__ROUTINE float *DTRAIN__K(head_open)(dtrain__head *h, const dtrain_attention_args *a,
                                             int64_t item, float *scratch)
 {
-    const int64_t d = a->n / a->heads, batch = item / a->heads, head = item % a->heads;
-    const int64_t row = batch * a->sequence, kv_n = a->kv_heads * d;
-    h->sequence = a->sequence;
+    const int64_t d = a->d, batch = item / a->heads, head = item % a->heads;
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, kv = head / (a->heads / a->kv_heads) * d;
+    h->args = a;
     h->d = d;
     h->width = (d + DTRAIN__N - 1) / DTRAIN__N * DTRAIN__N;
-    h->stride = a->n + 2 * kv_n;
-    h->y_stride = a->n;
-    h->causal = a->causal;
+    h->y_stride = a->heads * d;
+    h->keys = a->key_lengths ? a->key_lengths[batch] : a->keys;
     h->scale = 1 / sqrtf((float)d);
-    h->qkv = a->qkv;
-    h->dtype = a->dtype;
-    h->q = row * h->stride + head * d;
-    h->k = row * h->stride + a->n + head / (a->heads / a->kv_heads) * d;
-    h->v = h->k + kv_n;
+    h->q = batch * a->queries * a->q_stride + head * d;
+    h->k = batch * a->keys * a->k_stride + kv;
+    h->v = batch * a->keys * a->v_stride + kv;
+    h->at = batch * a->queries * h->y_stride + head * d;
+    h->mask = a->mask ? a->mask + batch * a->mask_batch_step + head * a->mask_head_step : NULL;
     h->queries = scratch;
-    h->queries_t = h->queries + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->keys = h->queries_t + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->out = h->keys + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->scores = h->out + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->top = h->scores + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-    h->sum = h->top + DTRAIN__ATTENTION_BLOCK;
-    h->factor = h->sum + DTRAIN__ATTENTION_BLOCK;
-    return h->factor + DTRAIN__ATTENTION_BLOCK;
+    h->queries_t = h->queries + block * h->width;
+    h->rows = h->queries_t + block * h->width;
+    h->out = h->rows + block * h->width;
+    h->scores = h->out + block * h->width;
+    h->top = h->scores + block * block;
+    h->sum = h->top + block;
+    h->factor = h->sum + block;
+    h->mask_rows = h->factor + block;
+    h->mask_t = h->mask_rows + (h->mask ? block * block : 0);
+    return h->mask_t + (h->mask ? block * block : 0);
 }
 
-/* Rows of qkv from element `at` on for products to read: in place, or widened into `buffer`. */
-DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, int64_t at, int64_t rows,
-                                                 float *buffer, int64_t *stride)
+/* Count the keys that any of the queries [q0, q0 + m) sees. */
+DTRAIN__HELPER int64_t DTRAIN__K(seen_keys)(const dtrain__head *h, int64_t q0, int64_t m)
 {
-    *stride = h->stride;
-    if (h->dtype <= DTRAIN_DTYPE_F32) return (const float *)h->qkv + at;
+    return h->args->causal && q0 + m < h->keys ? q0 + m : h->keys;
+}
+
+/* Rows of k or v from element `at` on for products to read: in place, or widened into `buffer`. */
+DTRAIN__HELPER const float *DTRAIN__K(head_rows)(const dtrain__head *h, const void *from,
+                                                 int64_t at, int64_t *stride, int64_t rows,
+                                                 float *buffer)
+{
+    const dtrain_dtype dtype = h->args->dtype;
+    if (dtype <= DTRAIN_DTYPE_F32) return (const float *)from + at;
+    dtrain__pack_rows(buffer, h->width, rows, from, dtype, at, *stride, rows, h->d, 1);
     *stride = h->width;
-    dtrain__pack_rows(buffer, h->width, rows, h->qkv, h->dtype, at, h->stride, rows, h->d, 1);
     return buffer;
 }
 
@@ -121,7 +130,7 @@ DTRAIN__HELPER int64_t DTRAIN__K(padded)(int64_t rows)
 }
 
 /* Keys that the queries [c, c + W) of a block see; on the diagonal, key j and query j are the same
- * position. The masked rest of these scores is -FLT_MAX, whose exp is 0. */
+ * position. The hidden rest of these scores is -infinity, whose exp is 0. */
 DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t keys, bool diagonal)
 {
     const dtrain__vi query = dtrain__viota() + dtrain__viset((int32_t)c);
@@ -130,7 +139,7 @@ DTRAIN__HELPER int64_t DTRAIN__K(mask_column)(float *scores, int64_t c, int64_t 
     for (int64_t key = c + 1; key < end; key++) {
         float *at = scores + key * DTRAIN__ATTENTION_BLOCK + c;
         const dtrain__vi hidden = dtrain__viless(query, dtrain__viset((int32_t)key));
-        dtrain__vstore(at, DTRAIN__K(vselect)(hidden, dtrain__vset(-FLT_MAX), dtrain__vload(at)));
+        dtrain__vstore(at, DTRAIN__K(vselect)(hidden, dtrain__vset(-INFINITY), dtrain__vload(at)));
     }
     return end;
 }
@@ -140,6 +149,23 @@ DTRAIN__HELPER void DTRAIN__K(clear_below)(float *scores, int64_t c, int64_t see
 {
     for (int64_t key = seen; key < keys && key < seen + 5; key++)
         dtrain__vstore(scores + key * DTRAIN__ATTENTION_BLOCK + c, dtrain__vset(0));
+}
+
+/* Add the mask to the scores of queries [q0, q0 + m) and keys [k0, k0 + keys); what of the scores
+ * was not computed stays as meaningless as it is. */
+DTRAIN__ROUTINE void DTRAIN__K(add_mask)(const dtrain__head *h, int64_t q0, int64_t m, int64_t k0,
+                                         int64_t keys)
+{
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, stride = h->args->keys;
+    const int64_t padded = DTRAIN__K(padded)(m);
+    if (!h->mask) return;
+    dtrain__pack_rows(h->mask_rows, block, padded, h->mask, DTRAIN_DTYPE_F32, q0 * stride + k0,
+                      stride, m, keys, 1);
+    DTRAIN__K(transpose)(h->mask_t, h->mask_rows, block, padded);
+    for (int64_t key = 0; key < keys; key++)
+        for (int64_t c = key * block; c < key * block + padded; c += DTRAIN__W)
+            dtrain__vstore(h->scores + c,
+                           dtrain__vload(h->scores + c) + dtrain__vload(h->mask_t + c));
 }
 
 /* Online softmax (Milakov and Gimelshein, 2018): scores become exp(S - top) with the maximum of all
@@ -179,66 +205,74 @@ DTRAIN__ROUTINE void DTRAIN__K(scale_rows)(float *x, int64_t rows, int64_t width
     }
 }
 
+/* Store y and lse of m queries. Where no key was seen the sum is 0, and the buffer of O may hold
+ * anything. */
+DTRAIN__ROUTINE void DTRAIN__K(close_queries)(const dtrain__head *h, int64_t q0, int64_t m,
+                                              float *lse)
+{
+    const dtrain_attention_args *a = h->args;
+    for (int64_t r = 0; r < m; r++) {
+        const bool seen = h->sum[r] != 0;
+        const int64_t at = h->at + (q0 + r) * h->y_stride;
+        const dtrain__v inverse = dtrain__vset(1 / h->sum[r]);
+        for (int64_t j = 0; j < h->d; j += DTRAIN__W) {
+            const dtrain__v y = dtrain__vload(h->out + r * h->width + j) * inverse;
+            dtrain__vstore_as(a->y, a->dtype, at + j, seen ? y : dtrain__vset(0), h->d - j);
+        }
+        lse[q0 + r] = seen ? h->top[r] + logf(h->sum[r]) : INFINITY;
+    }
+}
+
 /* Item: one block of queries of one head; the long ones come first. */
 DTRAIN__KERNEL(attention)
 {
-    const dtrain_attention_args *a = &((const dtrain__attention_pass *)job->args)->forward;
-    const int64_t head_count = a->batch * a->heads;
-    const int64_t blocks = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK;
+    const dtrain_attention_args *a = (const dtrain_attention_args *)job->args;
+    const int64_t head_count = a->batch * a->heads, block = DTRAIN__ATTENTION_BLOCK;
+    const int64_t blocks = (a->queries + block - 1) / block;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
-        const int64_t head = item % head_count, batch = head / a->heads;
-        const int64_t q0 = (blocks - 1 - item / head_count) * DTRAIN__ATTENTION_BLOCK;
-        const int64_t left = a->sequence - q0,
-                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
-        const int64_t limit = a->causal ? q0 + m : a->sequence;
+        const int64_t head = item % head_count, q0 = (blocks - 1 - item / head_count) * block;
+        const int64_t m = a->queries - q0 < block ? a->queries - q0 : block;
         DTRAIN__K(head_open)(&h, a, head, job->scratch + index * job->slot);
-        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->qkv, a->dtype,
-                          h.q + q0 * h.stride, h.stride, m, h.d, h.scale);
+        const int64_t limit = DTRAIN__K(seen_keys)(&h, q0, m);
+        dtrain__pack_rows(h.queries, h.width, DTRAIN__K(padded)(m), a->q, a->dtype,
+                          h.q + q0 * a->q_stride, a->q_stride, m, h.d, h.scale);
         DTRAIN__K(transpose)(h.queries_t, h.queries, h.width, DTRAIN__K(padded)(m));
-        for (int i = 0; i < DTRAIN__ATTENTION_BLOCK; i++) {
+        for (int i = 0; i < block; i++) {
             h.top[i] = -FLT_MAX;
             h.sum[i] = 0;
         }
-        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t keys =
-                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
+        for (int64_t k0 = 0; k0 < limit; k0 += block) {
+            const int64_t keys = limit - k0 < block ? limit - k0 : block;
             const bool diagonal = a->causal && k0 == q0;
-            int64_t k_stride;
-            const float *k = DTRAIN__K(head_rows)(&h, h.k + k0 * h.stride, keys, h.keys, &k_stride);
+            int64_t stride = a->k_stride;
+            const float *k =
+                DTRAIN__K(head_rows)(&h, a->k, h.k + k0 * stride, &stride, keys, h.rows);
             dtrain__product(diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL, keys, DTRAIN__K(padded)(m),
-                            h.d, k, k_stride, 1, h.queries_t, DTRAIN__ATTENTION_BLOCK, h.scores,
-                            DTRAIN__ATTENTION_BLOCK, false);
+                            h.d, k, stride, 1, h.queries_t, block, h.scores, block, false);
+            DTRAIN__K(add_mask)(&h, q0, m, k0, keys);
             DTRAIN__K(softmax_block)(&h, m, keys, diagonal);
             if (k0 > 0) DTRAIN__K(scale_rows)(h.out, m, h.width, h.factor);
-            dtrain__pack_rows(h.keys, h.width, keys, a->qkv, a->dtype, h.v + k0 * h.stride,
-                              h.stride, keys, h.d, 1);
+            dtrain__pack_rows(h.rows, h.width, keys, a->v, a->dtype, h.v + k0 * a->v_stride,
+                              a->v_stride, keys, h.d, 1);
             dtrain__product(diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL, m, h.width, keys, h.scores,
-                            1, DTRAIN__ATTENTION_BLOCK, h.keys, h.width, h.out, h.width, k0 > 0);
+                            1, block, h.rows, h.width, h.out, h.width, k0 > 0);
         }
-        for (int64_t r = 0; r < m; r++) {
-            const int64_t row = batch * a->sequence + q0 + r;
-            const int64_t at = row * a->n + head % a->heads * h.d;
-            const dtrain__v inverse = dtrain__vset(1 / h.sum[r]);
-            for (int64_t j = 0; j < h.d; j += DTRAIN__W)
-                dtrain__vstore_as(a->y, a->dtype, at + j,
-                                  dtrain__vload(h.out + r * h.width + j) * inverse, h.d - j);
-            a->lse[head * a->sequence + q0 + r] = h.top[r] + logf(h.sum[r]);
-        }
+        DTRAIN__K(close_queries)(&h, q0, m, a->lse + head * a->queries);
     }
 }
 
 /* ---- Backward ---- */
 
 /* The queries' side of one block: scaled Q, dO, their transposes, lse and rowsum(dO O). */
-DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, int64_t m,
-                                             const float *lse)
+DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, const void *d_y, int64_t q0,
+                                             int64_t m, const float *lse)
 {
-    const int64_t padded = DTRAIN__K(padded)(m);
-    dtrain__pack_rows(h->queries, h->width, padded, h->qkv, h->dtype, h->q + q0 * h->stride,
-                      h->stride, m, h->d, h->scale);
-    dtrain__pack_rows(h->d_out, h->width, padded, h->d_y, h->dtype, h->at + q0 * h->y_stride,
-                      h->y_stride, m, h->d, 1);
+    const dtrain_attention_args *a = h->args;
+    const int64_t padded = DTRAIN__K(padded)(m), at = h->at + q0 * h->y_stride;
+    dtrain__pack_rows(h->queries, h->width, padded, a->q, a->dtype, h->q + q0 * a->q_stride,
+                      a->q_stride, m, h->d, h->scale);
+    dtrain__pack_rows(h->d_out, h->width, padded, d_y, a->dtype, at, h->y_stride, m, h->d, 1);
     DTRAIN__K(transpose)(h->queries_t, h->queries, h->width, padded);
     DTRAIN__K(transpose)(h->d_out_t, h->d_out, h->width, padded);
     for (int64_t r = 0; r < DTRAIN__ATTENTION_BLOCK; r++) {
@@ -246,8 +280,7 @@ DTRAIN__ROUTINE void DTRAIN__K(open_queries)(const dtrain__head *h, int64_t q0, 
         for (int64_t j = 0; r < m && j < h->d; j += DTRAIN__W)
             delta = dtrain__vfma(
                 dtrain__vload(h->d_out + r * h->width + j),
-                dtrain__vload_as(h->y, h->dtype, h->at + (q0 + r) * h->y_stride + j, h->d - j),
-                delta);
+                dtrain__vload_as(a->y, a->dtype, at + r * h->y_stride + j, h->d - j), delta);
         h->delta[r] = dtrain__vsum(delta);
         h->lse[r] = r < m ? lse[q0 + r] : FLT_MAX; /* padding: exp(0 - FLT_MAX) = 0 */
     }
@@ -272,74 +305,71 @@ DTRAIN__ROUTINE void DTRAIN__K(softmax_slopes)(const dtrain__head *h, int64_t qu
     }
 }
 
-/* One block of keys against the open block of queries: five products. */
-DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t m, int64_t k0,
-                                                int64_t keys, bool diagonal, bool first_keys)
+/* One block of keys against the open block of queries, from q0 on: five products. */
+DTRAIN__ROUTINE void DTRAIN__K(attend_backward)(const dtrain__head *h, int64_t q0, int64_t m,
+                                                int64_t k0, int64_t keys)
 {
+    const dtrain_attention_args *a = h->args;
     const int64_t b = DTRAIN__ATTENTION_BLOCK, n = DTRAIN__K(padded)(m);
+    const bool diagonal = a->causal && k0 == q0;
     const int inner = diagonal ? DTRAIN__C_UPPER : DTRAIN__FULL;
     const int over_queries = diagonal ? DTRAIN__A_UPPER : DTRAIN__FULL;
     const int over_keys = diagonal ? DTRAIN__A_LOWER : DTRAIN__FULL;
-    int64_t v_stride;
-    const float *v = DTRAIN__K(head_rows)(h, h->v + k0 * h->stride, keys, h->values, &v_stride);
-    dtrain__pack_rows(h->keys, h->width, keys, h->qkv, h->dtype, h->k + k0 * h->stride, h->stride,
+    int64_t stride = a->v_stride;
+    const float *v = DTRAIN__K(head_rows)(h, a->v, h->v + k0 * stride, &stride, keys, h->values);
+    dtrain__pack_rows(h->rows, h->width, keys, a->k, a->dtype, h->k + k0 * a->k_stride, a->k_stride,
                       keys, h->d, 1);
-    dtrain__product(inner, keys, n, h->d, h->keys, h->width, 1, h->queries_t, b, h->scores, b,
+    dtrain__product(inner, keys, n, h->d, h->rows, h->width, 1, h->queries_t, b, h->scores, b,
                     false);
-    dtrain__product(inner, keys, n, h->d, v, v_stride, 1, h->d_out_t, b, h->slopes, b, false);
+    dtrain__product(inner, keys, n, h->d, v, stride, 1, h->d_out_t, b, h->slopes, b, false);
+    DTRAIN__K(add_mask)(h, q0, m, k0, keys);
     DTRAIN__K(softmax_slopes)(h, m, keys, diagonal);
     dtrain__product(over_queries, keys, h->width, m, h->scores, b, 1, h->d_out, h->width,
                     h->d_values + k0 * h->width, h->width, true);
     dtrain__product(over_queries, keys, h->width, m, h->slopes, b, 1, h->queries, h->width,
                     h->d_keys + k0 * h->width, h->width, true);
-    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->keys, h->width, h->out,
-                    h->width, !first_keys);
+    dtrain__product(over_keys, m, h->width, keys, h->slopes, 1, b, h->rows, h->width, h->out,
+                    h->width, k0 > 0);
 }
 
-/* to (rows, d), from element `at` on, = scale * from (rows, width). */
+/* to (rows, d), from element `at` on, = scale * from (rows, width); to NULL: nothing. */
 DTRAIN__ROUTINE void dtrain__unpack_rows(void *to, dtrain_dtype dtype, int64_t at, int64_t stride,
                                          const float *from, int64_t width, int64_t rows, int64_t d,
                                          float scale)
 {
     const dtrain__v s = dtrain__vset(scale);
-    for (int64_t r = 0; r < rows; r++, at += stride, from += width)
+    for (int64_t r = 0; r < rows && to; r++, at += stride, from += width)
         for (int64_t j = 0; j < d; j += DTRAIN__W)
             dtrain__vstore_as(to, dtype, at + j, dtrain__vload(from + j) * s, d - j);
 }
 
 /* Take one head of queries: store its dQ, and add its parts of dK and dV to those in scratch, which
  * the first of the heads that share them clears. All of these find them at the same address. */
-DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__attention_pass *pass,
+DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h,
+                                              const dtrain_attention_backward_args *pass,
                                               int64_t item, float *scratch, bool first)
 {
-    const dtrain_attention_backward_args *a = pass->backward;
-    const int64_t rounded = (a->sequence + DTRAIN__ATTENTION_BLOCK - 1) / DTRAIN__ATTENTION_BLOCK *
-                            DTRAIN__ATTENTION_BLOCK;
-    scratch = DTRAIN__K(head_open)(h, &pass->forward, item, scratch);
-    h->y = a->y;
-    h->d_y = a->d_y;
-    h->at = item / a->heads * a->sequence * a->n + item % a->heads * h->d;
+    const dtrain_attention_args *a = &pass->forward;
+    const int64_t block = DTRAIN__ATTENTION_BLOCK, rounded = (a->keys + block - 1) / block * block;
+    scratch = DTRAIN__K(head_open)(h, a, item, scratch);
     h->d_out = scratch;
-    h->d_out_t = h->d_out + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->slopes = h->d_out_t + DTRAIN__ATTENTION_BLOCK * h->width;
-    h->delta = h->slopes + DTRAIN__ATTENTION_BLOCK * DTRAIN__ATTENTION_BLOCK;
-    h->lse = h->delta + DTRAIN__ATTENTION_BLOCK;
-    h->d_keys = h->lse + DTRAIN__ATTENTION_BLOCK;
+    h->d_out_t = h->d_out + block * h->width;
+    h->slopes = h->d_out_t + block * h->width;
+    h->delta = h->slopes + block * block;
+    h->lse = h->delta + block;
+    h->d_keys = h->lse + block;
     h->d_values = h->d_keys + rounded * h->width;
     h->values = h->d_values + rounded * h->width;
     if (first) memset(h->d_keys, 0, (size_t)(2 * rounded * h->width) * sizeof(float));
-    for (int64_t q0 = 0; q0 < a->sequence; q0 += DTRAIN__ATTENTION_BLOCK) {
-        const int64_t left = a->sequence - q0,
-                      m = left < DTRAIN__ATTENTION_BLOCK ? left : DTRAIN__ATTENTION_BLOCK;
-        const int64_t limit = a->causal ? q0 + m : a->sequence;
-        DTRAIN__K(open_queries)(h, q0, m, a->lse + item * a->sequence);
-        for (int64_t k0 = 0; k0 < limit; k0 += DTRAIN__ATTENTION_BLOCK) {
-            const int64_t keys =
-                limit - k0 < DTRAIN__ATTENTION_BLOCK ? limit - k0 : DTRAIN__ATTENTION_BLOCK;
-            DTRAIN__K(attend_backward)(h, m, k0, keys, a->causal && k0 == q0, k0 == 0);
-        }
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h->q + q0 * h->stride, h->stride, h->out, h->width,
-                            m, h->d, h->scale);
+    for (int64_t q0 = 0; q0 < a->queries; q0 += block) {
+        const int64_t m = a->queries - q0 < block ? a->queries - q0 : block;
+        const int64_t limit = DTRAIN__K(seen_keys)(h, q0, m);
+        if (limit == 0) memset(h->out, 0, (size_t)(m * h->width) * sizeof(float));
+        else DTRAIN__K(open_queries)(h, pass->d_y, q0, m, a->lse + item * a->queries);
+        for (int64_t k0 = 0; k0 < limit; k0 += block)
+            DTRAIN__K(attend_backward)(h, q0, m, k0, limit - k0 < block ? limit - k0 : block);
+        dtrain__unpack_rows(pass->d_q, a->dtype, h->q + q0 * a->q_stride, a->q_stride, h->out,
+                            h->width, m, h->d, h->scale);
     }
 }
 
@@ -347,9 +377,9 @@ DTRAIN__ROUTINE void DTRAIN__K(head_backward)(dtrain__head *h, const dtrain__att
  * queries that share it are taken in order. */
 DTRAIN__KERNEL(attention_backward)
 {
-    const dtrain__attention_pass *pass = (const dtrain__attention_pass *)job->args;
-    const dtrain_attention_backward_args *a = pass->backward;
-    const int64_t sharing = a->heads / pass->forward.kv_heads;
+    const dtrain_attention_backward_args *pass = (const dtrain_attention_backward_args *)job->args;
+    const dtrain_attention_args *a = &pass->forward;
+    const int64_t sharing = a->heads / a->kv_heads;
     for (int64_t item = begin; item < end; item++) {
         dtrain__head h;
         int64_t head = item * sharing;
@@ -357,9 +387,9 @@ DTRAIN__KERNEL(attention_backward)
             const bool first = head == item * sharing;
             DTRAIN__K(head_backward)(&h, pass, head, job->scratch + index * job->slot, first);
         } while (++head < (item + 1) * sharing);
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h.k, h.stride, h.d_keys, h.width, a->sequence, h.d,
+        dtrain__unpack_rows(pass->d_k, a->dtype, h.k, a->k_stride, h.d_keys, h.width, a->keys, h.d,
                             1);
-        dtrain__unpack_rows(a->d_qkv, a->dtype, h.v, h.stride, h.d_values, h.width, a->sequence,
+        dtrain__unpack_rows(pass->d_v, a->dtype, h.v, a->v_stride, h.d_values, h.width, a->keys,
                             h.d, 1);
     }
 }

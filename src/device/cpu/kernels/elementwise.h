@@ -66,19 +66,70 @@ DTRAIN__KERNEL(sgd)
     const dtrain_sgd_args *a = update->sgd;
     const dtrain_optimizer_tensor *t = update->tensor;
     const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
-    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(update->now.lr);
-    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v momentum = dtrain__vset(a->momentum), lr = dtrain__vset(-update->now.lr);
+    const dtrain__v decay = dtrain__vset(t->weight_decay);
     float *buffer = t->m;
     for (int64_t i = begin; i < end; i += DTRAIN__W) {
         const int64_t n = end - i;
-        dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__v g = dtrain__vfma(decay, old, dtrain__vload_n(t->grad + i, n) * grad_scale);
         if (buffer) {
             dtrain__v b = g;
             if (!a->first) b = dtrain__vfma(momentum, dtrain__vload_n(buffer + i, n), g);
             dtrain__vstore_n(buffer + i, b, n);
             g = a->nesterov ? dtrain__vfma(momentum, b, g) : b;
         }
-        dtrain__vstore_n(t->value + i, dtrain__vload_n(t->value + i, n) * decay - lr * g, n);
+        dtrain__vstore_n(t->value + i, dtrain__vfma(lr, g, old), n);
+    }
+}
+
+DTRAIN__KERNEL(lion)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_lion_args *a = update->lion;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale), zero = dtrain__vset(0);
+    const dtrain__v beta1 = dtrain__vset(a->beta1), rest1 = dtrain__vset(1 - a->beta1);
+    const dtrain__v beta2 = dtrain__vset(a->beta2), rest2 = dtrain__vset(1 - a->beta2);
+    const dtrain__v decay = dtrain__vset(1 - update->now.lr * t->weight_decay);
+    const dtrain__v lr = dtrain__vset(update->now.lr);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+        const dtrain__v m = dtrain__vload_n(t->m + i, n);
+        const dtrain__v mean = dtrain__vfma(rest1, g, beta1 * m);
+        const dtrain__v up = dtrain__vkeep(lr, DTRAIN__K(vless)(zero, mean));
+        const dtrain__v down = dtrain__vkeep(lr, DTRAIN__K(vless)(mean, zero));
+        const dtrain__v old = dtrain__vload_n(t->value + i, n);
+        dtrain__vstore_n(t->m + i, dtrain__vfma(rest2, g, beta2 * m), n);
+        dtrain__vstore_n(t->value + i, dtrain__vfma(old, decay, down - up), n);
+    }
+}
+
+DTRAIN__KERNEL(muon)
+{
+    const dtrain__update *update = (const dtrain__update *)job->args;
+    const dtrain_muon_args *a = update->muon;
+    const dtrain_optimizer_tensor *t = update->tensor;
+    const float lr = update->now.lr, scale = lr * a->scale;
+    const dtrain__v grad_scale = dtrain__vset(update->now.grad_scale);
+    const dtrain__v momentum = dtrain__vset(a->momentum);
+    const dtrain__v decay = dtrain__vset(1 - lr * t->weight_decay), step = dtrain__vset(-scale);
+    const dtrain__v inverse = dtrain__vset(update->inverse);
+    for (int64_t i = begin; i < end; i += DTRAIN__W) {
+        const int64_t n = end - i;
+        float *x = a->x + i;
+        if (a->stage == DTRAIN_MUON_MOMENTUM) {
+            const dtrain__v g = dtrain__vload_n(t->grad + i, n) * grad_scale;
+            const dtrain__v m = dtrain__vfma(momentum, dtrain__vload_n(t->m + i, n), g);
+            dtrain__vstore_n(t->m + i, m, n);
+            dtrain__vstore_n(x, a->nesterov ? dtrain__vfma(momentum, m, g) : m, n);
+        } else if (a->stage == DTRAIN_MUON_NORMALIZE) {
+            dtrain__vstore_n(x, dtrain__vload_n(x, n) * inverse, n);
+        } else {
+            const dtrain__v old = dtrain__vload_n(t->value + i, n) * decay;
+            dtrain__vstore_n(t->value + i, dtrain__vfma(step, dtrain__vload_n(x, n), old), n);
+        }
     }
 }
 

@@ -1,0 +1,346 @@
+/* llama.c: a Llama (RMSNorm, rotary positions, SwiGLU, grouped-query attention) that begins from the
+ * weights of Hugging Face, or from random ones, learns a text, and is written for Hugging Face.
+ *
+ *   build:   cc -O2 -I. examples/llama.c -o llama -lm -lpthread
+ *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/llama.c dtrain_cuda.cu -lcublasLt -o llama
+ *   run:     ./llama                                        two ranks learn dtrain.h, byte by byte
+ *            ./llama --import DIR --data tokens.bin --export tuned.safetensors
+ *            ./llama --ranks 4 --strategy full_shard --precision bf16
+ *   flags:   --import DIR (config.json, model.safetensors or an index)  --export FILE  --data FILE
+ *            --ranks N  --device cpu|cuda  --steps N  --batch N (samples of a rank)  --seq N
+ *            --lr NUMBER  --precision fp32|bf16  --strategy ddp|zero1|shard_grad_op|full_shard|zero3
+ *   expect:  step     1  loss 5.5393
+ *            step   100  loss 2.5872
+ *            step   200  loss 1.9996
+ *            step   300  loss 2.0056
+ *
+ * Parameters have the names of Hugging Face, so that import and export need no table. --data is a token
+ * file of llm.c, made with the model's own tokenizer, or any file, whose bytes are the tokens. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+#define CHECK(call)                        \
+    do {                                   \
+        if ((call) != DTRAIN_OK) return 1; \
+    } while (0)
+
+/* ---- model ------------------------------------------------------------------------------- */
+
+enum { NORM1, QUERY, KEY, VALUE, OUT, NORM2, GATE, UP, DOWN, OF_LAYER };
+
+typedef struct llama {
+    int64_t layers, heads, kv_heads, channels, inner, vocab, seq; /* inner: of the MLP */
+    float theta, epsilon;
+    bool tied;            /* the head is the embedding */
+    dtrain_param *params; /* embedding, OF_LAYER a layer, norm, head: in forward order */
+    char (*names)[80];
+    size_t count;
+} llama;
+
+/* Matrices start as N(0, 0.02^2), vectors as ones. A unit is what sharded strategies gather at a time. */
+static dtrain_param *declare(llama *m, int64_t unit, const char *name, int64_t rows,
+                             int64_t columns)
+{
+    dtrain_param *p = &m->params[m->count++];
+    char *full = m->names[m->count - 1];
+    const bool inside = unit > 0 && unit <= m->layers;
+    if (inside) snprintf(full, 80, "model.layers.%d.%s.weight", (int)unit - 1, name);
+    else snprintf(full, 80, "%s.weight", name);
+    p->name = full;
+    p->unit = (uint32_t)unit;
+    p->shape[0] = rows;
+    p->shape[1] = columns;
+    p->init = columns ? DTRAIN_INIT_NORMAL : DTRAIN_INIT_CONSTANT;
+    p->init_scale = columns ? 0.02f : 1;
+    return p;
+}
+
+static dtrain_result declare_model(llama *m)
+{
+    const int64_t c = m->channels, kv = c / m->heads * m->kv_heads, end = m->layers + 1;
+    m->params = calloc((size_t)m->layers * OF_LAYER + 3, sizeof *m->params);
+    m->names = calloc((size_t)m->layers * OF_LAYER + 3, sizeof *m->names);
+    if (!m->params || !m->names)
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a list of parameters");
+    declare(m, 0, "model.embed_tokens", m->vocab, c);
+    for (int64_t unit = 1; unit <= m->layers; unit++) {
+        declare(m, unit, "input_layernorm", c, 0);
+        declare(m, unit, "self_attn.q_proj", c, c);
+        declare(m, unit, "self_attn.k_proj", kv, c);
+        declare(m, unit, "self_attn.v_proj", kv, c);
+        declare(m, unit, "self_attn.o_proj", c, c);
+        declare(m, unit, "post_attention_layernorm", c, 0);
+        declare(m, unit, "mlp.gate_proj", m->inner, c);
+        declare(m, unit, "mlp.up_proj", m->inner, c);
+        declare(m, unit, "mlp.down_proj", c, m->inner);
+    }
+    declare(m, end, "model.norm", c, 0);
+    dtrain_param *head = declare(m, end, "lm_head", m->tied ? 0 : m->vocab, m->tied ? 0 : c);
+    if (m->tied) head->alias_of = &m->params[0];
+    return DTRAIN_OK;
+}
+
+static void free_model(llama *m)
+{
+    free(m->params);
+    free(m->names);
+}
+
+/* ---- forward ----------------------------------------------------------------------------- */
+
+/* tokens (batch, seq) -> logits (batch * seq, vocab) */
+static dtrain_tensor *forward(dtrain_tape *t, const llama *m, const int32_t *tokens, int64_t batch)
+{
+    const int64_t shape[2] = {batch, m->seq};
+    const dtrain_activation none = DTRAIN_ACTIVATION_NONE;
+    const dtrain_attention_desc causal = {
+        .sequence = m->seq, .heads = m->heads, .kv_heads = m->kv_heads, .causal = true};
+    dtrain_tensor *x, *q, *k, *v, *h = NULL;
+    dtrain_tape_unit(t, 0);
+    x = dtrain_tape_input(t, DTRAIN_DTYPE_I32, 2, shape, tokens, false);
+    x = dtrain_embedding(t, x, &m->params[0], NULL); /* (batch * seq, C), the residual stream */
+    for (int64_t l = 0; l < m->layers; l++) {
+        dtrain_param *p = &m->params[1 + l * OF_LAYER];
+        dtrain_tape_unit(t, (uint32_t)l + 1);
+        h = l == 0 ? dtrain_rms_norm(t, x, &p[NORM1], m->epsilon)
+                   : dtrain_add_rms_norm(t, x, h, &p[NORM1], m->epsilon, &x);
+        q = dtrain_rotary(t, dtrain_linear(t, h, &p[QUERY], NULL, none), m->seq, m->heads, 0,
+                          m->theta);
+        k = dtrain_rotary(t, dtrain_linear(t, h, &p[KEY], NULL, none), m->seq, m->kv_heads, 0,
+                          m->theta);
+        v = dtrain_linear(t, h, &p[VALUE], NULL, none);
+        h = dtrain_attention(t, q, k, v, &causal);
+        h = dtrain_linear(t, h, &p[OUT], NULL, none);
+        h = dtrain_add_rms_norm(t, x, h, &p[NORM2], m->epsilon, &x);
+        dtrain_tensor *gate = dtrain_linear(t, h, &p[GATE], NULL, none);
+        h = dtrain_swiglu(t, gate, dtrain_linear(t, h, &p[UP], NULL, none)); /* (.., inner) */
+        h = dtrain_linear(t, h, &p[DOWN], NULL, none);
+    }
+    dtrain_tape_unit(t, (uint32_t)m->layers + 1);
+    h = dtrain_add_rms_norm(t, x, h, &m->params[m->count - 2], m->epsilon, &x);
+    return dtrain_linear(t, h, &m->params[m->count - 1], NULL, none);
+}
+
+/* ---- config.json ------------------------------------------------------------------------- */
+
+/* Return the text behind "key": in a config.json, or NULL. */
+static const char *value_of(const char *text, const char *key)
+{
+    char quoted[64];
+    snprintf(quoted, sizeof quoted, "\"%s\"", key);
+    const char *at = strstr(text, quoted);
+    if (at) at += strlen(quoted) + strspn(at + strlen(quoted), " \n:");
+    return at;
+}
+
+static double number_of(const char *text, const char *key, double otherwise)
+{
+    const char *at = value_of(text, key);
+    return at && strncmp(at, "null", 4) != 0 ? strtod(at, NULL) : otherwise;
+}
+
+/* Read the sizes of a model. Shapes are compared by import; here, what they do not show. */
+static dtrain_result read_config(llama *m, const char *directory)
+{
+    static char text[1 << 16];
+    char path[4096];
+    snprintf(path, sizeof path, "%s/config.json", directory);
+    FILE *file = fopen(path, "r");
+    if (!file) return dtrain_fail(DTRAIN_ERROR_FILE, "%s: %s", path, strerror(errno));
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+    const char *scaling = value_of(text, "rope_scaling"),
+               *tied = value_of(text, "tie_word_embeddings");
+    m->layers = (int64_t)number_of(text, "num_hidden_layers", 0);
+    m->heads = (int64_t)number_of(text, "num_attention_heads", 0);
+    m->kv_heads = (int64_t)number_of(text, "num_key_value_heads", (double)m->heads);
+    m->channels = (int64_t)number_of(text, "hidden_size", 0);
+    m->inner = (int64_t)number_of(text, "intermediate_size", 0);
+    m->vocab = (int64_t)number_of(text, "vocab_size", 0);
+    m->theta = (float)number_of(text, "rope_theta", 10000);
+    m->epsilon = (float)number_of(text, "rms_norm_eps", 1e-6);
+    m->tied = tied && strncmp(tied, "true", 4) == 0;
+    if (scaling && strncmp(scaling, "null", 4) != 0)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: rope_scaling is not null", path);
+    if (m->layers < 1 || m->heads < 1 || m->kv_heads < 1 || m->inner < 1 || m->vocab < 1 ||
+        m->channels < 1 || m->channels % m->heads || m->heads % m->kv_heads)
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: its sizes are not those of a Llama", path);
+    if (number_of(text, "head_dim", (double)(m->channels / m->heads)) * (double)m->heads !=
+        (double)m->channels)
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: head_dim is not hidden_size / heads",
+                           path);
+    return DTRAIN_OK;
+}
+
+/* Set the parameters to those of DIR/model.safetensors, or of several files with an index. */
+static dtrain_result import_model(dtrain_state *state, const char *directory)
+{
+    static const char *const tables[] = {".rotary_emb.inv_freq", NULL};
+    const dtrain_import_desc from = {.ignore = tables};
+    char path[4096];
+    snprintf(path, sizeof path, "%s/model.safetensors", directory);
+    return dtrain_checkpoint_import(state, path, &from, NULL);
+}
+
+/* ---- training ---------------------------------------------------------------------------- */
+
+typedef struct settings {
+    const char *data, *import_from, *export_to;
+    uint32_t kind, tape_flags;
+    long batch, steps, seq;
+    float lr;
+} settings;
+
+typedef struct batch {
+    llama m;
+    dtrain_loader *loader;
+    int64_t count;
+    int32_t *inputs, *targets; /* (count, seq): the targets are the inputs one token later */
+} batch;
+
+static dtrain_result next_batch(void *user)
+{
+    batch *b = user;
+    return dtrain_loader_next(b->loader, b->inputs, b->targets);
+}
+
+static dtrain_tensor *loss(dtrain_tape *t, void *user)
+{
+    batch *b = user;
+    const int64_t rows = b->count * b->m.seq;
+    dtrain_tensor *logits = forward(t, &b->m, b->inputs, b->count);
+    return dtrain_cross_entropy(
+        t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, &rows, b->targets, false), 0, 0);
+}
+
+/* Every rank runs this function. After an error its memory goes with its process. */
+static int train(dtrain_world *world, void *user)
+{
+    const settings *s = user;
+    const size_t tokens = (size_t)(s->batch * s->seq);
+    batch b = {.m = {.layers = 4,
+                     .heads = 4,
+                     .kv_heads = 2,
+                     .channels = 128,
+                     .inner = 352,
+                     .vocab = 256,
+                     .theta = 10000,
+                     .epsilon = 1e-5f},
+               .count = s->batch};
+    dtrain_strategy_desc where = {0};
+    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_dataset *text;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_state *state;
+    dtrain_trainer *trainer;
+
+    if (s->import_from) CHECK(read_config(&b.m, s->import_from));
+    b.m.seq = s->seq;
+    CHECK(declare_model(&b.m));
+    const dtrain_dataset_desc file = {.path = s->data, .vocab_count = b.m.vocab};
+    CHECK(dtrain_dataset_open(world, &file, &text));
+    const dtrain_loader_desc windows = {
+        .dataset = text, .batch = (uint32_t)s->batch, .sequence = s->seq};
+    CHECK(dtrain_loader_create(world, &windows, &b.loader));
+    b.inputs = malloc(tokens * sizeof *b.inputs);
+    b.targets = malloc(tokens * sizeof *b.targets);
+    if (!b.inputs || !b.targets) CHECK(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch"));
+
+    where.kind = s->kind;
+    adamw.beta2 = 0.95f;
+    adamw.weight_decay = 0.1f;
+    CHECK(dtrain_strategy_create(world, b.m.params, b.m.count, &where, &strategy));
+    CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
+    const dtrain_state_desc all = {.strategy = strategy, .optimizer = optimizer};
+    CHECK(dtrain_state_create(world, &all, &state));
+    if (s->import_from) CHECK(import_model(state, s->import_from));
+    const dtrain_trainer_desc how = {.tokens = (uint32_t)tokens,
+                                     .clip = 1,
+                                     .tape_flags = s->tape_flags,
+                                     .schedule = {.kind = DTRAIN_SCHEDULE_COSINE,
+                                                  .lr = s->lr,
+                                                  .min_lr = s->lr / 10,
+                                                  .warmup_steps = s->steps / 15,
+                                                  .total_steps = s->steps},
+                                     .strategy = strategy,
+                                     .optimizer = optimizer,
+                                     .next_batch = next_batch,
+                                     .loss = loss,
+                                     .user = &b};
+    CHECK(dtrain_trainer_create(world, &how, &trainer));
+    for (long step = 1; step <= s->steps; step++) {
+        dtrain_step_record record;
+        CHECK(dtrain_trainer_step(trainer, &record));
+        if (dtrain_world_rank(world) == 0 && (step == 1 || step % 100 == 0 || step == s->steps))
+            printf("step %5ld  loss %.4f\n", step, record.loss);
+    }
+    if (s->export_to) CHECK(dtrain_checkpoint_export(strategy, s->export_to, NULL));
+    fflush(stdout);
+    dtrain_trainer_destroy(trainer);
+    dtrain_state_destroy(state);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    dtrain_loader_destroy(b.loader);
+    dtrain_dataset_close(text);
+    free(b.inputs);
+    free(b.targets);
+    free_model(&b.m);
+    return 0;
+}
+
+/* The place of a word in a list that ends with NULL, or -1 after a sentence. */
+static int find(const char *what, const char *word, const char *const *list)
+{
+    for (int i = 0; list[i]; i++)
+        if (strcmp(word, list[i]) == 0) return i;
+    fprintf(stderr, "llama: %s \"%s\" is not one of:", what, word);
+    for (int i = 0; list[i]; i++) fprintf(stderr, " %s", list[i]);
+    fprintf(stderr, "\n");
+    return -1;
+}
+
+int main(int argc, char **argv)
+{
+    enum { DATA, IMPORT, EXPORT, RANKS, DEVICE, STEPS, BATCH, SEQ, LR, PRECISION, STRATEGY, FLAGS };
+    static const char *const flags[] = {"--data",   "--import",    "--export",   "--ranks",
+                                        "--device", "--steps",     "--batch",    "--seq",
+                                        "--lr",     "--precision", "--strategy", NULL};
+    static const char *const precisions[] = {"fp32", "bf16", NULL};
+    static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
+                                        "full_shard", "zero3", NULL};
+    const char *value[FLAGS] = {"dtrain.h", NULL, NULL,   NULL,   "cpu", "300",
+                                "6",        "64", "2e-3", "fp32", "ddp"};
+    for (int a = 1; a < argc; a += 2) {
+        const int i = find("the flag", argv[a], flags);
+        if (i < 0 || a + 1 == argc) {
+            if (i >= 0) fprintf(stderr, "llama: %s needs a value\n", argv[a]);
+            return 2;
+        }
+        value[i] = argv[a + 1];
+    }
+    const int precision = find("--precision", value[PRECISION], precisions);
+    const int kind = find("--strategy", value[STRATEGY], kinds);
+    if (precision < 0 || kind < 0) return 2;
+    settings s = {.data = value[DATA],
+                  .import_from = value[IMPORT],
+                  .export_to = value[EXPORT],
+                  .kind = (uint32_t)kind + DTRAIN_STRATEGY_DDP,
+                  .tape_flags = precision ? DTRAIN_TAPE_BF16 : 0,
+                  .batch = strtol(value[BATCH], NULL, 10),
+                  .steps = strtol(value[STEPS], NULL, 10),
+                  .seq = strtol(value[SEQ], NULL, 10),
+                  .lr = strtof(value[LR], NULL)};
+    dtrain_launch_desc desc = {.default_rank_count = 2}; /* without a launcher */
+    if (value[RANKS]) desc.rank_count = (uint32_t)strtoul(value[RANKS], NULL, 10);
+    if ((value[RANKS] && !desc.rank_count) || s.steps < 1 || s.batch < 1 || s.batch > 100000 ||
+        s.seq < 1 || s.seq > 1000000 || !(s.lr > 0)) {
+        fprintf(stderr, "llama: --ranks, --steps, --batch, --seq and --lr take positive numbers\n");
+        return 2;
+    }
+    if (dtrain_device_ops_by_name(value[DEVICE], &desc.device_ops) == DTRAIN_OK &&
+        dtrain_launch(&desc, train, &s, NULL) == DTRAIN_OK)
+        return 0;
+    fprintf(stderr, "llama: %s\n", dtrain_last_error());
+    return 1;
+}

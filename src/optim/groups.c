@@ -1,0 +1,213 @@
+/* Parameter groups: defaults, checks, who is in which
+ *
+ * The desc of an optimizer is group 0, and its groups are 1, 2, ...; a parameter says in which it
+ * is. An optimizer lists its tensors group by group, so that each group is one call of its kernel:
+ *
+ *     shards    wte (0)   qkv (1)   bias (0)   proj (1)
+ *     tensors   wte       bias    | qkv        proj           groups[0]: 0, 2    groups[1]: 2, 2 */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "strategy/layout_internal.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+#include "strategy/strategy_internal.h"
+#include "optim/optim_internal.h"
+#include "optim/optimizer.h"
+
+/* ---- Defaults ---------------------------------------------------------------------------------*/
+
+static dtrain_optimizer_desc dtrain__optimizer_defaults(dtrain_optimizer_kind kind)
+{
+    dtrain_optimizer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = (uint32_t)kind;
+    desc.lr_scale = 1;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_adamw_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_ADAMW);
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.999f;
+    desc.epsilon = 1e-8f;
+    desc.weight_decay = 0.01f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_sgd_defaults(void)
+{
+    return dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_SGD);
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_lion_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_LION);
+    desc.beta1 = 0.9f;
+    desc.beta2 = 0.99f;
+    return desc;
+}
+
+DTRAIN_API dtrain_optimizer_desc dtrain_muon_defaults(void)
+{
+    dtrain_optimizer_desc desc = dtrain__optimizer_defaults(DTRAIN_OPTIMIZER_MUON);
+    desc.momentum = 0.95f;
+    desc.nesterov = true;
+    desc.epsilon = 1e-7f;
+    return desc;
+}
+
+/* ---- Who is in which --------------------------------------------------------------------------*/
+
+/* Count the fp32 tensors that a kind keeps of a parameter. */
+DTRAIN__PRIVATE size_t dtrain__states_of(const dtrain_optimizer_desc *desc)
+{
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return 2;
+    return desc->kind != DTRAIN_OPTIMIZER_SGD || desc->momentum > 0;
+}
+
+/* Return the hyper-parameters of a parameter, or of its alias. */
+DTRAIN__PRIVATE const dtrain_optimizer_desc *dtrain__desc_of(const dtrain_optimizer *optimizer,
+                                                             const dtrain_param *param)
+{
+    return &optimizer->groups[param->state.storage->group].desc;
+}
+
+/* Find the optimizer's view of this rank's piece of a parameter; NULL: there is none. */
+DTRAIN__PRIVATE const dtrain_optimizer_tensor *dtrain__moments_of(const dtrain_optimizer *optimizer,
+                                                                  const dtrain_param *param)
+{
+    for (size_t i = 0; i < optimizer->tensor_count; i++)
+        if (optimizer->sources[i]->param == param) return &optimizer->tensors[i];
+    return NULL;
+}
+
+/* Make the table of groups; each will have its tensors listed behind those of the one before. */
+DTRAIN__PRIVATE dtrain_result dtrain__groups_make(dtrain_optimizer *optimizer,
+                                                  const dtrain_optimizer_desc *desc)
+{
+    const size_t count = (size_t)desc->group_count + 1;
+    optimizer->groups = (dtrain__group *)dtrain__alloc(
+        &optimizer->allocator, count, sizeof *optimizer->groups, "groups of an optimizer");
+    if (!optimizer->groups) return DTRAIN_ERROR_MEMORY;
+    optimizer->group_count = count;
+    for (size_t g = 0; g < count; g++) {
+        dtrain_optimizer_desc *own = &optimizer->groups[g].desc;
+        *own = g ? desc->groups[g - 1] : *desc;
+        own->groups = NULL;
+        own->group_count = 0;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Checks -----------------------------------------------------------------------------------*/
+
+static bool dtrain__not_below(float value, float least)
+{
+    return dtrain_is_finite(value) && value >= least;
+}
+
+static bool dtrain__is_beta(float value) { return dtrain__not_below(value, 0) && value < 1; }
+
+/* Refuse a group's desc that does not come from one of the defaults or makes no sense. */
+static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint32_t number)
+{
+    const char *const call = "dtrain_optimizer_create";
+    const bool adamw = desc->kind == DTRAIN_OPTIMIZER_ADAMW;
+    const bool lion = desc->kind == DTRAIN_OPTIMIZER_LION;
+    const bool muon = desc->kind == DTRAIN_OPTIMIZER_MUON;
+    const bool betas = adamw || lion, momentum = !betas;
+    const struct {
+        bool wrong;
+        const char *field;
+        double value;
+        const char *expected;
+    } bounds[] = {
+        {!dtrain__not_below(desc->weight_decay, 0), "weight_decay", (double)desc->weight_decay,
+         "a finite number of 0 or more"},
+        {!dtrain__not_below(desc->lr_scale, FLT_MIN), "lr_scale", (double)desc->lr_scale,
+         "a finite number above 0, usually 1; DTRAIN_PARAM_FROZEN keeps a parameter as it is"},
+        {betas && !dtrain__is_beta(desc->beta1), "beta1", (double)desc->beta1,
+         "0 or more, below 1"},
+        {betas && !dtrain__is_beta(desc->beta2), "beta2", (double)desc->beta2,
+         "0 or more, below 1"},
+        {adamw && !dtrain__not_below(desc->epsilon, 0), "epsilon", (double)desc->epsilon,
+         "a finite number of 0 or more"},
+        {muon && !dtrain__not_below(desc->epsilon, FLT_MIN), "epsilon", (double)desc->epsilon,
+         "a finite number above 0: a matrix without gradient has the norm 0"},
+        {momentum && !dtrain__not_below(desc->momentum, 0), "momentum", (double)desc->momentum,
+         "a finite number of 0 or more"},
+        {momentum && desc->nesterov && !(desc->momentum > 0), "momentum", (double)desc->momentum,
+         "a number above 0, since nesterov is true"},
+        {!adamw && desc->variance_steps, "variance_steps", (double)desc->variance_steps,
+         "0: AdamW alone has second moments"},
+        {number && desc->group_count, "group_count", desc->group_count,
+         "0: groups have none of their own"},
+    };
+    if (!adamw && !lion && !muon && desc->kind != DTRAIN_OPTIMIZER_SGD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: group %u: kind %u is not a dtrain_optimizer_kind; start from "
+                           "dtrain_adamw_defaults(), dtrain_sgd_defaults(), dtrain_lion_defaults() "
+                           "or dtrain_muon_defaults()",
+                           call, number, (unsigned)desc->kind);
+    for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
+        if (bounds[i].wrong)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: group %u: %s is %.9g; expected %s", call,
+                               number, bounds[i].field, bounds[i].value, bounds[i].expected);
+    return DTRAIN_OK;
+}
+
+/* Refuse a parameter of a group that there is not, and for Muon one that is no matrix or that no
+ * rank has all of. What is cut follows from the layout that all ranks have in common, not from what
+ * this rank happens to hold: all of them fail. */
+static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
+                                          const dtrain_strategy *strategy, size_t i)
+{
+    const char *const call = "dtrain_optimizer_create";
+    const dtrain_param *p = &strategy->params[i];
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[i];
+    const uint32_t group = p->group;
+    if (group > desc->group_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: parameter %zu (\"%.100s\") is in group %u, and the desc has %u "
+                           "group%s besides group 0, which is the desc itself",
+                           call, i, p->name, group, desc->group_count,
+                           desc->group_count == 1 ? "" : "s");
+    const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
+    if (own->kind != DTRAIN_OPTIMIZER_MUON || p->state.storage != p || !entry->trainable)
+        return DTRAIN_OK;
+    if (dtrain__param_dims(p) < 2 || p->count == 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
+                           "dimension%s and %lld elements: Muon is for matrices; give it another "
+                           "group, of AdamW",
+                           call, i, p->name, group, dtrain__param_dims(p),
+                           dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
+    if (dtrain__value_is_whole(layout, entry) || layout->owners) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs whole "
+                       "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
+                       "shards by whole tensors, or DTRAIN_STRATEGY_DDP",
+                       call, i, p->name, group, strategy->kind->name);
+}
+
+/* Refuse a desc that makes no sense, or not for these parameters under this strategy. */
+DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_desc *desc,
+                                                      const dtrain_strategy *strategy)
+{
+    if (desc->group_count && !desc->groups)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_optimizer_create: group_count is %u and groups is NULL",
+                           desc->group_count);
+    DTRAIN__TRY(dtrain__check_group(desc, 0));
+    for (uint32_t g = 0; g < desc->group_count; g++)
+        DTRAIN__TRY(dtrain__check_group(&desc->groups[g], g + 1));
+    for (size_t i = 0; i < strategy->param_count; i++)
+        DTRAIN__TRY(dtrain__check_member(desc, strategy, i));
+    return DTRAIN_OK;
+}

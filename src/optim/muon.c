@@ -1,0 +1,157 @@
+/* Muon
+ *
+ * Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) steps along
+ * the orthogonal matrix nearest to the momentum: of M = U S V^T that is U V^T, all of whose
+ * singular values are 1. With g = grad * grad_scale, for a matrix (rows, columns):
+ *
+ *     m = momentum m + g                     x = nesterov ? g + momentum m : m
+ *     x = x / (|x| + epsilon)                so that no singular value is above 1
+ *     five times: x = a x + b (x x^T) x + c (x x^T)^2 x
+ *     w = w (1 - lr decay) - lr sqrt(max(1, rows / columns)) x
+ *
+ * The polynomial takes every singular value s to a s + b s^3 + c s^5, towards 1: with the published
+ * coefficients, which grow small ones fastest, to between 0.7 and 1.2 (a Newton-Schulz iteration).
+ * This is the authors' variant, which torch.optim.Muon calls "original", but in fp32 where theirs
+ * is in bf16; that their momentum is an average changes the length of x alone, which is divided
+ * out. Of a parameter with more than two dimensions all behind the first are columns.
+ *
+ * An iteration is three products of the device's GEMM. Where x has more rows than columns the Gram
+ * matrix is x^T x, and multiplies from the right: nothing is transposed in memory.
+ *
+ *     gram (k, k) = x x^T      square = c gram gram + b gram     y = square x + a x     k = smaller
+ *
+ * It costs 10 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch. */
+
+#include "core/platform_internal.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "strategy/params.h"
+#include "strategy/strategy_internal.h"
+#include "optim/optim_internal.h"
+#include "optim/optimizer.h"
+#include "device/backend.h"
+#include "device/device.h"
+
+#define DTRAIN__MUON_ITERATIONS 5
+
+/* Lay Muon's scratch out from memory on (NULL: count alone), for the largest matrix of this rank;
+ * return its elements. */
+DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, float *memory,
+                                           dtrain__muon *muon)
+{
+    int64_t most = 0, side = 0;
+    for (size_t i = 0; i < optimizer->shard_count; i++) {
+        const dtrain_shard *shard = &optimizer->shards[i];
+        if (dtrain__desc_of(optimizer, shard->param)->kind != DTRAIN_OPTIMIZER_MUON) continue;
+        const int64_t rows = shard->param->shape[0], columns = shard->count / rows;
+        most = dtrain__max(most, dtrain__padded(shard->count));
+        side = dtrain__max(side, dtrain__min(rows, columns));
+    }
+    const int64_t square = dtrain__padded(side * side), sum = dtrain__padded(1);
+    memset(muon, 0, sizeof *muon);
+    if (most == 0) return 0;
+    if (memory) {
+        muon->sum = (double *)(void *)memory;
+        muon->gram = memory + sum;
+        muon->square = muon->gram + square;
+        muon->x = muon->square + square;
+        muon->y = muon->x + most;
+    }
+    return (size_t)(sum + 2 * square + 2 * most);
+}
+
+/* Compute c (rows, columns) = alpha op(a) b + beta c in fp32; a, b and c are stored without gaps,
+ * and op transposes a, or b, if the flags say so. */
+static dtrain_result dtrain__muon_product(dtrain_device *device, uint32_t flags, int64_t rows,
+                                          int64_t columns, int64_t inner, float alpha,
+                                          const float *a, const float *b, float beta, float *c)
+{
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = rows;
+    args.n = columns;
+    args.k = inner;
+    args.alpha = alpha;
+    args.beta = beta;
+    args.a = a;
+    args.b = b;
+    args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? rows : inner;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? inner : columns;
+    args.ldc = columns;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    return device->ops->gemm(device, &args);
+}
+
+/* Make muon->x (rows, columns), of norm 1, nearly orthogonal. Each iteration reads x and writes y,
+ * and they change places. */
+static dtrain_result dtrain__orthogonal(dtrain_device *device, dtrain__muon *muon, int64_t rows,
+                                        int64_t columns)
+{
+    const float a = 3.4445f, b = -4.7750f, c = 2.0315f;
+    const bool wide = rows <= columns;
+    const int64_t k = wide ? rows : columns, other = wide ? columns : rows;
+    const size_t bytes = (size_t)(rows * columns) * sizeof(float);
+    const uint32_t flags = wide ? DTRAIN_GEMM_TRANS_B : DTRAIN_GEMM_TRANS_A;
+    for (int i = 0; i < DTRAIN__MUON_ITERATIONS; i++) {
+        float *x = muon->x, *y = muon->y, *gram = muon->gram, *square = muon->square;
+        DTRAIN__TRY(dtrain__muon_product(device, flags, k, k, other, 1, x, x, 0, gram));
+        DTRAIN__TRY(device->ops->copy(device, square, gram, (size_t)(k * k) * sizeof(float),
+                                      DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, k, k, k, c, gram, gram, b, square));
+        DTRAIN__TRY(device->ops->copy(device, y, x, bytes, DTRAIN_COPY_DEVICE_TO_DEVICE));
+        DTRAIN__TRY(dtrain__muon_product(device, 0, rows, columns, k, 1, wide ? square : x,
+                                         wide ? x : square, a, y));
+        muon->x = y;
+        muon->y = x;
+    }
+    return DTRAIN_OK;
+}
+
+/* Update one matrix. A step that is skipped, because a number in device memory says so, leaves its
+ * momentum and value as they are. */
+static dtrain_result dtrain__muon_matrix(const dtrain__group_step *step, size_t i)
+{
+    const dtrain_optimizer_tensor *tensor = &step->tensors[i];
+    const dtrain_param *param = step->sources[i]->param;
+    const int64_t rows = param->shape[0], columns = param->count / rows;
+    dtrain_device *device = step->device;
+    dtrain__muon muon = *step->muon;
+    dtrain_muon_args args;
+    dtrain_sum_args sum;
+    memset(&args, 0, sizeof args);
+    args.stage = DTRAIN_MUON_MOMENTUM;
+    args.tensor = tensor;
+    args.x = muon.x;
+    args.lr = step->now.lr;
+    args.momentum = step->desc->momentum;
+    args.grad_scale = step->now.grad_scale;
+    args.scale = (float)sqrt(rows > columns ? (double)rows / (double)columns : 1);
+    args.epsilon = step->desc->epsilon;
+    args.nesterov = step->desc->nesterov;
+    args.sum_squares = muon.sum;
+    args.scalars = step->device_scalars;
+    args.lr_scale = step->desc->lr_scale;
+    DTRAIN__TRY(device->ops->muon(device, &args));
+    memset(&sum, 0, sizeof sum);
+    sum.count = tensor->count;
+    sum.squares = true;
+    sum.scale = 1;
+    sum.x = muon.x;
+    sum.total = muon.sum;
+    sum.dtype = DTRAIN_DTYPE_F32;
+    DTRAIN__TRY(device->ops->sum(device, &sum));
+    args.stage = DTRAIN_MUON_NORMALIZE;
+    DTRAIN__TRY(device->ops->muon(device, &args));
+    DTRAIN__TRY(dtrain__orthogonal(device, &muon, rows, columns));
+    args.stage = DTRAIN_MUON_STEP;
+    args.x = muon.x;
+    return device->ops->muon(device, &args);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step)
+{
+    for (size_t i = 0; i < step->count; i++) DTRAIN__TRY(dtrain__muon_matrix(step, i));
+    return DTRAIN_OK;
+}

@@ -1,0 +1,216 @@
+/* Threads that read batches ahead
+ *
+ * Workers take batches in turn, 0, 1, 2, ... from where the loader stands, and read each into its
+ * place in a ring. The loader copies them out in the same order, so how many workers there are and
+ * which of them is slow changes no batch:
+ *
+ *     batches         0 1 2 | 3 . 5 . | 7 ...           . read by a worker at the moment
+ *                     taken   |<----->|                 no more than batch_count from here on
+ *                             next out    next claimed
+ *
+ * `deal` is held by the worker whose turn it is, also while it waits for a free place: epochs are
+ * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, for
+ * some lines at a time.
+ *
+ * A seek, a failed batch and a loaded checkpoint are one thing: workers come to rest, what they
+ * have read is dropped, and the next call starts them from the position that the loader has then.
+ * Work starts with the first call, not with creation. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/result.h"
+#include "train/data.h"
+#include "train/data_internal.h"
+
+typedef struct dtrain__prefetch {
+    pthread_mutex_t deal, mutex;
+    pthread_cond_t room;  /* workers wait for it */
+    pthread_cond_t ready; /* the loader waits for a batch, or for workers to rest */
+    pid_t process;        /* that has the threads: a child of it has none */
+    int rank;             /* to be named in error sentences */
+    pthread_t *threads;   /* (thread_count) of (desc.workers) */
+    uint32_t thread_count;
+
+    /* Under mutex. Batch n begins at position + n * batch * ranks and lies at n % batch_count. */
+    bool running, ending;
+    uint64_t seed, position;
+    uint64_t claimed, taken;
+    uint32_t busy; /* batches that are claimed and not ready */
+} dtrain__prefetch;
+
+/* ---- a worker ---------------------------------------------------------------------------------*/
+
+/* Wait for a place, claim the next batch and deal it; NULL at the end. */
+static dtrain__batch *dtrain__prefetch_claim(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    dtrain__batch *batch = NULL;
+    uint64_t seed = 0, position = 0;
+    pthread_mutex_lock(&p->deal);
+    pthread_mutex_lock(&p->mutex);
+    while (!p->ending && !(p->running && p->claimed - p->taken < loader->batch_count))
+        pthread_cond_wait(&p->room, &p->mutex);
+    if (!p->ending) {
+        seed = p->seed;
+        position = p->position + p->claimed * loader->desc.batch * loader->ranks;
+        batch = &loader->batches[p->claimed % loader->batch_count];
+        p->claimed++;
+        p->busy++;
+    }
+    pthread_mutex_unlock(&p->mutex);
+    if (batch) dtrain__loader_deal(loader, seed, position, batch->picks);
+    pthread_mutex_unlock(&p->deal);
+    return batch;
+}
+
+static void *dtrain__prefetch_worker(void *argument)
+{
+    dtrain_loader *loader = (dtrain_loader *)argument;
+    dtrain__prefetch *p = loader->prefetch;
+    dtrain__batch *batch;
+    dtrain__set_thread_rank(p->rank);
+    while ((batch = dtrain__prefetch_claim(loader)) != NULL) {
+        batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
+        if (batch->result != DTRAIN_OK)
+            snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
+        pthread_mutex_lock(&p->mutex);
+        batch->ready = true;
+        p->busy--;
+        pthread_cond_signal(&p->ready);
+        pthread_mutex_unlock(&p->mutex);
+    }
+    return NULL;
+}
+
+/* ---- the loader's thread ----------------------------------------------------------------------*/
+
+/* Wait for the next batch, at most until the deadline; false: it has passed. */
+static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *batch)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    const uint64_t end = dtrain__now_ns() + loader->timeout_ns;
+    struct timespec deadline;
+    deadline.tv_sec = (time_t)(end / 1000000000u);
+    deadline.tv_nsec = (long)(end % 1000000000u);
+    int error = 0;
+    while (!batch->ready && error == 0)
+        error = pthread_cond_timedwait(&p->ready, &p->mutex, &deadline);
+    return batch->ready;
+}
+
+/* Take the next batch out of the ring, as a copy. One that failed leaves the workers at rest, to
+ * begin with it again. */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void *inputs,
+                                                    int32_t *targets)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    const size_t count = loader->desc.batch;
+    if (p->process != getpid())
+        return dtrain_fail(DTRAIN_ERROR_USAGE,
+                           "dtrain_loader_next: this loader's workers live in process %ld, from "
+                           "which this one was forked: create loaders after the fork",
+                           (long)p->process);
+    pthread_mutex_lock(&p->mutex);
+    if (!p->running) {
+        p->running = true;
+        p->seed = loader->desc.seed;
+        p->position = loader->position;
+        pthread_cond_signal(&p->room); /* one alone waits for it: the others wait for deal */
+    }
+    dtrain__batch *batch = &loader->batches[p->taken % loader->batch_count];
+    const bool there = dtrain__prefetch_await(loader, batch);
+    pthread_mutex_unlock(&p->mutex);
+    if (!there)
+        return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                           "dtrain_loader_next: the batch at sample %llu of %s has not been read "
+                           "within %.1f s: is its storage there?",
+                           (unsigned long long)loader->position, loader->desc.dataset->name,
+                           1e-9 * (double)loader->timeout_ns);
+    if (batch->result != DTRAIN_OK) {
+        const dtrain_result result = batch->result;
+        dtrain__set_last_error(batch->error);
+        dtrain__prefetch_rest(loader);
+        return result;
+    }
+    memcpy(inputs, batch->inputs, count * loader->sample_bytes);
+    if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
+    pthread_mutex_lock(&p->mutex);
+    batch->ready = false;
+    p->taken++;
+    pthread_cond_signal(&p->room);
+    pthread_mutex_unlock(&p->mutex);
+    return DTRAIN_OK;
+}
+
+/* Let workers finish the batches that they are reading, and drop all. */
+DTRAIN__PRIVATE void dtrain__prefetch_rest(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    if (!p || p->process != getpid()) return;
+    pthread_mutex_lock(&p->mutex);
+    p->running = false;
+    while (p->busy > 0) pthread_cond_wait(&p->ready, &p->mutex);
+    p->claimed = p->taken = 0;
+    for (size_t i = 0; i < loader->batch_count; i++) loader->batches[i].ready = false;
+    pthread_mutex_unlock(&p->mutex);
+}
+
+/* ---- creation ---------------------------------------------------------------------------------*/
+
+/* Start the workers, in which no signal of the host's is handled. After a failure
+ * prefetch_destroy ends those that have started. */
+DTRAIN__PRIVATE dtrain_result dtrain__prefetch_create(dtrain_loader *loader)
+{
+    pthread_condattr_t attributes;
+    sigset_t all, before;
+    dtrain__prefetch *p =
+        (dtrain__prefetch *)dtrain__alloc(&loader->allocator, 1, sizeof *p, "a loader's workers");
+    if (!p) return DTRAIN_ERROR_MEMORY;
+    p->process = getpid();
+    p->rank = dtrain__rank_of_thread();
+    pthread_mutex_init(&p->deal, NULL);
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&p->room, &attributes);
+    pthread_cond_init(&p->ready, &attributes);
+    pthread_condattr_destroy(&attributes);
+    loader->prefetch = p;
+    p->threads = (pthread_t *)dtrain__alloc(&loader->allocator, loader->desc.workers,
+                                            sizeof *p->threads, "a loader's threads");
+    if (!p->threads) return DTRAIN_ERROR_MEMORY;
+    int error = 0;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (p->thread_count < loader->desc.workers && error == 0) {
+        error = pthread_create(&p->threads[p->thread_count], NULL, dtrain__prefetch_worker, loader);
+        if (error == 0) p->thread_count++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_SYSTEM,
+                       "dtrain_loader_create: worker %u of %u could not be started: %s",
+                       p->thread_count + 1, (unsigned)loader->desc.workers, strerror(error));
+}
+
+/* End the workers behind the reads that they are in. A forked child has only their memory. */
+DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
+{
+    dtrain__prefetch *p = loader->prefetch;
+    if (!p) return;
+    if (p->process == getpid()) {
+        pthread_mutex_lock(&p->mutex);
+        p->ending = true;
+        pthread_cond_broadcast(&p->room);
+        pthread_mutex_unlock(&p->mutex);
+        for (uint32_t i = 0; i < p->thread_count; i++) pthread_join(p->threads[i], NULL);
+        pthread_cond_destroy(&p->ready);
+        pthread_cond_destroy(&p->room);
+        pthread_mutex_destroy(&p->mutex);
+        pthread_mutex_destroy(&p->deal);
+    }
+    dtrain__free(&loader->allocator, p->threads, loader->desc.workers, sizeof *p->threads);
+    dtrain__free(&loader->allocator, p, 1, sizeof *p);
+    loader->prefetch = NULL;
+}

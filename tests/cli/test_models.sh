@@ -1,0 +1,348 @@
+#!/bin/sh
+# GPT-2 and Llama as others have them: checkpoints of llm.c, ten steps of training, generation and the tokenizer, beside
+# what PyTorch and transformers compute on the same random weights. The files of llm.c are written here by Python, from
+# the description of the format. Python's part is skipped by name where there are no such packages (python.sh).
+. tests/support/shell.sh
+program=$build/export_gpt2 gpt=$build/train_gpt tokenize=$build/tokenize
+for one in export_gpt2 train_gpt tokenize llama llama_logits; do
+    [ -x "$build/$one" ] || make -s BUILD="$build" "$build/$one" || exit 1
+done
+
+# ---- C alone: it runs without Python ----
+"$program" 2 ddp export="$tmp/a.bin" values="$tmp/a.values" >/dev/null; result "export as llm.c" $?
+"$program" 2 ddp export="$tmp/b.bin" dtype=bf16 >/dev/null; result "in bf16" $?
+for run in "1 ddp" "2 zero1" "3 full_shard" "3 zero3" "2 shard_grad_op"; do
+    set -- $run
+    try "import, $2, $1 ranks" "$program" "$1" "$2" seed=2 import="$tmp/a.bin" export="$tmp/c.bin" values="$tmp/c.values"
+    try "the same values" cmp "$tmp/a.values" "$tmp/c.values"
+    try "export again: the same bytes" cmp "$tmp/a.bin" "$tmp/c.bin"
+    good "bf16, converted by train_gpt" exported "$gpt" --threads 1 --ranks "$1" --strategy "$2" --steps 0 --import "$tmp/b.bin" --export "$tmp/d.bin" --export-dtype bf16
+    try "the same bytes" cmp "$tmp/b.bin" "$tmp/d.bin"
+done
+good "to Hugging Face" exported "$gpt" --threads 1 --ranks 2 --strategy full_shard --steps 0 --import "$tmp/a.bin" --export "$tmp/model.safetensors"
+good "and back, with the sizes of config.json" exported "$gpt" --threads 1 --ranks 3 --strategy zero3 --steps 0 --import "$tmp/model.safetensors" --export "$tmp/e.bin"
+try "the same bytes" cmp "$tmp/a.bin" "$tmp/e.bin"
+good "a training run takes its sizes from the file" 'symbols: 0.04 M parameters' \
+    "$gpt" --threads 1 --ranks 2 --strategy ddp --import "$tmp/a.bin" --steps 2 --eval-batches 0 --sample 5 --data README.md --vocab 300 --export "$tmp/f.bin"
+cmp -s "$tmp/a.bin" "$tmp/f.bin"; result "and changes them" $((1 - $?))
+
+# spoil NAME OFFSET: $tmp/bad.bin is $tmp/a.bin with the byte there replaced by the one that printf makes of NAME
+spoil() { cp "$tmp/a.bin" "$tmp/bad.bin"; printf "$1" | dd of="$tmp/bad.bin" bs=1 seek="$2" conv=notrunc 2>/dev/null; }
+to_none="--steps 0 --export $tmp/none.bin"
+head -c 100000 "$tmp/a.bin" >"$tmp/bad.bin"
+bad "cut off" 'bad.bin has 100000 bytes, expected [0-9]+ after its header' "$gpt" $to_none --import "$tmp/bad.bin"
+head -c 1000 "$tmp/a.bin" >"$tmp/bad.bin"
+bad "cut off in the header" 'bad.bin ends at byte 1000' "$gpt" $to_none --import "$tmp/bad.bin"
+spoil '\002' 4;  bad "another version" 'is of version 2, expected 3 \(F32\) or 5' "$gpt" $to_none --import "$tmp/bad.bin"
+spoil '\005' 20; bad "heads that do not divide" '32 channels, 5 heads' "$gpt" $to_none --import "$tmp/bad.bin"
+spoil '\000' 16; bad "no layers" 'layers is 0' "$gpt" $to_none --import "$tmp/bad.bin"
+spoil '\377' 31; bad "negative numbers" 'padded vocabulary is -' "$gpt" $to_none --import "$tmp/bad.bin"
+spoil '\000' 0;  bad "another magic: no model of llm.c" 'bad.bin' "$gpt" $to_none --import "$tmp/bad.bin"
+bad "another model" '2 layers, 4 heads, 32 channels, 24 positions and 300 symbols, expected 3, 4' "$gpt" $to_none --import "$tmp/a.bin" --layers 3
+bad "fp16" 'llm.c has fp32 and bf16' "$gpt" $to_none --import "$tmp/a.bin" --export-dtype fp16
+bad "a directory that is not there" 'nowhere/x.bin.tmp cannot be opened' "$gpt" --steps 0 --import "$tmp/a.bin" --export "$tmp/nowhere/x.bin"
+bad "nothing to do" 'without --export does nothing' "$gpt" --steps 0 --import "$tmp/a.bin"
+bad "no model" 'needs a model' "$gpt" --generate 5
+[ ! -e "$tmp/none.bin" ]; result "nothing is written after errors" $?
+
+# ---- Generation ----
+# ids ...: the numbers that train_gpt writes
+ids() { "$gpt" --threads 1 --import "$tmp/a.bin" "$@" 2>/dev/null | sed -n '1s/ $//p'; }
+ids --generate 60 --prompt "5 9 2" --temperature 0 >"$tmp/cached"
+ids --generate 60 --prompt "5 9 2" --temperature 0 --no-cache >"$tmp/full"
+[ "$(wc -w <"$tmp/cached")" -eq 63 ] && [ "$(tr ' ' '\n' <"$tmp/cached" | sort -u | wc -l)" -gt 8 ]
+result "60 tokens behind 3, of a model of 24 positions" $?
+try "with and without a cache: the same tokens" cmp "$tmp/cached" "$tmp/full"
+for run in "2 ddp" "3 full_shard" "3 zero3" "2 zero1"; do
+    set -- $run
+    ids --generate 60 --prompt "5 9 2" --temperature 0 --ranks "$1" --strategy "$2" >"$tmp/other"
+    try "$2, $1 ranks: the same tokens" cmp "$tmp/cached" "$tmp/other"
+done
+for precision in fp32 bf16; do
+    if [ ! -x "$build/emu/train_gpt" ]; then skip "an emulated GPU, $precision" "$build/emu/train_gpt is not built"; continue; fi
+    for cache in "" --no-cache; do
+        "$build/emu/train_gpt" --device cuda --import "$tmp/a.bin" --precision $precision --generate 12 --prompt "5 9 2" --temperature 0 \
+            $cache 2>/dev/null | sed -n '1s/ $//p' >"$tmp/other"
+        cut -d ' ' -f 1-15 "$tmp/cached" | cmp -s - "$tmp/other"; result "an emulated GPU, $precision $cache" $?
+    done
+done
+ids --generate 30 --prompt 5 --seed 7 --temperature 1.5 >"$tmp/one"
+for precision in fp32 bf16; do
+    if [ ! -x "$build/emu/train_gpt" ]; then skip "an emulated GPU, $precision" "$build/emu/train_gpt is not built"; continue; fi
+    for cache in "" --no-cache; do
+        "$build/emu/train_gpt" --device cuda --import "$tmp/a.bin" --precision $precision --generate 12 --prompt "5 9 2" --temperature 0 \
+            $cache 2>/dev/null | sed -n '1s/ $//p' >"$tmp/other"
+        cut -d ' ' -f 1-15 "$tmp/cached" | cmp -s - "$tmp/other"; result "an emulated GPU, $precision $cache" $?
+    done
+done
+ids --generate 30 --prompt 5 --seed 7 --temperature 1.5 --no-cache >"$tmp/two"
+ids --generate 30 --prompt 5 --seed 8 --temperature 1.5 >"$tmp/three"
+try "drawn tokens are those of the seed" cmp "$tmp/one" "$tmp/two"
+cmp -s "$tmp/one" "$tmp/three"; result "and others of another" $((1 - $?))
+ids --generate 30 --prompt "5 9 2" --temperature 3 --top-k 1 >"$tmp/one"
+cut -d ' ' -f 1-33 "$tmp/cached" >"$tmp/two"
+try "top-k of 1 is the most likely token" cmp "$tmp/one" "$tmp/two"
+ids --generate 30 --prompt "5 9 2" --temperature 3 --top-p 0.0000001 >"$tmp/one"
+try "top-p of nearly 0 too" cmp "$tmp/one" "$tmp/two"
+good "speed is told" 'generated +30 tokens with a cache.* tokens/s' "$gpt" --import "$tmp/a.bin" --generate 30
+bad "a prompt that is no number" 'takes numbers of tokens, 0 to 299' "$gpt" --import "$tmp/a.bin" --generate 5 --prompt "5 x"
+bad "a prompt outside the vocabulary" 'takes numbers of tokens, 0 to 299' "$gpt" --import "$tmp/a.bin" --generate 5 --prompt 300
+
+# ---- Python ----
+python=$(BUILD=$build sh tests/scripts/python.sh 2>"$tmp/why")
+if [ -z "$python" ]; then
+    skip "torch and transformers" "$(cat "$tmp/why")" 51
+    finish
+fi
+cat >"$tmp/models.py" <<'PYTHON'
+import math, os, re, struct, sys
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+import numpy as np
+import safetensors.torch
+import torch
+import transformers
+
+VOCAB, SEQ, BATCH, LAYERS = 300, 16, 2, 2
+KINDS = ["ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias",
+         "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias"]
+
+def tokens(): return torch.tensor([(7 * i + 3) % VOCAB for i in range(BATCH * SEQ)]).view(BATCH, SEQ)
+
+def tensors(gpt):
+    """The values in the order of llm.c; Conv1D is turned to (out, in), wte padded to a multiple of 128."""
+    state = {name.replace("transformer.", ""): value.detach() for name, value in gpt.state_dict().items()}
+    wte = state["wte.weight"]
+    yield torch.cat([wte, torch.zeros(-len(wte) % 128, wte.shape[1])])
+    yield state["wpe.weight"]
+    for kind in KINDS:
+        for layer in range(LAYERS):
+            value = state["h.%d.%s" % (layer, kind)]
+            yield value.t() if value.dim() == 2 else value
+    yield state["ln_f.weight"]
+    yield state["ln_f.bias"]
+
+def write(path, gpt, version):
+    c = gpt.config
+    header = [20240326, version, c.n_positions, c.vocab_size, c.n_layer, c.n_head, c.n_embd, -(-c.vocab_size // 128) * 128]
+    with open(path, "wb") as file:
+        file.write(struct.pack("<256i", *(header + [0] * 248)))
+        for value in tensors(gpt):
+            value = value.contiguous()
+            file.write(value.numpy().astype("<f4").tobytes() if version == 3
+                       else value.bfloat16().view(torch.int16).numpy().astype("<i2").tobytes())
+
+def make(folder):
+    """A random model, with biases and norms that are not 0 and 1: in llm.c's format, in theirs, and as it is."""
+    torch.manual_seed(5)
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=24, n_embd=32, n_layer=LAYERS, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=None, eos_token_id=None)).eval()
+    for parameter in gpt.parameters(): parameter.data.normal_(0, 0.2 if parameter.dim() == 2 else 0.3)
+    gpt.transformer.wpe.weight.data *= 5 # so that the likeliest token is not always the last one again
+    write(folder + "/f32.bin", gpt, 3)
+    write(folder + "/bf16.bin", gpt, 5)
+    gpt.save_pretrained(folder + "/hf", safe_serialization=True)
+    torch.save(gpt, folder + "/gpt.pt")
+    for parameter in gpt.parameters(): parameter.data = parameter.data.bfloat16().float()
+    torch.save(gpt, folder + "/bf16.pt")
+
+def logits(model, path):
+    with torch.no_grad(): ours = torch.load(model)(tokens()).logits.reshape(-1, VOCAB).numpy()
+    theirs = np.fromfile(path, dtype="<f4").reshape(-1, VOCAB)
+    worst = np.abs(ours - theirs).max()
+    assert np.abs(ours).max() > 1 and ours.std() > 0.3, "logits that would hide a mistake"
+    assert worst <= 1e-4, "logits differ by %g" % worst
+    print("logits up to %.2f differ by at most %.1e" % (np.abs(ours).max(), worst))
+
+def moved(model, before, found):
+    """How far C's parameters are from PyTorch's, beside how far these have moved: by norms, because AdamW makes steps
+    of the rounding of gradients that are nearly zero. Those of biases of keys are zero."""
+    values, first = dict(model.named_parameters()), dict(before.named_parameters())
+    assert set(found) == set(values), set(found) ^ set(values)
+    def norm(other): return math.sqrt(sum((values[name] - other[name]).detach().double().pow(2).sum().item()
+                                          for name in values if "c_attn.bias" not in name))
+    far, way = norm(found), norm(first)
+    assert way > 0.1 and far <= 1e-3 * way, (far, way)
+    print("parameters moved by %.3f, and differ by %.1e" % (way, far))
+
+def train(model, output, exported):
+    """Ten steps of AdamW, with losses and parameters compared; exported: what C has written of them."""
+    gpt = torch.load(model).train()
+    matrices = [p for p in gpt.parameters() if p.dim() == 2]
+    others = [p for p in gpt.parameters() if p.dim() == 1]
+    adamw = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0}],
+                              lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    theirs = [float(line.split()[1]) for line in open(output) if line.startswith("loss ")]
+    ours = []
+    for step in range(10):
+        loss = gpt(tokens(), labels=tokens()).loss
+        ours.append(loss.item())
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+    worst = max(abs(a - b) / a for a, b in zip(ours, theirs))
+    assert len(theirs) == 10 and ours[9] < ours[0] - 0.1, (ours, theirs)
+    assert worst <= 1e-5, (ours, theirs)
+    found, before = transformers.GPT2LMHeadModel.from_pretrained(exported), torch.load(model)
+    moved(gpt, before, dict(found.named_parameters()))
+    print("losses %.4f to %.4f differ by %.1e at most, relative" % (ours[0], ours[9], worst))
+
+def generate(model, prompt, written):
+    prompt = torch.tensor([[int(x) for x in prompt.split()]])
+    ours = torch.load(model).generate(prompt, max_length=24, do_sample=False, pad_token_id=0)[0].tolist()
+    theirs = [int(x) for x in open(written).read().split()]
+    assert ours == theirs, (ours, theirs)
+    assert len(set(ours)) > 6, ours
+    print("%d tokens: %s" % (len(ours), ours))
+
+# ---- The tokenizer ----
+def corpus(): return "".join(open(name, encoding="utf-8").read() for name in ("README.md", "CONTRIBUTING.md", "src/manual.h"))
+
+def characters():
+    """Strings of one character and more, of every class and length in UTF-8."""
+    import unicodedata
+    classes = {}
+    for code in range(0x110000):
+        kind = unicodedata.category(chr(code))
+        if kind not in ("Cn", "Cs"): classes.setdefault(kind[0] if kind[0] in "LNMSP" else kind, []).append(chr(code))
+    blanks = list("\t\n\v\f\r \x1c\x1f\x85\xa0\u1680\u2000\u200a\u200b\u2028\u2029\u202f\u205f\u3000\ufeff")
+    return list(classes.values()) + [list("    \n"), blanks, list("abcdefghijklmnopqrstuvwxyz"), list("'.,-0123456789"),
+            ["'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "the", " of", "<|endoftext|>", "<|endof", "  ", "\n\n"]]
+
+def texts():
+    import random
+    random.seed(11)
+    kinds = characters()
+    yield from (corpus(), "", " ", "a", "  \n", "it's we'll  I'm \n you'dn't")
+    for kind in kinds[:-5]: yield " x".join(random.sample(kind, min(len(kind), 2000)))
+    for i in range(400):
+        some = random.sample(kinds, random.randint(1, 5))
+        yield "".join(random.choice(random.choice(some)) for _ in range(random.randint(1, 80)))
+
+def vocabulary(folder):
+    """GPT-2's two files, of a small vocabulary that is learned from texts here; and llm.c's file of the same."""
+    import tokenizers
+    learned = tokenizers.ByteLevelBPETokenizer()
+    learned.train_from_iterator([corpus()] + ["\u00e9t\u00e9 \u4e2d\u6587 \u041f\u0440\u0438"] * 50, vocab_size=1200,
+                                special_tokens=["<|endoftext|>"], show_progress=False)
+    os.makedirs(folder, exist_ok=True)
+    learned.save_model(folder)
+    fast = transformers.GPT2TokenizerFast(folder + "/vocab.json", folder + "/merges.txt")
+    bytes_of = {c: b for b, c in transformers.models.gpt2.tokenization_gpt2.bytes_to_unicode().items()}
+    with open(folder + "/tokenizer.bin", "wb") as file:
+        file.write(struct.pack("<256i", *([20240328, 2, len(fast), fast.eos_token_id] + [0] * 252)))
+        for token in fast.convert_ids_to_tokens(range(len(fast))):
+            raw = bytes(bytes_of[c] for c in token)
+            file.write(bytes([len(raw)]) + raw)
+
+def encode(folder, program):
+    """All texts, one after the other, by C, by the tokenizer in Rust and by the one in Python."""
+    import subprocess
+    def run(path, act, data): return subprocess.run([program, path, act], input=data, stdout=subprocess.PIPE, check=True).stdout
+    fast = transformers.GPT2TokenizerFast.from_pretrained(folder)
+    slow = transformers.GPT2Tokenizer.from_pretrained(folder)
+    count = 0
+    for text in texts():
+        found = run(folder, "encode", text.encode())
+        ids = np.frombuffer(found, dtype="<i4").tolist()
+        assert ids == fast.encode(text), (text, ids, fast.encode(text))
+        assert len(text) > 3000 or ids == slow.encode(text), (text, ids, slow.encode(text))
+        for path in (folder, folder + "/tokenizer.bin"): assert run(path, "decode", found) == text.encode(), text
+        count += len(ids)
+    print("%d tokens are those of transformers" % count)
+
+# ---- Llama ----
+def llama(folder, tied):
+    """A random Llama with six heads of queries and two of keys; and one window of tokens for ten steps."""
+    torch.manual_seed(6)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=5000.0, pad_token_id=None,
+        tie_word_embeddings=tied == "tied")).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2) if parameter.dim() == 2 else parameter.data.normal_(1, 0.3)
+    model.save_pretrained(folder, safe_serialization=True)
+    torch.save(model, folder + "/model.pt")
+    with open(folder + "/tokens.bin", "wb") as file:
+        file.write(struct.pack("<256i", *([20240520, 1, SEQ + 1] + [0] * 253)))
+        file.write(struct.pack("<%dH" % (SEQ + 1), *[(7 * i + 3) % VOCAB for i in range(SEQ + 1)]))
+
+def llama_train(folder, output, exported):
+    """Ten steps as examples/llama.c makes them: a clipped norm, a cosine, no decay of vectors."""
+    model, before = torch.load(folder + "/model.pt").train(), torch.load(folder + "/model.pt")
+    data = torch.tensor([(7 * i + 3) % VOCAB for i in range(SEQ + 1)])
+    adamw = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
+                               {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0}],
+                              lr=1, betas=(0.9, 0.95), eps=1e-8)
+    theirs = [float(line.split()[3]) for line in open(output) if line.startswith("step ")]
+    ours = []
+    for step in range(10):
+        for group in adamw.param_groups: group["lr"] = 1e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 10)))
+        loss = torch.nn.functional.cross_entropy(model(data[:-1][None]).logits[0], data[1:])
+        ours.append(loss.item())
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1)
+        adamw.step()
+    assert abs(theirs[0] - ours[0]) < 2e-4 and abs(theirs[-1] - ours[9]) < 2e-4 and ours[9] < ours[0] - 0.1, (ours, theirs)
+    moved(model, before, safetensors.torch.load_file(exported))
+    print("losses %.4f to %.4f differ by %.1e" % (ours[0], ours[9], max(abs(theirs[0] - ours[0]), abs(theirs[-1] - ours[9]))))
+
+globals()[sys.argv[1]](*sys.argv[2:])
+PYTHON
+try "random models by transformers" "$python" "$tmp/models.py" make "$tmp"
+"$program" 3 full_shard import="$tmp/f32.bin" logits="$tmp/logits" export="$tmp/again.bin"; result "C reads the .bin" $?
+good "logits of PyTorch" 'differ by at most' "$python" "$tmp/models.py" logits "$tmp/gpt.pt" "$tmp/logits"
+try "and writes the same bytes" cmp "$tmp/f32.bin" "$tmp/again.bin"
+"$program" 2 zero3 import="$tmp/bf16.bin" logits="$tmp/logits" export="$tmp/again.bin" dtype=bf16; result "C reads bf16" $?
+good "logits of PyTorch" 'differ by at most' "$python" "$tmp/models.py" logits "$tmp/bf16.pt" "$tmp/logits"
+try "and writes the same bytes" cmp "$tmp/bf16.bin" "$tmp/again.bin"
+good "Hugging Face to llm.c" exported "$gpt" --threads 1 --ranks 2 --strategy ddp --steps 0 --import "$tmp/hf/model.safetensors" --export "$tmp/again.bin"
+try "the bytes that Python has written" cmp "$tmp/f32.bin" "$tmp/again.bin"
+good "as bf16" exported "$gpt" --threads 1 --ranks 2 --strategy ddp --steps 0 --import "$tmp/hf/model.safetensors" --export "$tmp/again.bin" --export-dtype bf16
+try "the bytes that Python has written" cmp "$tmp/bf16.bin" "$tmp/again.bin"
+for run in "1 ddp f32.bin" "3 full_shard hf/model.safetensors" "2 zero3 f32.bin"; do
+    set -- $run
+    mkdir -p "$tmp/trained.$2"
+    "$program" "$1" "$2" import="$tmp/$3" train=10 export="$tmp/trained.$2/model.safetensors" >"$tmp/train"; result "ten steps, $2, $1 ranks" $?
+    cp "$tmp/hf/config.json" "$tmp/trained.$2"
+    good "losses and parameters of PyTorch" 'differ by' "$python" "$tmp/models.py" train "$tmp/gpt.pt" "$tmp/train" "$tmp/trained.$2"
+done
+"$gpt" --import "$tmp/f32.bin" --generate 20 --prompt "5 9 2 7" --temperature 0 2>/dev/null | head -n 1 >"$tmp/written"
+good "tokens of transformers' generate" '24 tokens' "$python" "$tmp/models.py" generate "$tmp/gpt.pt" "5 9 2 7" "$tmp/written"
+
+# ---- Llama ----
+for tied in apart tied; do
+    for run in "2 ddp" "3 full_shard"; do
+        set -- $run
+        [ "$1" -gt 2 ] || try "a random Llama by transformers, head $tied" "$python" "$tmp/models.py" llama "$tmp/llama.$tied" $tied
+        try "examples/llama.c reads it, $2, $1 ranks" "$build/llama_logits" "$1" "$2" "$tmp/llama.$tied" "$tmp/logits"
+        good "logits of PyTorch" 'differ by at most' "$python" "$tmp/models.py" logits "$tmp/llama.$tied/model.pt" "$tmp/logits"
+        "$build/llama" --import "$tmp/llama.$tied" --data "$tmp/llama.$tied/tokens.bin" --seq 16 --batch 1 --steps 10 --lr 1e-3 \
+            --ranks "$1" --strategy "$2" --export "$tmp/llama.out" >"$tmp/train"; result "ten steps" $?
+        good "losses and parameters of PyTorch" 'differ by' "$python" "$tmp/models.py" llama_train "$tmp/llama.$tied" "$tmp/train" "$tmp/llama.out"
+    done
+done
+sed 's/"rope_scaling": null/"rope_scaling": {"type": "linear", "factor": 2}/' "$tmp/llama.tied/config.json" >"$tmp/config.json"
+bad "another kind of positions" 'rope_scaling is not null' "$build/llama" --import "$tmp"
+bad "no Llama" 'its sizes are not those of a Llama' "$build/llama" --import "$tmp/hf"
+bad "no model" 'config.json: No such file' "$build/llama" --import "$tmp/none"
+
+# ---- The tokenizer ----
+try "a vocabulary learned by Python" "$python" "$tmp/models.py" vocabulary "$tmp/bpe"
+good "C encodes and decodes random texts as transformers does" 'are those of transformers' "$python" "$tmp/models.py" encode "$tmp/bpe" "$tokenize"
+good "training on text through a tokenizer, then text" '1200 symbols' "$gpt" --threads 1 --tokenizer "$tmp/bpe" --data README.md --steps 3 --eval-batches 0 \
+    --sample 20 --prompt "The library" --checkpoint "$tmp/run"
+grep -q 'a sample' "$tmp/out"; result "a sample" $?
+good "and goes on writing" '^The library' "$gpt" --threads 1 --tokenizer "$tmp/bpe" --resume "$tmp/run" --generate 20 --prompt "The library"
+good "with llm.c's file" . "$gpt" --threads 1 --tokenizer "$tmp/bpe/tokenizer.bin" --resume "$tmp/run" --generate 20 --temperature 0
+cp "$tmp/out" "$tmp/one"
+good "the same text" . "$gpt" --threads 1 --tokenizer "$tmp/bpe" --resume "$tmp/run" --generate 20 --temperature 0
+[ "$(grep -v tokens/s "$tmp/one")" = "$(grep -v tokens/s "$tmp/out")" ]; result "as with Hugging Face's" $?
+bad "a tokenizer that cannot encode" 'can only decode' "$gpt" --tokenizer "$tmp/bpe/tokenizer.bin" --resume "$tmp/run" --generate 5 --prompt x
+bad "a larger vocabulary than the model's" 'has 1200 tokens, and the model a vocabulary of 300' "$gpt" --tokenizer "$tmp/bpe" --import "$tmp/f32.bin" --generate 5
+bad "several files of text" 'encodes one file of text' "$gpt" --tokenizer "$tmp/bpe" --data "$tmp"
+bad "no tokenizer there" 'vocab.json cannot be read: No such file' "$gpt" --tokenizer "$tmp/hf" --data README.md
+bad "a cut vocabulary" 'vocab.json: expected' sh -c "mkdir -p '$tmp/cut' && cp '$tmp/bpe/merges.txt' '$tmp/cut' &&
+    head -c 500 '$tmp/bpe/vocab.json' >'$tmp/cut/vocab.json' && exec '$gpt' --tokenizer '$tmp/cut'"
+finish

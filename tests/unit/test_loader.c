@@ -1,0 +1,542 @@
+/* test_loader.c: workers that read ahead, over sources of the host's own that are slow, fail, or stand still: the
+ * samples that a loop over the sampler's order gives, each error with its batch, memory that is bounded, ends that are
+ * clean. Seeded random programs besides, each run with new seeds.
+ *
+ *     make build/tests/test_loader && build/tests/test_loader */
+#include "test.h"
+#include "dtrain.h"
+#include "allocator.h"
+#include "files.h"
+
+#include <sys/resource.h>
+
+#if defined(__SANITIZE_ADDRESS__) || TEST_RACES
+#define TEST_SANITIZED 1
+#else
+#define TEST_SANITIZED 0
+#endif
+
+enum { MOST_ITEMS = 64, MOST_BATCH = 5 };
+
+static uint32_t next_random(uint64_t *state)
+{
+    *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)(*state >> 33);
+}
+
+/* ---- a source of the host's own ---- */
+
+typedef struct item {
+    int64_t number, square;
+} item;
+
+typedef struct source {
+    int64_t items;
+    int slow_us;              /* a read takes up to so long, chosen by its item */
+    int failures[MOST_ITEMS]; /* reads of an item that fail before one succeeds */
+    int gate[2];              /* a pipe, 0: none; items from `held` on wait for a byte of it */
+    int64_t held;
+    long reads;
+} source;
+
+static dtrain_result read_items(void *user, int64_t first, int64_t count, void *items,
+                                int32_t *labels)
+{
+    source *s = (source *)user;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t number = first + i;
+        item *to = (item *)items + i;
+        __atomic_add_fetch(&s->reads, 1, __ATOMIC_RELAXED);
+        if (s->slow_us) {
+            struct timespec nap = {0, (long)(number * 7919 % s->slow_us) * 1000};
+            nanosleep(&nap, NULL);
+        }
+        if (s->gate[0] && number >= s->held) {
+            char byte;
+            if (read(s->gate[0], &byte, 1) != 1)
+                return dtrain_fail(DTRAIN_ERROR_FILE, "the gate of item %lld is closed",
+                                   (long long)number);
+        }
+        if (number < MOST_ITEMS &&
+            __atomic_fetch_sub(&s->failures[number], 1, __ATOMIC_RELAXED) > 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE, "item %lld cannot be read", (long long)number);
+        to->number = number;
+        to->square = number * number;
+        if (labels) labels[i] = (int32_t)(number % 7);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result open_source(source *s, dtrain_dataset **out)
+{
+    dtrain_dataset_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.item_count = s->items;
+    desc.item_bytes = sizeof(item);
+    desc.read = read_items;
+    desc.user = s;
+    return dtrain_dataset_open(NULL, &desc, out);
+}
+
+static uint64_t position_of(const dtrain_loader *loader)
+{
+    dtrain_loader_info info;
+    dtrain_loader_query(loader, &info);
+    return info.position;
+}
+
+/* The item of sample k, by the sampler. */
+static int64_t item_of(uint64_t seed, bool in_order, int64_t items, int64_t per_epoch, uint64_t k)
+{
+    int64_t order[MOST_ITEMS], scratch[MOST_ITEMS], count;
+    dtrain_sampler_desc sampler;
+    if (in_order) return (int64_t)(k % (uint64_t)per_epoch);
+    memset(&sampler, 0, sizeof sampler);
+    sampler.item_count = items;
+    sampler.seed = seed;
+    sampler.shuffle = true;
+    CHECK(dtrain_sampler_indices(&sampler, k / (uint64_t)per_epoch, scratch, order, &count) ==
+          DTRAIN_OK);
+    return order[k % (uint64_t)per_epoch];
+}
+
+/* ---- own sources ---- */
+
+static void test_own_samples(void)
+{
+    source s = {.items = 23};
+    dtrain_dataset *dataset;
+    dtrain_dataset_info info;
+    item got[23];
+    int32_t labels[23];
+    CHECK(open_source(&s, &dataset) == DTRAIN_OK && s.reads == 0);
+    dtrain_dataset_query(dataset, &info);
+    CHECK(info.item_count == 23 && info.item_bytes == sizeof(item) && info.file_count == 0);
+    CHECK(info.vocab_count == INT64_C(1) << 31);
+    CHECK(dtrain_dataset_read(dataset, 3, 20, got, labels) == DTRAIN_OK && s.reads == 20);
+    for (int i = 0; i < 20; i++) CHECK(got[i].number == i + 3 && labels[i] == (i + 3) % 7);
+    CHECK(dtrain_dataset_read(dataset, 3, 21, got, labels) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(strstr(dtrain_last_error(), "the host's own source has 23") != NULL && s.reads == 20);
+    s.failures[4] = 1;
+    CHECK(dtrain_dataset_read(dataset, 3, 2, got, labels) == DTRAIN_ERROR_FILE);
+    CHECK(strcmp(dtrain_last_error(), "item 4 cannot be read") == 0);
+    CHECK(dtrain_dataset_read(dataset, 3, 2, got, labels) == DTRAIN_OK);
+    dtrain_dataset_close(dataset);
+}
+
+static dtrain_result read_tokens(void *user, int64_t first, int64_t count, void *items,
+                                 int32_t *labels)
+{
+    int32_t *tokens = (int32_t *)items;
+    (void)user;
+    CHECK(labels == NULL);
+    for (int64_t i = 0; i < count; i++) tokens[i] = (int32_t)((first + i) * 5 % 997);
+    return DTRAIN_OK;
+}
+
+/* Tokens of a callback are cut as those of a file with the same tokens are, with and without workers. */
+static void test_own_tokens(void)
+{
+    static uint16_t file[700];
+    int32_t got[2][2][48], all[700];
+    dtrain_dataset *data[2];
+    dtrain_dataset_desc desc;
+    for (int i = 0; i < 700; i++) file[i] = (uint16_t)(i * 5 % 997);
+    write_file("tokens", file, sizeof file);
+    memset(&desc, 0, sizeof desc);
+    desc.format = DTRAIN_DATA_U16;
+    desc.path = path_of("tokens");
+    CHECK(dtrain_dataset_open(NULL, &desc, &data[0]) == DTRAIN_OK);
+    memset(&desc, 0, sizeof desc);
+    desc.item_count = 700;
+    desc.read = read_tokens;
+    CHECK(dtrain_dataset_open(NULL, &desc, &data[1]) == DTRAIN_OK);
+    for (uint32_t workers = 0; workers <= 4; workers++) {
+        dtrain_loader *loaders[2];
+        for (int i = 0; i < 2; i++) {
+            dtrain_loader_desc window;
+            memset(&window, 0, sizeof window);
+            window.dataset = data[i], window.batch = 3, window.sequence = 16, window.seed = 9;
+            window.workers = i ? workers : 0;
+            CHECK(dtrain_loader_create(NULL, &window, &loaders[i]) == DTRAIN_OK);
+        }
+        for (int step = 0; step < 60; step++) {
+            for (int i = 0; i < 2; i++)
+                CHECK(dtrain_loader_next(loaders[i], got[i][0], got[i][1]) == DTRAIN_OK);
+            CHECK(memcmp(got[0], got[1], sizeof got[0]) == 0);
+        }
+        for (int i = 0; i < 2; i++) dtrain_loader_destroy(loaders[i]);
+    }
+    int32_t token;
+    CHECK(dtrain_dataset_read(data[1], 0, 1, &token, &token) == DTRAIN_ERROR_ARGUMENT);
+    dtrain_dataset_close(data[1]);
+    desc.vocab_count = 990;
+    CHECK(dtrain_dataset_open(NULL, &desc, &data[1]) == DTRAIN_OK);
+    CHECK(dtrain_dataset_read(data[1], 0, 700, all, NULL) == DTRAIN_ERROR_DATA);
+    CHECK(strstr(dtrain_last_error(), "the host's own source: token 198 has id 990, but") != NULL);
+    for (int i = 0; i < 2; i++) dtrain_dataset_close(data[i]);
+}
+
+/* ---- workers ---- */
+
+/* Workers read as far ahead as they may, and never further. */
+static void test_bounded(void)
+{
+    for (uint32_t workers = 1; workers <= 4; workers++)
+        for (uint32_t prefetch = 0; prefetch <= 3; prefetch++) {
+            source s = {.items = 1000};
+            dtrain_dataset *dataset;
+            dtrain_loader *loader;
+            dtrain_loader_desc desc;
+            item got[2];
+            const long most = (long)(prefetch ? prefetch : 2 * workers);
+            CHECK(open_source(&s, &dataset) == DTRAIN_OK);
+            memset(&desc, 0, sizeof desc);
+            desc.dataset = dataset, desc.batch = 2, desc.in_order = true;
+            desc.workers = workers, desc.prefetch = prefetch;
+            CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+            CHECK(__atomic_load_n(&s.reads, __ATOMIC_ACQUIRE) == 0);
+            for (long step = 1; step < 20; step++) {
+                const double end = test_seconds() + 20;
+                CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK);
+                CHECK(got[1].number == 2 * step - 1);
+                while (__atomic_load_n(&s.reads, __ATOMIC_ACQUIRE) < 2 * (step + most) &&
+                       test_seconds() < end) {}
+                CHECK(__atomic_load_n(&s.reads, __ATOMIC_ACQUIRE) == 2 * (step + most));
+            }
+            dtrain_loader_destroy(loader);
+            CHECK(s.reads == 2 * (19 + most));
+            dtrain_dataset_close(dataset);
+        }
+}
+
+/* A read that does not return is a named error at the deadline, and not the end of the loader. */
+typedef struct stuck_case {
+    source s;
+    int open; /* the end of the gate that is written to */
+} stuck_case;
+
+static int stuck_rank(dtrain_world *world, void *user)
+{
+    stuck_case *c = (stuck_case *)user;
+    dtrain_dataset *dataset;
+    dtrain_loader *loader;
+    dtrain_loader_desc desc;
+    item got[2];
+    CHECK(open_source(&c->s, &dataset) == DTRAIN_OK);
+    memset(&desc, 0, sizeof desc);
+    desc.dataset = dataset, desc.batch = 2, desc.in_order = true, desc.workers = 2;
+    CHECK(dtrain_loader_create(world, &desc, &loader) == DTRAIN_OK);
+    CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK);
+    for (int again = 0; again < 2; again++) {
+        CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_ERROR_TIMEOUT);
+        CHECK(strstr(dtrain_last_error(), "the batch at sample 2 of the host's own source has not "
+                                          "been read within 0.1 s") != NULL);
+    }
+    CHECK(write(c->open, "bytes for all that is read ahead", 32) == 32);
+    CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK && got[1].number == 3);
+    close(c->open); /* what is still held fails now, and destroy need not wait */
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(dataset);
+    return 0;
+}
+
+static void test_stuck(void)
+{
+    dtrain_launch_desc launch;
+    stuck_case c;
+    int gate[2];
+    CHECK(pipe(gate) == 0);
+    memset(&c, 0, sizeof c);
+    c.s.items = MOST_ITEMS;
+    c.s.gate[0] = gate[0];
+    c.s.held = 3;
+    c.open = gate[1];
+    memset(&launch, 0, sizeof launch);
+    launch.mode = DTRAIN_LAUNCH_THREADS;
+    launch.timeout_ms = 100;
+    CHECK_MSG(dtrain_launch(&launch, stuck_rank, &c, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+    close(gate[0]);
+}
+
+/* An error comes with its batch, those before it are good, and every repetition tries again. */
+static void test_errors_in_order(void)
+{
+    for (uint32_t workers = 0; workers <= 4; workers++) {
+        source s = {.items = MOST_ITEMS, .slow_us = 300};
+        dtrain_dataset *dataset;
+        dtrain_loader *loader;
+        dtrain_loader_desc desc;
+        item got[4];
+        s.failures[9] = 3;
+        s.failures[10] = 1;
+        CHECK(open_source(&s, &dataset) == DTRAIN_OK);
+        memset(&desc, 0, sizeof desc);
+        desc.dataset = dataset, desc.batch = 4, desc.in_order = true, desc.workers = workers;
+        CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+        for (int step = 0; step < 2; step++)
+            CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK &&
+                  got[3].number == step * 4 + 3);
+        int failed = 0;
+        while (dtrain_loader_next(loader, got, NULL) != DTRAIN_OK) {
+            CHECK(position_of(loader) == 8);
+            CHECK_MSG(strcmp(dtrain_last_error(),
+                             failed < 3 ? "item 9 cannot be read" : "item 10 cannot be read") == 0,
+                      "%s", dtrain_last_error());
+            if (!CHECK(++failed <= 4)) break;
+        }
+        CHECK(failed == 4 && got[0].number == 8 && got[3].number == 11);
+        CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK && got[0].number == 12);
+        dtrain_loader_destroy(loader);
+        dtrain_dataset_close(dataset);
+    }
+}
+
+static dtrain_result refuse(void *user, const dtrain_sample *sample, void *output)
+{
+    (void)user;
+    memcpy(output, sample->data, sizeof(item));
+    if (sample->item != 5) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_DATA, "item 5 cannot be transformed");
+}
+
+static void test_transform_fails(void)
+{
+    for (uint32_t workers = 0; workers <= 2; workers++) {
+        source s = {.items = MOST_ITEMS};
+        dtrain_dataset *dataset;
+        dtrain_loader *loader;
+        dtrain_loader_desc desc;
+        item got[4];
+        CHECK(open_source(&s, &dataset) == DTRAIN_OK);
+        memset(&desc, 0, sizeof desc);
+        desc.dataset = dataset, desc.batch = 4, desc.in_order = true, desc.workers = workers;
+        desc.transform = refuse, desc.output_bytes = sizeof(item);
+        CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+        CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK);
+        CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_ERROR_DATA);
+        CHECK(strcmp(dtrain_last_error(), "item 5 cannot be transformed") == 0);
+        dtrain_loader_seek(loader, 8); /* past it */
+        CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK && got[0].number == 8);
+        dtrain_loader_destroy(loader);
+        dtrain_dataset_close(dataset);
+    }
+}
+
+/* A process that is forked from the loader's has no workers: it is told so, and can free. */
+static void test_fork(void)
+{
+    source s = {.items = MOST_ITEMS};
+    dtrain_dataset *dataset;
+    dtrain_loader *loader;
+    dtrain_loader_desc desc;
+    item got[2];
+    int status = -1;
+    CHECK(open_source(&s, &dataset) == DTRAIN_OK);
+    memset(&desc, 0, sizeof desc);
+    desc.dataset = dataset, desc.batch = 2, desc.in_order = true, desc.workers = 2;
+    CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+    CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK);
+    const pid_t child = fork();
+    if (child == 0) {
+        dtrain_loader_seek(loader, 4);
+        CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_ERROR_USAGE);
+        CHECK(strstr(dtrain_last_error(), "create loaders after the fork") != NULL);
+        dtrain_loader_destroy(loader);
+        desc.workers = TEST_RACES ? 0 : 1; /* its detector has no threads after a fork */
+        CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+        CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK && got[1].number == 1);
+        dtrain_loader_destroy(loader);
+        dtrain_dataset_close(dataset);
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK && got[1].number == 3);
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(dataset);
+}
+
+/* Where threads cannot be had, the sentence has the worker's number, and those before it are gone. */
+static void test_no_threads(void)
+{
+    source s = {.items = MOST_ITEMS};
+    dtrain_dataset *dataset;
+    dtrain_loader *loader;
+    dtrain_loader_desc desc;
+    struct rlimit before, tight;
+    item got[2];
+    long pages = 0;
+    if (TEST_SANITIZED) {
+        test_cannot("a sanitizer needs all of the address space");
+        return;
+    }
+    FILE *file = fopen("/proc/self/statm", "r");
+    CHECK(file && fscanf(file, "%ld", &pages) == 1 && fclose(file) == 0);
+    CHECK(open_source(&s, &dataset) == DTRAIN_OK && getrlimit(RLIMIT_AS, &before) == 0);
+    tight = before;
+    tight.rlim_cur =
+        (rlim_t)(pages * sysconf(_SC_PAGESIZE) + (32 << 20)); /* some stacks of 8 MiB */
+    memset(&desc, 0, sizeof desc);
+    desc.dataset = dataset, desc.batch = 2, desc.in_order = true, desc.workers = 64;
+    CHECK(setrlimit(RLIMIT_AS, &tight) == 0);
+    const dtrain_result result = dtrain_loader_create(NULL, &desc, &loader);
+    CHECK(setrlimit(RLIMIT_AS, &before) == 0);
+    CHECK(result == DTRAIN_ERROR_SYSTEM && loader == NULL);
+    CHECK_MSG(strstr(dtrain_last_error(), "of 64 could not be started: ") != NULL, "%s",
+              dtrain_last_error());
+    CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+    CHECK(dtrain_loader_next(loader, got, NULL) == DTRAIN_OK && got[1].number == 1);
+    dtrain_loader_destroy(loader);
+    dtrain_dataset_close(dataset);
+}
+
+/* A file that is cut while workers read it: its name, at the first batch that was not read before. */
+static void test_file_cut(void)
+{
+    static uint16_t tokens[4000];
+    for (uint32_t workers = 0; workers <= 3; workers++) {
+        dtrain_dataset_desc data;
+        dtrain_dataset *dataset;
+        dtrain_loader *loader;
+        dtrain_loader_desc desc;
+        int32_t got[2][16];
+        write_file("cut", tokens, sizeof tokens);
+        memset(&data, 0, sizeof data);
+        data.path = path_of("cut"), data.format = DTRAIN_DATA_U16;
+        CHECK(dtrain_dataset_open(NULL, &data, &dataset) == DTRAIN_OK);
+        memset(&desc, 0, sizeof desc);
+        desc.dataset = dataset, desc.batch = 1, desc.sequence = 16, desc.workers = workers;
+        CHECK(dtrain_loader_create(NULL, &desc, &loader) == DTRAIN_OK);
+        CHECK(dtrain_loader_next(loader, got[0], got[1]) == DTRAIN_OK);
+        CHECK(truncate(path_of("cut"), 100) == 0);
+        uint32_t good = 0;
+        while (good < 8 && dtrain_loader_next(loader, got[0], got[1]) == DTRAIN_OK) good++;
+        CHECK_MSG(good <= 2 * workers, "%u batches of a file that was cut", good);
+        CHECK(strstr(dtrain_last_error(), path_of("cut")) != NULL);
+        CHECK(strstr(dtrain_last_error(), "it had 8000 bytes when it was opened and has 100 now"));
+        CHECK(dtrain_loader_next(loader, got[0], got[1]) == DTRAIN_ERROR_FILE);
+        dtrain_loader_destroy(loader);
+        dtrain_dataset_close(dataset);
+    }
+}
+
+/* ---- random programs ---- */
+
+/* What a program does is drawn from the seed, alike on all ranks but for workers, delays and what each reads ahead. */
+typedef struct program {
+    uint64_t seed;
+    uint32_t ranks, batch;
+    int64_t items, per_epoch;
+    bool in_order, drop_last;
+} program;
+
+static program program_of(uint64_t seed)
+{
+    uint64_t state = seed;
+    program p;
+    memset(&p, 0, sizeof p);
+    p.seed = seed;
+    p.ranks = 1 + next_random(&state) % 3;
+    p.batch = 1 + next_random(&state) % MOST_BATCH;
+    p.items = 1 + next_random(&state) % MOST_ITEMS;
+    p.in_order = next_random(&state) % 4 == 0;
+    p.drop_last = next_random(&state) % 2 && p.items >= p.batch * p.ranks;
+    p.per_epoch = p.items - (p.drop_last ? p.items % (p.batch * p.ranks) : 0);
+    return p;
+}
+
+/* One call of next: this rank's samples, or an error of one of them and another try. */
+static void check_next(const program *p, dtrain_loader *loader, uint32_t rank)
+{
+    const uint64_t position = position_of(loader);
+    item got[MOST_BATCH], expected[MOST_BATCH];
+    int32_t labels[MOST_BATCH];
+    for (uint32_t i = 0; i < p->batch; i++) {
+        const uint64_t k = position + i * p->ranks + rank;
+        expected[i].number = item_of(p->seed, p->in_order, p->items, p->per_epoch, k);
+        expected[i].square = expected[i].number * expected[i].number;
+    }
+    for (int tries = 0; dtrain_loader_next(loader, got, labels) != DTRAIN_OK; tries++) {
+        bool own = false;
+        const char *digits = strstr(dtrain_last_error(), "item ");
+        for (uint32_t i = 0; digits && i < p->batch; i++)
+            own = own || atoll(digits + 5) == expected[i].number;
+        CHECK_MSG(own, "seed %llu: \"%s\" with a batch that has no such item",
+                  (unsigned long long)p->seed, dtrain_last_error());
+        CHECK(position_of(loader) == position);
+        if (!CHECK(tries < 3 * MOST_BATCH)) return;
+    }
+    CHECK_MSG(memcmp(got, expected, p->batch * sizeof *got) == 0,
+              "seed %llu: rank %u has other samples at %llu", (unsigned long long)p->seed, rank,
+              (unsigned long long)position);
+    for (uint32_t i = 0; i < p->batch; i++) CHECK(labels[i] == got[i].number % 7);
+    CHECK(position_of(loader) == position + p->batch * p->ranks);
+}
+
+static int program_rank(dtrain_world *world, void *user)
+{
+    const program *p = (const program *)user;
+    const uint32_t rank = (uint32_t)dtrain_world_rank(world);
+    uint64_t state = p->seed * 31 + rank, position = 0;
+    source s;
+    dtrain_dataset *dataset;
+    memset(&s, 0, sizeof s);
+    s.items = p->items;
+    if (next_random(&state) % 3 == 0) s.slow_us = 100;
+    if (next_random(&state) % 2)
+        for (int i = 0; i < MOST_ITEMS; i++)
+            s.failures[i] = next_random(&state) % 8 ? 0 : (int)(next_random(&state) % 3);
+    CHECK(open_source(&s, &dataset) == DTRAIN_OK);
+    for (uint32_t life = 0; life < 3; life++) { /* of a loader, each from where the last one was */
+        dtrain_loader *loader;
+        dtrain_loader_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.dataset = dataset, desc.batch = p->batch, desc.seed = p->seed;
+        desc.in_order = p->in_order, desc.drop_last = p->drop_last;
+        desc.workers = next_random(&state) % 5;
+        desc.prefetch = desc.workers ? next_random(&state) % 6 : 0;
+        if (!CHECK(dtrain_loader_create(world, &desc, &loader) == DTRAIN_OK)) return 1;
+        dtrain_loader_seek(loader, position);
+        for (uint32_t calls = next_random(&state) % 25; calls > 0; calls--) {
+            if (next_random(&state) % 8 == 0) dtrain_loader_seek(loader, next_random(&state) % 500);
+            check_next(p, loader, rank);
+        }
+        position = position_of(loader);
+        dtrain_loader_destroy(loader); /* in the middle of reads */
+    }
+    dtrain_dataset_close(dataset);
+    return 0;
+}
+
+static void test_random_programs(void)
+{
+    const uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u;
+    const uint64_t count = test_full() ? 2000 : 60;
+    printf("  seeds from %llu on\n", (unsigned long long)first);
+    for (uint64_t seed = first; seed < first + count; seed++) {
+        dtrain_launch_desc launch;
+        program p = program_of(seed);
+        memset(&launch, 0, sizeof launch);
+        launch.rank_count = p.ranks;
+        launch.mode = DTRAIN_LAUNCH_THREADS;
+        CHECK_MSG(dtrain_launch(&launch, program_rank, &p, NULL) == DTRAIN_OK, "seed %llu: %s",
+                  (unsigned long long)seed, dtrain_last_error());
+    }
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    if (!files_begin("test_loader")) return 1;
+    RUN(test_own_samples);
+    RUN(test_own_tokens);
+    RUN(test_bounded);
+    RUN(test_stuck);
+    RUN(test_errors_in_order);
+    RUN(test_transform_fails);
+    RUN(test_fork);
+    RUN(test_no_threads);
+    RUN(test_file_cut);
+    RUN(test_random_programs);
+    return test_summary() + !files_end();
+}
