@@ -1,12 +1,12 @@
 """ResNet-20 on CIFAR-10 in PyTorch with the recipe of examples/resnet_cifar.c: a table and a JSON line for each epoch.
 
-    python3 bench/torch_cifar.py --data FOLDER --epochs 20 --batch 128 --threads 2 --seed 0 --log FILE
+    python3 bench/torch_cifar.py --data FOLDER --epochs 1 --batch 250
 
-FOLDER holds data_batch_1.bin to _5.bin and test_batch.bin. The recipe is that of He et al. ("Deep Residual Learning",
-2016), shortened to the epochs asked for: crops of images padded by 4, flips, batch normalisation, SGD with momentum 0.9
-and weight decay 1e-4, a rate of 0.1 that falls tenfold after half and after three quarters of the steps. Images left
-over at the end of an epoch wait for another one. Initial weights have the distributions of the C program, not its
-values; so have the order of images, crops and flips.
+FOLDER holds data_batch_1.bin to _5.bin and test_batch.bin; --help lists the flags (20 epochs and batches of 128 without
+them). The recipe is that of He et al. ("Deep Residual Learning", 2016), shortened to the epochs asked for: crops of
+images padded by 4, flips, batch normalisation, SGD with momentum 0.9 and weight decay 1e-4, a rate of 0.1 that falls
+tenfold after half and after three quarters of the steps. Images left over at the end of an epoch wait for another one.
+Initial weights have the distributions of the C program, not its values; so have the order of images, crops and flips.
 """
 import argparse
 import json

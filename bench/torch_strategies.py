@@ -1,9 +1,8 @@
 """Training steps in PyTorch over gloo, for bench_strategies: DDP, or FSDP2 (fully_shard) with a unit for each block.
 
     python3 bench/torch_strategies.py --probe     what this PyTorch has: "torch 2.15.0 ddp fsdp2"
-    python3 bench/torch_strategies.py --model gpt --strategy fsdp2 --ranks 2 --steps 8 --batch 2 --data FILE \
-        --layers 6 --heads 6 --channels 384 --seq 128
-    python3 bench/torch_strategies.py --model resnet20 --strategy ddp --ranks 2 --steps 8 --batch 32 --data FOLDER
+    python3 bench/torch_strategies.py --model gpt --strategy ddp --ranks 2 --steps 4 --data dtrain.h
+    python3 bench/torch_strategies.py --model resnet20 --strategy ddp --ranks 2 --steps 4 --batch 8
 
 The models and recipes are those of tools/train_gpt (AdamW, clipping to 1) and examples/resnet_cifar.c (SGD with
 momentum; without --data, noise as images). Ranks are forked, so that they share PyTorch's own pages as dtrain's ranks
@@ -31,6 +30,15 @@ except Exception:  # not there, or, in PyTorch 1.13 under Python 3.11, not impor
     fully_shard = None
 
 
+def attend(q, k, v):
+    """Causal attention; PyTorch 1.13 has no fused one."""
+    if hasattr(F, "scaled_dot_product_attention"):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+
+
 class GptBlock(nn.Module):
     def __init__(self, heads, channels):
         super().__init__()
@@ -42,7 +50,7 @@ class GptBlock(nn.Module):
     def forward(self, x):
         shape = (x.shape[0], x.shape[1], self.heads, x.shape[2] // self.heads)
         q, k, v = (p.view(shape).transpose(1, 2) for p in self.qkv(self.norm1(x)).split(x.shape[2], 2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = attend(q, k, v)
         x = x + self.proj(y.transpose(1, 2).reshape(x.shape))
         return x + self.out(F.gelu(self.fc(self.norm2(x)), approximate="tanh"))
 
