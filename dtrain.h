@@ -20687,9 +20687,8 @@ DTRAIN_API void dtrain_loader_destroy(dtrain_loader *loader)
  * place in a ring. The loader copies them out in the same order, so how many workers there are and
  * which of them is slow changes no batch:
  *
- *     batches         0 1 2 | 3 . 5 . | 7 ...           . read by a worker at the moment
- *                     taken   |<----->|                 no more than batch_count from here on
- *                             next out    next claimed
+ *     batches    0 1 2 | 3 4 5 6 | 7 8 ...        batch_count = 4; 3 and 5 are ready, 4 and 6 are
+ *                taken | in ring | not claimed    being read, and 7 waits until 3 is taken
  *
  * `deal` is held by the worker whose turn it is, also while it waits for a free place: epochs are
  * entered in order, and the loader never waits for a shuffle. `mutex` guards the counters, for

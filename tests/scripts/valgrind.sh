@@ -5,7 +5,7 @@ passed=0 failed=0
 if ! command -v valgrind >/dev/null 2>&1; then
     echo "  skip valgrind: not installed"; echo "0 passed, 0 failed, 1 skipped"; exit 0
 fi
-for test in "test_tape" "test_ddp test_same" "test_data" "test_metrics" "test_optim"; do
+for test in "test_tape" "test_ddp test_same" "test_data" "test_images" "test_metrics" "test_optim"; do
     set -- $test
     DTRAIN_TEST_TIMEOUT=600 valgrind -q --error-exitcode=9 --leak-check=full --errors-for-leak-kinds=definite \
         --child-silent-after-fork=no "$build/tests/$1" $2 >"$build/valgrind.log" 2>&1
