@@ -11227,6 +11227,7 @@ struct dtrain_strategy {
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
+    bool has_buffers; /* of DTRAIN_PARAM_BUFFER */
     dtrain__layout layout;
 
     /* The step under way. */
@@ -11876,16 +11877,11 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     if (step_done) dtrain__choose_ways(strategy);
 }
 
-/* The order matters: units that this rank's backward has not come to are walked, everything is
- * launched before ranks exchange what is missing, and waited for before anything is reported. So a
- * step that fails for a missing gradient has made the same collectives as one that succeeds, and
- * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
- * because they read the shards that will be updated. */
 /* Bring buffers to their mean over the ranks. Running averages are linear in what is averaged: the
  * mean of those that ranks have kept by themselves is the one of all their batches. */
 static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
 {
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    for (size_t i = 0; strategy->has_buffers && i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
         if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
@@ -11896,6 +11892,11 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+/* The order matters: units that this rank's backward has not come to are walked, everything is
+ * launched before ranks exchange what is missing, and waited for before anything is reported. So a
+ * step that fails for a missing gradient has made the same collectives as one that succeeds, and
+ * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
+ * because they read the shards that will be updated. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
@@ -14730,6 +14731,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         const dtrain__bucket *bucket =
             entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
         const bool whole = dtrain__value_is_whole(layout, entry);
+        if (p->flags & DTRAIN_PARAM_BUFFER) strategy->has_buffers = true;
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;
@@ -15782,9 +15784,7 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
     item->host = host;
     if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
-    if (item->dtype == DTRAIN_DTYPE_I32) { /* with room for the factor: one copy brings both */
-        x->data = dtrain__take_data(tape, NULL, x->count + 1, x->dtype);
-        if (!x->data) return tape->error;
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* one copy brings the factor too */
         ((dtrain__tape_tensor *)x)->device_factor = (const float *)x->data + x->count;
         bytes += sizeof(float);
     }
@@ -16861,23 +16861,30 @@ DTRAIN_API dtrain_tensor *dtrain_embedding(dtrain_tape *tape, dtrain_tensor *tok
  *
  * d_k and d_v of a head that several heads of queries share are sums over those. */
 
+/* Return the call that a sentence is about: with as many heads of keys it is the plain one. */
+static const char *dtrain__attention_name(int64_t heads, int64_t kv_heads)
+{
+    return heads == kv_heads ? "dtrain_attention" : "dtrain_grouped_attention";
+}
+
 static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 {
     dtrain_attention_args *args = (dtrain_attention_args *)op->args;
     const dtrain_tensor *qkv = op->inputs[0];
     const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
     const int64_t heads = args->heads, kv_heads = args->kv_heads, all = heads + 2 * kv_heads;
+    const char *const call = dtrain__attention_name(heads, kv_heads);
     char text[DTRAIN__SHAPE_TEXT];
     if (heads < 1 || kv_heads < 1 || heads % kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld heads of queries cannot share %lld of keys equally",
-                           op->desc->name, (long long)heads, (long long)kv_heads);
+                           "%s: %lld heads of queries cannot share %lld of keys equally", call,
+                           (long long)heads, (long long)kv_heads);
     if (args->sequence < 1 || rows % args->sequence || width % all)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: qkv %s does not divide into sequences of %lld rows and %lld + 2 x "
                            "%lld heads",
-                           op->desc->name, dtrain__shape_text(qkv->shape, text),
-                           (long long)args->sequence, (long long)heads, (long long)kv_heads);
+                           call, dtrain__shape_text(qkv->shape, text), (long long)args->sequence,
+                           (long long)heads, (long long)kv_heads);
     args->n = width / all * heads;
     args->dtype = (dtrain_dtype)qkv->dtype;
     dtrain__output_like(op, qkv, args->n, args->dtype);
@@ -16929,8 +16936,8 @@ DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_ten
     args.kv_heads = kv_heads;
     args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
     if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
+        dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: unknown flags %#x",
+                                             dtrain__attention_name(heads, kv_heads), flags));
     return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
 }
 
@@ -18484,8 +18491,8 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
         tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
 }
 
-/* Make a tensor of this pass, the node's result or (NULL) an input. NULL after an error, which
- * sticks. */
+/* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for one
+ * more element behind it: the factor of a replayed step. NULL after an error, which sticks. */
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
@@ -18503,7 +18510,8 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->dtype = dtype;
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
-    tensor->data = dtrain__take_data(tape, node, tensor->count, dtype);
+    const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
+    tensor->data = dtrain__take_data(tape, node, tensor->count + room, dtype);
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     return tensor->data ? tensor : NULL;

@@ -18,23 +18,30 @@
  *
  * d_k and d_v of a head that several heads of queries share are sums over those. */
 
+/* Return the call that a sentence is about: with as many heads of keys it is the plain one. */
+static const char *dtrain__attention_name(int64_t heads, int64_t kv_heads)
+{
+    return heads == kv_heads ? "dtrain_attention" : "dtrain_grouped_attention";
+}
+
 static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 {
     dtrain_attention_args *args = (dtrain_attention_args *)op->args;
     const dtrain_tensor *qkv = op->inputs[0];
     const int64_t width = qkv->shape[qkv->ndim - 1], rows = qkv->count / width;
     const int64_t heads = args->heads, kv_heads = args->kv_heads, all = heads + 2 * kv_heads;
+    const char *const call = dtrain__attention_name(heads, kv_heads);
     char text[DTRAIN__SHAPE_TEXT];
     if (heads < 1 || kv_heads < 1 || heads % kv_heads)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "%s: %lld heads of queries cannot share %lld of keys equally",
-                           op->desc->name, (long long)heads, (long long)kv_heads);
+                           "%s: %lld heads of queries cannot share %lld of keys equally", call,
+                           (long long)heads, (long long)kv_heads);
     if (args->sequence < 1 || rows % args->sequence || width % all)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: qkv %s does not divide into sequences of %lld rows and %lld + 2 x "
                            "%lld heads",
-                           op->desc->name, dtrain__shape_text(qkv->shape, text),
-                           (long long)args->sequence, (long long)heads, (long long)kv_heads);
+                           call, dtrain__shape_text(qkv->shape, text), (long long)args->sequence,
+                           (long long)heads, (long long)kv_heads);
     args->n = width / all * heads;
     args->dtype = (dtrain_dtype)qkv->dtype;
     dtrain__output_like(op, qkv, args->n, args->dtype);
@@ -86,8 +93,8 @@ DTRAIN_API dtrain_tensor *dtrain_grouped_attention(dtrain_tape *tape, dtrain_ten
     args.kv_heads = kv_heads;
     args.causal = (flags & DTRAIN_ATTENTION_CAUSAL) != 0;
     if (tape && (flags & ~DTRAIN_ATTENTION_CAUSAL)) /* sticks: nothing is applied */
-        dtrain__tape_stick(
-            tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_attention: unknown flags %#x", flags));
+        dtrain__tape_stick(tape, dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: unknown flags %#x",
+                                             dtrain__attention_name(heads, kv_heads), flags));
     return dtrain_tape_apply(tape, &dtrain__attention_op, &qkv, 1, NULL, 0, &args, sizeof args);
 }
 

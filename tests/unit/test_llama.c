@@ -418,7 +418,8 @@ static void test_errors(void)
         CHECK(!(call) && dtrain_tape_error(tape) == DTRAIN_ERROR_ARGUMENT);               \
         CHECK_MSG(strstr(dtrain_last_error(), words) != NULL, "%s", dtrain_last_error()); \
     } while (0)
-    REFUSED(dtrain_grouped_attention(tape, a, 3, 4, 3, 0), "4 heads of queries cannot share 3");
+    REFUSED(dtrain_grouped_attention(tape, a, 3, 4, 3, 0),
+            "dtrain_grouped_attention: 4 heads of queries cannot share 3");
     REFUSED(dtrain_grouped_attention(tape, a, 3, 4, 0, 0), "4 heads of queries cannot share 0");
     REFUSED(dtrain_grouped_attention(tape, a, 4, 4, 2, 0), "sequences of 4 rows");
     REFUSED(dtrain_grouped_attention(tape, d, 3, 4, 2, 0), "4 + 2 x 2 heads");
