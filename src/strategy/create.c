@@ -106,6 +106,7 @@ static dtrain_result dtrain__list_shards(dtrain_strategy *strategy)
         const dtrain__bucket *bucket =
             entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
         const bool whole = dtrain__value_is_whole(layout, entry);
+        if (p->flags & DTRAIN_PARAM_BUFFER) strategy->has_buffers = true;
         if (!p->value) {
             entry->lends_value = true;
             if (storage != p) p->value = storage->value;

@@ -28,7 +28,12 @@ enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
 /* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
  * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
- * this rank's hop from the other nodes. */
+ * this rank's hop from the other nodes.
+ *
+ * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
+ * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
+ * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
+ * million parameters, 512 tokens a rank), which is why there is none. */
 static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                           dtrain_dtype dtype)
 {

@@ -526,16 +526,11 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     if (step_done) dtrain__choose_ways(strategy);
 }
 
-/* The order matters: units that this rank's backward has not come to are walked, everything is
- * launched before ranks exchange what is missing, and waited for before anything is reported. So a
- * step that fails for a missing gradient has made the same collectives as one that succeeds, and
- * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
- * because they read the shards that will be updated. */
 /* Bring buffers to their mean over the ranks. Running averages are linear in what is averaged: the
  * mean of those that ranks have kept by themselves is the one of all their batches. */
 static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
 {
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    for (size_t i = 0; strategy->has_buffers && i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
         dtrain_work *work = NULL;
         if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
@@ -546,6 +541,11 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
+/* The order matters: units that this rank's backward has not come to are walked, everything is
+ * launched before ranks exchange what is missing, and waited for before anything is reported. So a
+ * step that fails for a missing gradient has made the same collectives as one that succeeds, and
+ * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
+ * because they read the shards that will be updated. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;

@@ -70,6 +70,7 @@ struct dtrain_strategy {
     dtrain_compression_desc compression; /* what desc.compression points to, if it is not NULL */
     dtrain_param *params;                /* the host's */
     size_t param_count;
+    bool has_buffers; /* of DTRAIN_PARAM_BUFFER */
     dtrain__layout layout;
 
     /* The step under way. */

@@ -161,9 +161,7 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
     item->host = host;
     if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
-    if (item->dtype == DTRAIN_DTYPE_I32) { /* with room for the factor: one copy brings both */
-        x->data = dtrain__take_data(tape, NULL, x->count + 1, x->dtype);
-        if (!x->data) return tape->error;
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* one copy brings the factor too */
         ((dtrain__tape_tensor *)x)->device_factor = (const float *)x->data + x->count;
         bytes += sizeof(float);
     }

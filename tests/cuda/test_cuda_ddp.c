@@ -846,6 +846,39 @@ static void test_refused(void)
     cuda_run(2, DTRAIN_LAUNCH_PROCESSES, refused_main, NULL);
 }
 
+/* x times itself: both gradients go to one place, one after the other. */
+static int square_main(dtrain_world *world, void *user)
+{
+    enum { N = 1027 };
+    const int64_t count = N;
+    float values[N], targets[N], grad[N];
+    dtrain_tape *tape;
+    (void)user;
+    for (uint64_t i = 0; i < N; i++) {
+        values[i] = dtrain_random_normal(1, 0, i);
+        targets[i] = dtrain_random_normal(1, 1, i);
+    }
+    RANKS_TRY(dtrain_tape_create(world, NULL, NULL, &tape));
+    for (int round = 0; round < 2; round++) {
+        RANKS_TRY(dtrain_tape_begin(tape, 0, 0));
+        dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, &count, values, true);
+        dtrain_tensor *target =
+            dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, &count, targets, false);
+        dtrain_tensor *square = round ? dtrain_multiply(tape, x, x) : dtrain_swiglu(tape, x, x);
+        RANKS_TRY(dtrain_tape_backward(tape, dtrain_mse_loss(tape, square, target), N));
+        RANKS_TRY(dtrain_device_copy(dtrain_world_device(world), grad, x->grad, sizeof grad));
+        for (int i = 0; i < N; i++) {
+            const double v = (double)values[i], s = 1 / (1 + exp(-v));
+            const double y = round ? v * v : v * v * s;
+            const double slope = round ? 2 * v : 2 * v * s + v * v * s * (1 - s);
+            if (!CHECK_CLOSE(grad[i], 2 * (y - (double)targets[i]) * slope, 1e-6)) break;
+        }
+    }
+    dtrain_tape_destroy(tape);
+    return 0;
+}
+static void test_square(void) { cuda_run(1, DTRAIN_LAUNCH_PROCESSES, square_main, NULL); }
+
 static void test_names(void)
 {
     const dtrain_device_ops *ops;
@@ -1005,6 +1038,7 @@ int main(int argc, char **argv)
     RUN(test_inputs_are_staged);
     RUN(test_host_arrays);
     RUN(test_refused);
+    RUN(test_square);
     RUN(test_names);
 #ifdef DTRAIN_CUDA_EMULATION
     RUN(test_same_bits_in_any_order);

@@ -107,27 +107,6 @@ static void test_key_lengths(void)
     gpu_close();
 }
 
-/* The square of a tensor: both inputs are one, and so is where their gradients go. */
-static void test_square(void)
-{
-    enum { COUNT = 37 };
-    const int64_t count = COUNT;
-    float x[COUNT], gradient[COUNT];
-    dtrain_tape *tape = NULL;
-    for (int i = 0; i < COUNT; i++) x[i] = (float)i - 11.5f;
-    gpu_open();
-    CHECK(dtrain_tape_create(NULL, NULL, gpu, &tape) == DTRAIN_OK);
-    dtrain_tape_begin(tape, 0, 0);
-    dtrain_tensor *in = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 1, &count, x, true);
-    dtrain_tensor *y = dtrain_add(tape, dtrain_multiply(tape, in, in), in);
-    CHECK_MSG(dtrain_tape_backward(tape, dtrain_sum(tape, y), 1) == DTRAIN_OK, "%s",
-              dtrain_last_error());
-    CHECK(dtrain_tensor_read_grad(tape, in, gradient) == DTRAIN_OK);
-    for (int i = 0; i < COUNT; i++) CHECK(gradient[i] == 2 * x[i] + 1);
-    dtrain_tape_destroy(tape);
-    gpu_close();
-}
-
 int main(int argc, char **argv)
 {
     const char *missing = gpu_missing();
@@ -145,6 +124,5 @@ int main(int argc, char **argv)
     RUN(test_attention);
     RUN(test_errors);
     RUN(test_key_lengths);
-    RUN(test_square);
     return test_summary();
 }

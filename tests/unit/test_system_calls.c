@@ -828,6 +828,12 @@ int main(int argc, char **argv)
     const double seconds = has_seconds ? atof(argv[2]) : test_full() ? 20 : 6;
     seconds_each = has_seconds || test_full() ? seconds : seconds / SCENARIOS;
     end_of_all = test_seconds() + seconds;
+    if (argc > 1 && argv[1][0] == '-' && !has_seconds &&
+        !(argc == 8 && strcmp(argv[1], "--case") == 0)) {
+        fprintf(stderr, "%s: \"%s\" is not --seconds N or --case and its six words\n", argv[0],
+                argv[1]);
+        return 2;
+    }
     test_begin(has_seconds ? 1 : argc, argv);
     if (argc == 8 && strcmp(argv[1], "--case") == 0) return one_case(argv + 2);
     if (has_seconds) setenv("DTRAIN_TEST_TIMEOUT", argv[2], 0);
