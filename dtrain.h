@@ -169,6 +169,8 @@
        src/device/cpu/launch_batchnorm.c    Launchers of batch normalisation
        src/device/cpu/launch_sparse.c       Sparse gradients
        src/device/cpu/launch_convolution.c  Launchers of convolution and pooling
+       src/device/cpu/convolution_internal.h What the launchers of convolutions share
+       src/device/cpu/launch_winograd.c     Launchers of convolutions of 3 x 3 taps by patches
        src/device/cpu/gemm.c                The driver of matrix products
        src/device/cpu/kernels.c             Kernels: how work is cut
        src/device/cpu/kernels/text.h        The text compiled once per instruction set
@@ -183,6 +185,7 @@
        src/device/cpu/kernels/gemm.h        Matrix products: packing and register tiles
        src/device/cpu/kernels/pairs.h       Matrix products of bf16: AMX
        src/device/cpu/kernels/convolution.h Convolution: tiles, packing of windows, weights, depthwise
+       src/device/cpu/kernels/winograd.h    Convolution of 3 x 3 taps by patches
        src/device/cpu/kernels/pooling.h     Pooling: maximum and average of windows
        src/device/cpu/kernels/attention.h   Attention
        src/device/cpu/kernels/mix.h         Sums over ranks
@@ -28541,7 +28544,8 @@ typedef struct dtrain__job {
     X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
     X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
     X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
-    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(depthwise_input) X(depthwise_weight) X(winograd_filter) X(winograd)            \
+    X(winograd_weight) X(winograd_filter_sum) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -28603,6 +28607,29 @@ typedef struct dtrain__depthwise {
     dtrain_dtype dtype, y_dtype;
     bool accumulate;
 } dtrain__depthwise;
+
+/* Images as patches of 6 x 6 pixels, or of 4 x 4: windows with a stride of four. */
+typedef struct dtrain__patches {
+    dtrain__windows windows;
+    void *data;
+    dtrain_dtype dtype;
+} dtrain__patches;
+
+/* A convolution of 3 x 3 taps by patches, or (d_y in `to`) its weight gradient. */
+typedef struct dtrain__winograd {
+    dtrain__patches from, to;
+    int64_t patches, block; /* how many, and how many a thread takes at once */
+    float *filters;         /* transformed weights, or (parts) of their gradient */
+    const float *bias;
+    bool accumulate;
+} dtrain__winograd;
+
+/* Return the floats of one place of a block: a line more than it has, or the 36 places of a patch
+ * would share few sets of L1. */
+static inline int64_t dtrain__winograd_place(int64_t vectors, int64_t block, int64_t lanes)
+{
+    return (vectors * block + 1) * lanes;
+}
 
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */
@@ -30186,7 +30213,14 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_orthogonalize(dtrain_device *device,
  *
  * Each group is a product of its own; with one channel of input and output in each, the depthwise
  * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
- * in) in fp32, into the beginning of scratch. */
+ * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
+ * are channels enough: launch_winograd.c. */
+
+/* ================================================================================================
+ * src/device/cpu/convolution_internal.h
+ * ==============================================================================================*/
+
+/* What the launchers of convolutions share */
 
 /* One group, or all of a depthwise convolution. */
 typedef struct dtrain__conv {
@@ -30198,9 +30232,22 @@ typedef struct dtrain__conv {
     const char *x, *weight, *d_y; /* from the group's first channel on; d_y is y forward */
     const float *bias;
     dtrain_dtype dtype;
+    bool patches;   /* the way of launch_winograd.c */
     float *packed;  /* scratch */
     int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
 } dtrain__conv;
+
+/* device/cpu/launch_convolution.c */
+DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first);
+
+/* device/cpu/launch_winograd.c */
+DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv);
+DTRAIN__PRIVATE int64_t dtrain__winograd_floats(const dtrain__conv *conv);
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv);
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv, void *d_x,
+                                                          dtrain_dtype x_dtype, bool accumulate);
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
+                                                           float *d_weight, bool accumulate);
 
 static size_t dtrain__conv_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_DTYPE_F32 ? 4 : 2; }
 
@@ -30285,23 +30332,26 @@ static int64_t dtrain__conv_parts(const dtrain__conv *conv)
     return (conv->pixels + part - 1) / part;
 }
 
-/* Take scratch for `floats` of packed weights, the order of taps and what a product needs, all at
- * once: growing it later would lose what is there. */
+/* Take scratch for the order of taps, `floats` of packed weights and what a product needs, or for
+ * patches, all at once: growing it later would lose what is there. */
 static dtrain_result dtrain__conv_scratch(dtrain__conv *conv, int64_t floats, int64_t *reserve)
 {
-    const int64_t packed = dtrain__multiple(floats, DTRAIN__LINE);
+    const int64_t order = dtrain__multiple(2 * conv->taps, DTRAIN__LINE);
     float *scratch;
-    *reserve = packed + dtrain__multiple(2 * conv->taps, DTRAIN__LINE);
-    DTRAIN__TRY(dtrain__cpu_scratch(
-        conv->cpu, *reserve + dtrain__gemm_slot(true) * conv->cpu->thread_count, &scratch));
-    conv->packed = scratch;
-    conv->order = (int32_t *)(void *)(scratch + packed);
+    *reserve = order + dtrain__multiple(floats, DTRAIN__LINE);
+    int64_t most = *reserve + dtrain__gemm_slot(true) * conv->cpu->thread_count;
+    conv->patches = dtrain__winograd_fits(conv);
+    if (conv->patches && most < order + dtrain__winograd_floats(conv))
+        most = order + dtrain__winograd_floats(conv);
+    DTRAIN__TRY(dtrain__cpu_scratch(conv->cpu, most, &scratch));
+    conv->order = (int32_t *)(void *)scratch;
+    conv->packed = scratch + order;
     for (int64_t t = 0; t < conv->taps; t++) conv->order[t] = (int32_t)t;
     return DTRAIN_OK;
 }
 
 /* Describe a weight (out, in, taps) as (outer, inner): (in, out), or (out, in). */
-static dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
+DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
 {
     dtrain__conv_weight weight;
     memset(&weight, 0, sizeof weight);
@@ -30391,6 +30441,7 @@ static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t rese
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
+    if (conv->patches) return dtrain__winograd_forward(conv);
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
     args.m = conv->pixels;
@@ -30420,6 +30471,7 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
     dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
+    if (conv->patches) return dtrain__winograd_weight_grad(conv, d_weight, accumulate);
     memset(&args, 0, sizeof args);
     args.m = conv->taps * conv->in;
     args.n = args.ldc = conv->out;
@@ -30613,6 +30665,8 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
         DTRAIN__TRY(
             dtrain__conv_weight_grad(conv, reserve, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
+    if (conv->patches)
+        return dtrain__winograd_input_grad(conv, args->d_x, args->x_dtype, args->accumulate_x);
     const int64_t height = conv->windows.height, width = conv->windows.width;
     for (rest[0] = 0; rest[0] < conv->windows.stride[0] && rest[0] < height; rest[0]++)
         for (rest[1] = 0; rest[1] < conv->windows.stride[1] && rest[1] < width; rest[1]++)
@@ -30666,6 +30720,200 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
     dtrain__job job = dtrain__job_make(args, w->batch * w->height, 1, args->dtype);
     return dtrain__job_run(cpu, &job, cpu->kernels->pool2d_backward,
                            w->batch * w->height * w->width * w->channels);
+}
+
+/* ================================================================================================
+ * src/device/cpu/launch_winograd.c
+ * ==============================================================================================*/
+
+/* Launchers of convolutions of 3 x 3 taps by patches
+ *
+ * A patch is 6 x 6 pixels of what is read and 4 x 4 of what is made of them: windows whose stride
+ * is four (kernels/winograd.h). Threads take blocks of patches, whose size follows from the channels
+ * alone: transformed, a block stays in L2. */
+
+enum {
+    DTRAIN__PATCH_FLOATS = 96 << 10, /* of transformed patches of a block, about */
+    DTRAIN__PATCH_BLOCK = 96,        /* at most */
+    DTRAIN__FILTER_FLOATS = 5 << 18  /* of transformed weights, at most; so of their parts */
+};
+
+/* Return the lanes of a vector. */
+static int dtrain__winograd_lanes(const dtrain__conv *conv)
+{
+    return conv->cpu->kernels->convolutions->narrow_rows.nr;
+}
+
+/* Return the floats of transformed weights. */
+static int64_t dtrain__winograd_filters(const dtrain__conv *conv)
+{
+    const int lanes = dtrain__winograd_lanes(conv);
+    return 36 * dtrain__multiple(conv->in, lanes) * dtrain__multiple(conv->out, lanes);
+}
+
+static int64_t dtrain__winograd_block(const dtrain__conv *conv)
+{
+    const int lanes = dtrain__winograd_lanes(conv);
+    const int64_t channels = dtrain__multiple(conv->in, lanes) + dtrain__multiple(conv->out, lanes);
+    const int64_t rows = conv->cpu->kernels->convolutions->narrow_rows.mr;
+    const int64_t room = DTRAIN__PATCH_FLOATS / (36 * channels) / rows * rows;
+    return room < rows ? rows : room < DTRAIN__PATCH_BLOCK ? room : DTRAIN__PATCH_BLOCK;
+}
+
+/* Return the floats that a thread needs. */
+static int64_t dtrain__winograd_slot(const dtrain__conv *conv)
+{
+    const int lanes = dtrain__winograd_lanes(conv);
+    const int64_t block = dtrain__winograd_block(conv);
+    return 36 * (dtrain__winograd_place((conv->in + lanes - 1) / lanes, block, lanes) +
+                 dtrain__winograd_place((conv->out + lanes - 1) / lanes, block, lanes));
+}
+
+static int64_t dtrain__winograd_patches(int64_t batch, int64_t height, int64_t width)
+{
+    return batch * ((height + 3) / 4) * ((width + 3) / 4);
+}
+
+/* Return how many blocks of patches a part of a weight gradient has, and the parts at *parts. */
+static int64_t dtrain__winograd_chunk(const dtrain__conv *conv, int64_t *parts)
+{
+    const dtrain_windows2d *w = &conv->windows;
+    const int64_t patches = dtrain__winograd_patches(w->batch, w->out_height, w->out_width);
+    const int64_t block = dtrain__winograd_block(conv), blocks = (patches + block - 1) / block;
+    int64_t most = DTRAIN__FILTER_FLOATS / dtrain__winograd_filters(conv);
+    if (most > 16) most = 16;
+    const int64_t chunk = (blocks + most - 1) / most;
+    *parts = (blocks + chunk - 1) / chunk;
+    return chunk;
+}
+
+/* Return whether patches pay: where they have two thirds of the multiplications, counting those for
+ * channels and pixels that are not there, and weights are few enough to stay in a cache. */
+DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv)
+{
+    const dtrain_windows2d *w = &conv->windows;
+    const int64_t filters = dtrain__winograd_filters(conv);
+    for (int axis = 0; axis < 2; axis++)
+        if (w->kernel[axis] != 3 || w->stride[axis] != 1 || w->dilation[axis] != 1) return false;
+    if (conv->in < 8 || conv->out < 8 || filters > DTRAIN__FILTER_FLOATS) return false;
+    const int64_t patches = dtrain__winograd_patches(1, w->out_height, w->out_width);
+    return 3 * patches * filters <= 2 * 9 * w->out_height * w->out_width * conv->in * conv->out;
+}
+
+/* Return the floats of scratch for all that is done by patches. */
+DTRAIN__PRIVATE int64_t dtrain__winograd_floats(const dtrain__conv *conv)
+{
+    int64_t parts;
+    dtrain__winograd_chunk(conv, &parts);
+    return parts * dtrain__winograd_filters(conv) +
+           dtrain__winograd_slot(conv) * conv->cpu->thread_count;
+}
+
+/* Describe patches of `side` x `side` pixels, the first of which begins at pixel (first[0],
+ * first[1]), as many as cover rows x columns pixels of the result. */
+static void dtrain__patches_describe(dtrain__windows *w, int side, const int64_t first[2],
+                                     int64_t rows, int64_t columns)
+{
+    w->rows = (rows + 3) / 4;
+    w->columns = (columns + 3) / 4;
+    w->stride[0] = w->stride[1] = 4;
+    w->tap_rows = w->tap_columns = side;
+    for (int t = 0; t < side; t++) {
+        w->y[t] = (int32_t)(first[0] + t);
+        w->x[t] = (int32_t)(first[1] + t);
+    }
+}
+
+/* Describe what forward and weight gradient have in common; input: the input gradient, which reads
+ * images like y and makes images like x. */
+static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool input)
+{
+    static const int64_t none[2] = {0, 0};
+    const dtrain_windows2d *w = &conv->windows;
+    int64_t first[2];
+    dtrain__winograd a;
+    memset(&a, 0, sizeof a);
+    dtrain__windows *x = input ? &a.to.windows : &a.from.windows;
+    dtrain__windows *y = input ? &a.from.windows : &a.to.windows;
+    x->height = w->height;
+    x->width = w->width;
+    x->channels = conv->in_all;
+    x->depth = conv->in;
+    y->height = w->out_height;
+    y->width = w->out_width;
+    y->channels = conv->out_all;
+    y->depth = conv->out;
+    for (int axis = 0; axis < 2; axis++)
+        first[axis] = input ? w->padding[axis] - 2 : -w->padding[axis];
+    const int64_t rows = a.to.windows.height, columns = a.to.windows.width;
+    dtrain__patches_describe(&a.from.windows, 6, first, rows, columns);
+    dtrain__patches_describe(&a.to.windows, 4, none, rows, columns);
+    a.from.data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
+    a.to.data = (void *)(uintptr_t)conv->d_y;
+    a.from.dtype = a.to.dtype = conv->dtype;
+    a.patches = dtrain__winograd_patches(w->batch, rows, columns);
+    a.block = dtrain__winograd_block(conv);
+    a.filters = conv->packed;
+    return a;
+}
+
+/* Transform the weights, then convolve. */
+static dtrain_result dtrain__winograd_run(const dtrain__conv *conv, const dtrain__winograd *a,
+                                          const dtrain__conv_weight *weight)
+{
+    const dtrain__kernels *kernels = conv->cpu->kernels;
+    const int64_t outer = dtrain__multiple(weight->outer, dtrain__winograd_lanes(conv));
+    dtrain__job job = dtrain__job_make(weight, outer, 1, weight->dtype);
+    DTRAIN__TRY(
+        dtrain__job_run(conv->cpu, &job, kernels->winograd_filter, dtrain__winograd_filters(conv)));
+    const dtrain_dtype widest = a->to.dtype > a->from.dtype ? a->to.dtype : a->from.dtype;
+    job = dtrain__job_make(a, (a->patches + a->block - 1) / a->block, 1, widest);
+    job.dynamic = true;
+    job.scratch = conv->packed + dtrain__winograd_filters(conv);
+    job.slot = dtrain__winograd_slot(conv);
+    return dtrain__job_run(conv->cpu, &job, kernels->winograd, conv->pixels * conv->in * conv->out);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv)
+{
+    const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
+    dtrain__winograd a = dtrain__winograd_make(conv, false);
+    a.bias = conv->bias;
+    return dtrain__winograd_run(conv, &a, &weight);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv, void *d_x,
+                                                          dtrain_dtype x_dtype, bool accumulate)
+{
+    static const int32_t reverse[9] = {8, 7, 6, 5, 4, 3, 2, 1, 0};
+    dtrain__conv_weight weight = dtrain__conv_weights(conv, true);
+    dtrain__winograd a = dtrain__winograd_make(conv, true);
+    weight.order = reverse;
+    a.to.data = (char *)d_x + dtrain_dtype_bytes(x_dtype) * (size_t)(conv->group * conv->in);
+    a.to.dtype = x_dtype;
+    a.accumulate = accumulate;
+    return dtrain__winograd_run(conv, &a, &weight);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
+                                                           float *d_weight, bool accumulate)
+{
+    const dtrain__kernels *kernels = conv->cpu->kernels;
+    dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
+    dtrain__winograd a = dtrain__winograd_make(conv, false);
+    dtrain__job job = dtrain__job_make(&a, 0, 1, conv->dtype);
+    job.chunk = dtrain__winograd_chunk(conv, &weight.parts);
+    job.total = weight.parts;
+    job.dynamic = true;
+    job.scratch = conv->packed + weight.parts * dtrain__winograd_filters(conv);
+    job.slot = dtrain__winograd_slot(conv);
+    DTRAIN__TRY(dtrain__job_run(conv->cpu, &job, kernels->winograd_weight,
+                                conv->pixels * conv->in * conv->out));
+    weight.d_weight = d_weight + conv->group * conv->in * conv->out * 9;
+    weight.accumulate = accumulate;
+    job = dtrain__job_make(&weight, weight.outer, 1, DTRAIN_DTYPE_F32);
+    return dtrain__job_run(conv->cpu, &job, kernels->winograd_filter_sum,
+                           weight.parts * dtrain__winograd_filters(conv));
 }
 
 /* ================================================================================================
@@ -31220,6 +31468,21 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
     DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
                                              DTRAIN__UNUSED int index, bool f32)
 
+/* The same for a kernel all of whose activations have the type of the job: compiled for each. */
+#define DTRAIN__KERNEL_OF(name)                                                             \
+    DTRAIN__HELPER void DTRAIN__K(name##_of)(dtrain__job * job, int64_t begin, int64_t end, \
+                                             dtrain_dtype dtype);                           \
+    DTRAIN__KERNEL(name)                                                                    \
+    {                                                                                       \
+        if (job->dtype <= DTRAIN_DTYPE_F32)                                                 \
+            DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_F32);                        \
+        else if (job->dtype == DTRAIN_DTYPE_BF16)                                           \
+            DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_BF16);                       \
+        else DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_F16);                       \
+    }                                                                                       \
+    DTRAIN__HELPER void DTRAIN__K(name##_of)(dtrain__job * job, int64_t begin, int64_t end, \
+                                             dtrain_dtype dtype)
+
 #define dtrain__v DTRAIN__K(v)
 #define dtrain__vi DTRAIN__K(vi)
 #define dtrain__vset DTRAIN__K(vset)
@@ -31540,13 +31803,22 @@ DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
     const DTRAIN__K(vwords) rounded = x + 0x7fffu + ((x >> 16) & 1u);
     const DTRAIN__K(vwords) nan = (DTRAIN__K(vwords))((x & 0x7fffffffu) > 0x7f800000u);
     const DTRAIN__K(vwords) bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
+#if DTRAIN__ISA == 3 /* gcc 12 makes several instructions of a conversion to or from 512 bits */
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits));
+#else
     *(DTRAIN__K(vhalves) *)to = __builtin_convertvector(bits, DTRAIN__K(vhalves));
+#endif
 }
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 {
+#if DTRAIN__ISA == 3
+    const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)from);
+    return (dtrain__v)((DTRAIN__K(vwords))_mm512_maskz_cvtepu16_epi32(0xffff, half) << 16);
+#else
     const DTRAIN__K(vhalves) half = *(const DTRAIN__K(vhalves) *)from;
     return (dtrain__v)(__builtin_convertvector(half, DTRAIN__K(vwords)) << 16);
+#endif
 }
 
 DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)
@@ -32527,13 +32799,16 @@ DTRAIN__KERNEL(permute)
 /* Batch normalisation
  *
  * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
- * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. */
+ * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
+ * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
+ * for them and the lines of memory that columns share stay in L1. */
+
+#define DTRAIN__BATCHNORM_ROWS 32
 
 /* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
-DTRAIN__KERNEL_AS(batchnorm_moments)
+DTRAIN__KERNEL_OF(batchnorm_moments)
 {
     const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -32559,20 +32834,24 @@ DTRAIN__KERNEL_AS(batchnorm_moments)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm)
+DTRAIN__KERNEL_OF(batchnorm)
 {
     const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    for (int64_t row = begin; row < end; row++)
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t at = row * a->n + i, n = a->n - i;
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
             const dtrain__v scale =
                 dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
-            const dtrain__v off =
-                dtrain__vload_as(a->x, dtype, at, n) - dtrain__vload_n(a->mean + i, n);
-            dtrain__v y = dtrain__vfma(off, scale, dtrain__vload_n(a->bias + i, n));
-            if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
-            dtrain__vstore_as(a->y, dtype, at, DTRAIN__K(vactivate)(a->activation, y), n);
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v bias = dtrain__vload_n(a->bias + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, at, n) - mean;
+                dtrain__v y = dtrain__vfma(off, scale, bias);
+                if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
+                if (a->activation) y = DTRAIN__K(vactivate)(DTRAIN_ACTIVATION_RELU, y);
+                dtrain__vstore_as(a->y, dtype, at, y, n);
+            }
         }
 }
 
@@ -32583,14 +32862,13 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const v
 {
     const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
     if (activation == DTRAIN_ACTIVATION_NONE) return d;
-    return DTRAIN__K(vdeactivate)(activation, dtrain__vload_as(y, dtype, at, n), d);
+    return DTRAIN__K(vdeactivate)(DTRAIN_ACTIVATION_RELU, dtrain__vload_as(y, dtype, at, n), d);
 }
 
 /* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL_AS(batchnorm_sums)
+DTRAIN__KERNEL_OF(batchnorm_sums)
 {
     const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -32619,24 +32897,27 @@ DTRAIN__KERNEL_AS(batchnorm_sums)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm_backward)
+DTRAIN__KERNEL_OF(batchnorm_backward)
 {
     const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const dtrain__v share = dtrain__vset(a->inverse_count[0]);
-    for (int64_t row = begin; row < end; row++)
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t at = row * a->n + i, n = a->n - i;
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
             const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
-            const dtrain__v h =
-                (dtrain__vload_as(a->x, dtype, at, n) - dtrain__vload_n(a->mean + i, n)) * rstd;
-            const dtrain__v d =
-                DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
-            const dtrain__v both = dtrain__vfma(h, dtrain__vload_n(a->sums + a->n + i, n),
-                                                dtrain__vload_n(a->sums + i, n));
-            dtrain__v slope = rstd * dtrain__vload_n(a->weight + i, n) * (d - both * share);
-            if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
-            dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+            const dtrain__v scale = rstd * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v sum = dtrain__vload_n(a->sums + i, n);
+            const dtrain__v product = dtrain__vload_n(a->sums + a->n + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                dtrain__v slope = scale * (d - dtrain__vfma(h, product, sum) * share);
+                if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
+                dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+            }
         }
 }
 
@@ -33346,7 +33627,9 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_window_rows)(float *panel, const dtrain__ope
 {
     if (x->dtype == DTRAIN_DTYPE_F32)
         DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F32, index, count, p, k);
-    else DTRAIN__K(pack_windows_as)(panel, x, x->dtype, index, count, p, k);
+    else if (x->dtype == DTRAIN_DTYPE_BF16)
+        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_BF16, index, count, p, k);
+    else DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F16, index, count, p, k);
 }
 
 /* Neighbours among the columns of a panel that are neighbours in memory: `run` channels, of the tap
@@ -33433,7 +33716,9 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dt
     if (!x->windows) DTRAIN__K(pack_steps)(panel, width, x, index, count, p, k);
     else if (x->dtype == DTRAIN_DTYPE_F32)
         DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F32, index, count, p, k);
-    else DTRAIN__K(pack_columns_as)(panel, width, x, x->dtype, index, count, p, k);
+    else if (x->dtype == DTRAIN_DTYPE_BF16)
+        DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_BF16, index, count, p, k);
+    else DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F16, index, count, p, k);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_columns)(float *panel, const dtrain__operand *x, int64_t index,
@@ -33646,6 +33931,462 @@ DTRAIN__KERNEL_AS(depthwise_weight)
                 }
             }
     }
+}
+
+/* ================================================================================================
+ * src/device/cpu/kernels/winograd.h
+ * ==============================================================================================*/
+
+/* Convolution of 3 x 3 taps by patches
+ *
+ * Four neighbours of y depend on six of x. In one dimension, four results of three taps need six
+ * multiplications in place of twelve (Winograd, "Arithmetic Complexity of Computations", 1980;
+ * Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2016): a product of
+ * polynomials by its values at 0, p, -p, q, -q and infinity,
+ *
+ *     y = A^T ((G w) (B^T x))
+ *
+ *     A^T = 1  1   1   1   1   0     B^T = p2 q2   0    -p2-q2   0     1  0
+ *           0  p  -p   q  -q   0             0   -p q2   -q2     p     1  0
+ *           0  p2  p2  q2  q2  0             0    p q2   -q2    -p     1  0
+ *           0  p3 -p3  q3 -q3  1             0   -q p2   -p2     q     1  0
+ *                                            0    q p2   -p2    -q     1  0
+ *     G = rows (1, t, t2) / n(t),            0    p2 q2    0   -p2-q2  0  1
+ *         the last (0, 0, 1)
+ *
+ * with p2 for the square of p and n(t) the product of t's distances from the other four values. In
+ * two dimensions, rows and columns are transformed one after the other, and 36 multiplications do
+ * the work of 144: each of the 36 places of a patch of 6 x 6 is a product of its own, (patches, in)
+ * times (in, out), whose operands and result are transformed patches. By transposition:
+ *
+ *     gradient of x    a convolution of d_y with the taps in reverse order
+ *     gradient of w    G^T (sum over patches of (A d_y) (B^T x))
+ *
+ * All sums are fp32, also of halves. Transforming costs accuracy, how much depends on p and q: with
+ * 5/8 and 3/2, whose powers are exact, errors are a third of those with the usual 1 and 2, some
+ * three times those of sums in order (7e-7 of y, root mean square, with 48 channels).
+ *
+ * What is transformed lies as (36 places, vectors of channels, patches or channels of the other
+ * side, lanes), zeros where there are no more channels: tiles step through it by constants. */
+
+#define DTRAIN__POINT_P 0.625f
+#define DTRAIN__POINT_Q 1.5f
+#define DTRAIN__P2 (DTRAIN__POINT_P * DTRAIN__POINT_P)
+#define DTRAIN__Q2 (DTRAIN__POINT_Q * DTRAIN__POINT_Q)
+#define DTRAIN__N0 (DTRAIN__P2 * DTRAIN__Q2)
+#define DTRAIN__NP (2 * DTRAIN__P2 * (DTRAIN__P2 - DTRAIN__Q2))
+#define DTRAIN__NQ (2 * DTRAIN__Q2 * (DTRAIN__Q2 - DTRAIN__P2))
+
+/* Each transform of a line stores its results, which are fewer or more, `step` floats apart. */
+
+/* B^T x */
+DTRAIN__HELPER void DTRAIN__K(line_input)(float *to, int64_t step, dtrain__v a, dtrain__v b,
+                                          dtrain__v c, dtrain__v d, dtrain__v e, dtrain__v f)
+{
+    const dtrain__v p = dtrain__vset(DTRAIN__POINT_P), q = dtrain__vset(DTRAIN__POINT_Q);
+    const dtrain__v p2 = dtrain__vset(-DTRAIN__P2), q2 = dtrain__vset(-DTRAIN__Q2);
+    const dtrain__v both = dtrain__vset(DTRAIN__P2 * DTRAIN__Q2), sum = p2 + q2;
+    const dtrain__v p_even = dtrain__vfma(q2, c, e), p_odd = p * dtrain__vfma(q2, b, d);
+    const dtrain__v q_even = dtrain__vfma(p2, c, e), q_odd = q * dtrain__vfma(p2, b, d);
+    dtrain__vstore(to, dtrain__vfma(both, a, dtrain__vfma(sum, c, e)));
+    dtrain__vstore(to + step, p_even + p_odd);
+    dtrain__vstore(to + 2 * step, p_even - p_odd);
+    dtrain__vstore(to + 3 * step, q_even + q_odd);
+    dtrain__vstore(to + 4 * step, q_even - q_odd);
+    dtrain__vstore(to + 5 * step, dtrain__vfma(both, b, dtrain__vfma(sum, d, f)));
+}
+
+/* A d_y */
+DTRAIN__HELPER void DTRAIN__K(line_slope)(float *to, int64_t step, dtrain__v a, dtrain__v b,
+                                          dtrain__v c, dtrain__v d)
+{
+    const dtrain__v p = dtrain__vset(DTRAIN__POINT_P), q = dtrain__vset(DTRAIN__POINT_Q);
+    const dtrain__v p2 = dtrain__vset(DTRAIN__P2), q2 = dtrain__vset(DTRAIN__Q2);
+    const dtrain__v p_even = dtrain__vfma(p2, c, a), p_odd = p * dtrain__vfma(p2, d, b);
+    const dtrain__v q_even = dtrain__vfma(q2, c, a), q_odd = q * dtrain__vfma(q2, d, b);
+    dtrain__vstore(to, a);
+    dtrain__vstore(to + step, p_even + p_odd);
+    dtrain__vstore(to + 2 * step, p_even - p_odd);
+    dtrain__vstore(to + 3 * step, q_even + q_odd);
+    dtrain__vstore(to + 4 * step, q_even - q_odd);
+    dtrain__vstore(to + 5 * step, d);
+}
+
+/* A^T */
+DTRAIN__HELPER void DTRAIN__K(line_output)(float *to, int64_t step, dtrain__v a, dtrain__v b,
+                                           dtrain__v c, dtrain__v d, dtrain__v e, dtrain__v f)
+{
+    const dtrain__v p = dtrain__vset(DTRAIN__POINT_P), q = dtrain__vset(DTRAIN__POINT_Q);
+    const dtrain__v p2 = dtrain__vset(DTRAIN__P2), q2 = dtrain__vset(DTRAIN__Q2);
+    const dtrain__v p_even = b + c, p_odd = p * (b - c), q_even = d + e, q_odd = q * (d - e);
+    dtrain__vstore(to, a + p_even + q_even);
+    dtrain__vstore(to + step, p_odd + q_odd);
+    dtrain__vstore(to + 2 * step, dtrain__vfma(q2, q_even, p2 * p_even));
+    dtrain__vstore(to + 3 * step, dtrain__vfma(q2, q_odd, dtrain__vfma(p2, p_odd, f)));
+}
+
+/* G w */
+DTRAIN__HELPER void DTRAIN__K(line_filter)(float *to, int64_t step, dtrain__v a, dtrain__v b,
+                                           dtrain__v c)
+{
+    const dtrain__v p = dtrain__vset(DTRAIN__POINT_P), q = dtrain__vset(DTRAIN__POINT_Q);
+    const dtrain__v p2 = dtrain__vset(DTRAIN__P2), q2 = dtrain__vset(DTRAIN__Q2);
+    const dtrain__v p_part = dtrain__vset(1 / DTRAIN__NP), q_part = dtrain__vset(1 / DTRAIN__NQ);
+    const dtrain__v p_even = dtrain__vfma(p2, c, a), q_even = dtrain__vfma(q2, c, a);
+    dtrain__vstore(to, dtrain__vset(1 / DTRAIN__N0) * a);
+    dtrain__vstore(to + step, p_part * dtrain__vfma(p, b, p_even));
+    dtrain__vstore(to + 2 * step, p_part * dtrain__vfma(-p, b, p_even));
+    dtrain__vstore(to + 3 * step, q_part * dtrain__vfma(q, b, q_even));
+    dtrain__vstore(to + 4 * step, q_part * dtrain__vfma(-q, b, q_even));
+    dtrain__vstore(to + 5 * step, c);
+}
+
+/* G^T, of the sum of d_y x */
+DTRAIN__HELPER void DTRAIN__K(line_filter_slope)(float *to, int64_t step, dtrain__v a, dtrain__v b,
+                                                 dtrain__v c, dtrain__v d, dtrain__v e, dtrain__v f)
+{
+    const dtrain__v p = dtrain__vset(DTRAIN__POINT_P), q = dtrain__vset(DTRAIN__POINT_Q);
+    const dtrain__v p2 = dtrain__vset(DTRAIN__P2), q2 = dtrain__vset(DTRAIN__Q2);
+    const dtrain__v p_part = dtrain__vset(1 / DTRAIN__NP), q_part = dtrain__vset(1 / DTRAIN__NQ);
+    const dtrain__v p_even = p_part * (b + c), q_even = q_part * (d + e);
+    const dtrain__v p_odd = p_part * (b - c), q_odd = q_part * (d - e);
+    dtrain__vstore(to, dtrain__vfma(dtrain__vset(1 / DTRAIN__N0), a, p_even + q_even));
+    dtrain__vstore(to + step, dtrain__vfma(q, q_odd, p * p_odd));
+    dtrain__vstore(to + 2 * step, dtrain__vfma(q2, q_even, dtrain__vfma(p2, p_even, f)));
+}
+
+/* Lines of six or of four vectors, `step` floats apart, as arguments. */
+#define DTRAIN__LINE4(from, step)                                                            \
+    dtrain__vload(from), dtrain__vload((from) + (step)), dtrain__vload((from) + 2 * (step)), \
+        dtrain__vload((from) + 3 * (step))
+#define DTRAIN__LINE6(from, step)                                  \
+    DTRAIN__LINE4(from, step), dtrain__vload((from) + 4 * (step)), \
+        dtrain__vload((from) + 5 * (step))
+
+/* Find the pixels of a patch: where their channels begin; -1: outside. Return whether all are
+ * inside: then only the first is looked for. */
+DTRAIN__HELPER bool DTRAIN__K(patch_pixels)(int64_t at[36], const dtrain__windows *w, int side,
+                                            const dtrain__corner *corner)
+{
+    at[0] = dtrain__window_tap(w, corner, 0, 0);
+    if (at[0] >= 0 && dtrain__window_tap(w, corner, side - 1, side - 1) >= 0) return true;
+    for (int a = 0; a < side; a++)
+        for (int b = 0; b < side; b++) at[a * side + b] = dtrain__window_tap(w, corner, a, b);
+    return false;
+}
+
+/* Return where pixel (a, b) of a patch is. */
+DTRAIN__HELPER int64_t DTRAIN__K(patch_pixel)(const int64_t at[36], bool inside,
+                                              const dtrain__windows *w, int side, int a, int b)
+{
+    return inside ? at[0] + (a * w->width + b) * w->channels : at[a * side + b];
+}
+
+/* Fetch the pixels of the patch that is `ahead` patches behind this one, but for those that a patch
+ * before it needed. */
+DTRAIN__HELPER void DTRAIN__K(patch_prefetch)(const dtrain__patches *images, const int64_t at[36],
+                                              bool inside, int side, int ahead)
+{
+    const dtrain__windows *w = &images->windows;
+    const int64_t bytes = images->dtype <= DTRAIN_DTYPE_F32 ? 4 : 2;
+    for (int i = side - 4; i < side; i++) {
+        const int64_t first = DTRAIN__K(patch_pixel)(at, inside, w, side, i, side - 4);
+        const char *from = (const char *)images->data;
+        if (first < 0) continue;
+        from += bytes * (first + 4 * ahead * w->channels);
+        for (int64_t offset = 0; offset < 4 * bytes * w->depth; offset += 64)
+            __builtin_prefetch(from + offset);
+    }
+}
+
+/* Load `count` channels, a vector at most, of pixel (a, b) of a patch; zeros outside. */
+DTRAIN__HELPER dtrain__v DTRAIN__K(patch_load)(const dtrain__patches *images, dtrain_dtype dtype,
+                                               int side, const int64_t at[36], bool inside, int a,
+                                               int b, int64_t channel, int64_t count)
+{
+    const int64_t pixel = DTRAIN__K(patch_pixel)(at, inside, &images->windows, side, a, b);
+    if (!inside && pixel < 0) return dtrain__vset(0);
+    return dtrain__vload_as(images->data, dtype, pixel + channel, count);
+}
+
+/* Transform `count` channels, a vector at most, of a patch of 6 x 6 pixels of x or 4 x 4 of d_y. */
+DTRAIN__HELPER void DTRAIN__K(patch_read)(float *to, int64_t place, const dtrain__patches *images,
+                                          dtrain_dtype dtype, int side, const int64_t at[36],
+                                          bool inside, int64_t channel, int64_t count)
+{
+    float middle[36 * DTRAIN__W] __attribute__((aligned(64)));
+    const int64_t row = side * DTRAIN__W;
+    for (int j = 0; j < side; j++) {
+        float *column = middle + j * DTRAIN__W;
+#define DTRAIN__PIXEL(i) \
+    DTRAIN__K(patch_load)(images, dtype, side, at, inside, i, j, channel, count)
+        if (side == 4) DTRAIN__K(line_slope)
+        (column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1), DTRAIN__PIXEL(2), DTRAIN__PIXEL(3));
+        else DTRAIN__K(line_input)(column, row, DTRAIN__PIXEL(0), DTRAIN__PIXEL(1),
+                                   DTRAIN__PIXEL(2), DTRAIN__PIXEL(3), DTRAIN__PIXEL(4),
+                                   DTRAIN__PIXEL(5));
+#undef DTRAIN__PIXEL
+    }
+    for (int i = 0; i < 6; i++, to += 6 * place) {
+        const float *line = middle + i * row;
+        if (side == 4) DTRAIN__K(line_slope)(to, place, DTRAIN__LINE4(line, DTRAIN__W));
+        else DTRAIN__K(line_input)(to, place, DTRAIN__LINE6(line, DTRAIN__W));
+    }
+}
+
+DTRAIN__HELPER void DTRAIN__K(patches_read_as)(float *to, const dtrain__winograd *a,
+                                               const dtrain__patches *images, dtrain_dtype dtype,
+                                               int side, int64_t first, int64_t count)
+{
+    const dtrain__windows *w = &images->windows;
+    const int64_t vectors = (w->depth + DTRAIN__W - 1) / DTRAIN__W;
+    const int64_t place = dtrain__winograd_place(vectors, a->block, DTRAIN__W);
+    dtrain__corner corner = dtrain__window_corner(w, first);
+    int64_t at[36];
+    for (int64_t t = 0; t < count; t++, dtrain__window_next(w, &corner)) {
+        const bool inside = DTRAIN__K(patch_pixels)(at, w, side, &corner);
+        DTRAIN__K(patch_prefetch)(images, at, inside, side, 2);
+        for (int64_t v = 0; v < vectors; v++) {
+            float *out = to + (v * a->block + t) * DTRAIN__W;
+            const int64_t channel = v * DTRAIN__W, rest = w->depth - channel;
+            if (inside)
+                DTRAIN__K(patch_read)(out, place, images, dtype, side, at, true, channel, rest);
+            else DTRAIN__K(patch_read)(out, place, images, dtype, side, at, false, channel, rest);
+        }
+    }
+}
+
+/* Transform `count` patches of x from `first` on. */
+DTRAIN__ROUTINE void DTRAIN__K(patches_read)(float *to, const dtrain__winograd *a, int64_t first,
+                                             int64_t count)
+{
+    const dtrain__patches *x = &a->from;
+    if (x->dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_F32, 6, first, count);
+    else if (x->dtype == DTRAIN_DTYPE_BF16)
+        DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_BF16, 6, first, count);
+    else DTRAIN__K(patches_read_as)(to, a, x, DTRAIN_DTYPE_F16, 6, first, count);
+}
+
+/* The same of d_y. */
+DTRAIN__ROUTINE void DTRAIN__K(patches_read_slope)(float *to, const dtrain__winograd *a,
+                                                   int64_t first, int64_t count)
+{
+    const dtrain__patches *d_y = &a->to;
+    if (d_y->dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_F32, 4, first, count);
+    else if (d_y->dtype == DTRAIN_DTYPE_BF16)
+        DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_BF16, 4, first, count);
+    else DTRAIN__K(patches_read_as)(to, a, d_y, DTRAIN_DTYPE_F16, 4, first, count);
+}
+
+DTRAIN__HELPER void DTRAIN__K(patches_write_as)(const dtrain__winograd *a, dtrain_dtype dtype,
+                                                int64_t first, int64_t count, const float *from)
+{
+    const dtrain__windows *w = &a->to.windows;
+    const int64_t vectors = (w->depth + DTRAIN__W - 1) / DTRAIN__W;
+    const int64_t place = dtrain__winograd_place(vectors, a->block, DTRAIN__W);
+    dtrain__corner corner = dtrain__window_corner(w, first);
+    int64_t at[36];
+    for (int64_t t = 0; t < count; t++, dtrain__window_next(w, &corner)) {
+        const bool inside = DTRAIN__K(patch_pixels)(at, w, 4, &corner);
+        DTRAIN__K(patch_prefetch)(&a->to, at, inside, 4, 1);
+        for (int64_t v = 0; v < vectors; v++) {
+            const float *places = from + (v * a->block + t) * DTRAIN__W;
+            const int64_t channel = v * DTRAIN__W, rest = w->depth - channel;
+            const dtrain__v bias =
+                a->bias ? dtrain__vload_n(a->bias + channel, rest) : dtrain__vset(0);
+            float middle[24 * DTRAIN__W] __attribute__((aligned(64)));
+            float y[4 * DTRAIN__W] __attribute__((aligned(64)));
+            for (int j = 0; j < 6; j++) DTRAIN__K(line_output)
+            (middle + j * DTRAIN__W, 6 * DTRAIN__W, DTRAIN__LINE6(places + j * place, 6 * place));
+            for (int i = 0; i < 4; i++) {
+                DTRAIN__K(line_output)
+                (y, DTRAIN__W, DTRAIN__LINE6(middle + 6 * i * DTRAIN__W, DTRAIN__W));
+                for (int j = 0; j < 4; j++) {
+                    const int64_t pixel = DTRAIN__K(patch_pixel)(at, inside, w, 4, i, j);
+                    if (pixel < 0) continue;
+                    dtrain__v sum = dtrain__vload(y + j * DTRAIN__W) + bias;
+                    if (a->accumulate)
+                        sum += dtrain__vload_as(a->to.data, dtype, pixel + channel, rest);
+                    dtrain__vstore_as(a->to.data, dtype, pixel + channel, sum, rest);
+                }
+            }
+        }
+    }
+}
+
+/* Transform `count` patches of y from `first` on back, and store the pixels that there are. */
+DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t first,
+                                              int64_t count, const float *from)
+{
+    if (a->to.dtype <= DTRAIN_DTYPE_F32)
+        DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F32, first, count, from);
+    else if (a->to.dtype == DTRAIN_DTYPE_BF16)
+        DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_BF16, first, count, from);
+    else DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F16, first, count, from);
+}
+
+/* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels each. */
+DTRAIN__ROUTINE void DTRAIN__K(patch_tile)(int64_t blocks, const float *a, int64_t a_block,
+                                           const float *b, float *c)
+{
+    enum { a_row = DTRAIN__W, c_row = DTRAIN__W };
+    DTRAIN__NARROW_ROWS(DTRAIN__NARROW_BEGIN)
+    for (; blocks > 0; blocks--, a += a_block)
+        for (int at = 0; at < DTRAIN__W; at++, b += DTRAIN__W) {
+            const dtrain__v b_only = dtrain__vload(b);
+            DTRAIN__NARROW_ROWS(DTRAIN__NARROW_STEP)
+        }
+#define DTRAIN__PATCH_END(r) dtrain__vstore(c + (r)*c_row, sum##r);
+    DTRAIN__NARROW_ROWS(DTRAIN__PATCH_END)
+}
+
+/* Range: blocks of a->block patches. Scratch of a thread: transformed patches, of x and of y. Of
+ * the last block's tiles, rows without a patch are computed and dropped. */
+DTRAIN__KERNEL(winograd)
+{
+    const dtrain__winograd *a = (const dtrain__winograd *)job->args;
+    const int64_t in = (a->from.windows.depth + DTRAIN__W - 1) / DTRAIN__W;
+    const int64_t out = (a->to.windows.depth + DTRAIN__W - 1) / DTRAIN__W;
+    const int64_t in_place = dtrain__winograd_place(in, a->block, DTRAIN__W);
+    const int64_t out_place = dtrain__winograd_place(out, a->block, DTRAIN__W);
+    float *x = job->scratch + index * job->slot, *y = x + 36 * in_place;
+    for (int64_t block = begin; block < end; block++) {
+        const int64_t first = block * a->block, rest = a->patches - first;
+        const int64_t count = rest < a->block ? rest : a->block;
+        DTRAIN__K(patches_read)(x, a, first, count);
+        for (int64_t place = 0; place < 36; place++)
+            for (int64_t v = 0; v < out; v++) {
+                const float *filter = a->filters + (place * out + v) * in * DTRAIN__W * DTRAIN__W;
+                for (int64_t t = 0; t < count; t += DTRAIN__NARROW_MR) DTRAIN__K(patch_tile)
+                (in, x + place * in_place + t * DTRAIN__W, a->block * DTRAIN__W, filter,
+                 y + place * out_place + (v * a->block + t) * DTRAIN__W);
+            }
+        DTRAIN__K(patches_write)(a, first, count, y);
+    }
+}
+
+/* Sums of a place for W channels of x and one vector of those of d_y, over `patches`. */
+#if DTRAIN__W == 16
+#define DTRAIN__LANES(DO) DTRAIN__TWELVE(DO) DO(12) DO(13) DO(14) DO(15)
+#elif DTRAIN__W == 8
+#define DTRAIN__LANES(DO) DTRAIN__SIX(DO) DO(6) DO(7)
+#elif DTRAIN__W == 4
+#define DTRAIN__LANES(DO) DO(0) DO(1) DO(2) DO(3)
+#else
+#define DTRAIN__LANES(DO) DO(0)
+#endif
+DTRAIN__ROUTINE void DTRAIN__K(patch_weight_tile)(int64_t patches, const float *a, const float *b,
+                                                  float *c)
+{
+    enum { a_row = 1, at = 0 };
+#define DTRAIN__PATCH_LOAD(r) dtrain__v sum##r = dtrain__vload(c + (r)*DTRAIN__W);
+#define DTRAIN__PATCH_STORE(r) dtrain__vstore(c + (r)*DTRAIN__W, sum##r);
+    DTRAIN__LANES(DTRAIN__PATCH_LOAD)
+    for (; patches > 0; patches--, a += DTRAIN__W, b += DTRAIN__W) {
+        const dtrain__v b_only = dtrain__vload(b);
+        DTRAIN__LANES(DTRAIN__NARROW_STEP)
+    }
+    DTRAIN__LANES(DTRAIN__PATCH_STORE)
+}
+
+/* Range: parts of job->chunk blocks, each with transformed filters of its own. Scratch of a thread:
+ * transformed patches of x and of d_y. */
+DTRAIN__KERNEL(winograd_weight)
+{
+    const dtrain__winograd *a = (const dtrain__winograd *)job->args;
+    const int64_t in = (a->from.windows.depth + DTRAIN__W - 1) / DTRAIN__W;
+    const int64_t out = (a->to.windows.depth + DTRAIN__W - 1) / DTRAIN__W;
+    const int64_t in_place = dtrain__winograd_place(in, a->block, DTRAIN__W);
+    const int64_t out_place = dtrain__winograd_place(out, a->block, DTRAIN__W);
+    const int64_t square = DTRAIN__W * DTRAIN__W;
+    float *x = job->scratch + index * job->slot, *d_y = x + 36 * in_place;
+    for (int64_t part = begin; part < end; part++) {
+        float *sums = a->filters + part * 36 * in * out * square;
+        memset(sums, 0, (size_t)(36 * in * out * square) * sizeof *sums);
+        for (int64_t b = 0; b < job->chunk; b++) {
+            const int64_t first = (part * job->chunk + b) * a->block, rest = a->patches - first;
+            const int64_t count = rest < a->block ? rest : a->block;
+            if (count <= 0) break;
+            DTRAIN__K(patches_read)(x, a, first, count);
+            DTRAIN__K(patches_read_slope)(d_y, a, first, count);
+            for (int64_t place = 0; place < 36; place++)
+                for (int64_t v = 0; v < out; v++)
+                    for (int64_t u = 0; u < in; u++) DTRAIN__K(patch_weight_tile)
+            (count, x + place * in_place + u * a->block * DTRAIN__W,
+             d_y + place * out_place + v * a->block * DTRAIN__W,
+             sums + ((place * out + v) * in + u) * square);
+        }
+    }
+}
+
+/* ---- Weights: (place, vectors of inner channels, outer channels, lanes) */
+
+/* Range: outer, rounded up to whole vectors. */
+DTRAIN__KERNEL(winograd_filter)
+{
+    const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
+    const int64_t vectors = (a->inner + DTRAIN__W - 1) / DTRAIN__W;
+    const int64_t place = vectors * job->total * DTRAIN__W;
+    for (int64_t o = begin; o < end; o++)
+        for (int64_t v = 0; v < vectors; v++) {
+            float w[9 * DTRAIN__W] = {0}, middle[18 * DTRAIN__W];
+            const int64_t rest = o < a->outer ? a->inner - v * DTRAIN__W : 0;
+            for (int64_t lane = 0; lane < rest && lane < DTRAIN__W; lane++) {
+                const int64_t at = o * a->outer_stride + (v * DTRAIN__W + lane) * a->inner_stride;
+                for (int t = 0; t < 9; t++)
+                    w[t * DTRAIN__W + lane] =
+                        dtrain__vload_as(a->weight, a->dtype, at + a->order[t], 1)[0];
+            }
+            for (int j = 0; j < 3; j++) {
+                const float *column = w + j * DTRAIN__W;
+                DTRAIN__K(line_filter)
+                (middle + j * DTRAIN__W, 3 * DTRAIN__W, dtrain__vload(column),
+                 dtrain__vload(column + 3 * DTRAIN__W), dtrain__vload(column + 6 * DTRAIN__W));
+            }
+            float *to = a->packed + (v * job->total + o) * DTRAIN__W;
+            for (int i = 0; i < 6; i++, to += 6 * place) {
+                const float *line = middle + 3 * i * DTRAIN__W;
+                DTRAIN__K(line_filter)
+                (to, place, dtrain__vload(line), dtrain__vload(line + DTRAIN__W),
+                 dtrain__vload(line + 2 * DTRAIN__W));
+            }
+        }
+}
+
+/* Range: outer. Adds the parts up, in order, and transforms their sum back. */
+DTRAIN__KERNEL(winograd_filter_sum)
+{
+    const dtrain__conv_weight *a = (const dtrain__conv_weight *)job->args;
+    const int64_t vectors = (a->inner + DTRAIN__W - 1) / DTRAIN__W;
+    const int64_t outer = (a->outer + DTRAIN__W - 1) / DTRAIN__W * DTRAIN__W;
+    const int64_t place = vectors * outer * DTRAIN__W;
+    for (int64_t o = begin; o < end; o++)
+        for (int64_t v = 0; v < vectors; v++) {
+            const float *from = a->packed + (v * outer + o) * DTRAIN__W;
+            const int64_t rest = a->inner - v * DTRAIN__W;
+            float sums[36 * DTRAIN__W], middle[18 * DTRAIN__W], taps[9 * DTRAIN__W];
+            for (int i = 0; i < 36; i++, from += place) {
+                dtrain__v sum = dtrain__vload(from);
+                for (int64_t part = 1; part < a->parts; part++)
+                    sum += dtrain__vload(from + part * 36 * place);
+                dtrain__vstore(sums + i * DTRAIN__W, sum);
+            }
+            for (int j = 0; j < 6; j++) DTRAIN__K(line_filter_slope)
+            (middle + j * DTRAIN__W, 6 * DTRAIN__W,
+             DTRAIN__LINE6(sums + j * DTRAIN__W, 6 * DTRAIN__W));
+            for (int i = 0; i < 3; i++) DTRAIN__K(line_filter_slope)
+            (taps + 3 * i * DTRAIN__W, DTRAIN__W,
+             DTRAIN__LINE6(middle + 6 * i * DTRAIN__W, DTRAIN__W));
+            for (int64_t lane = 0; lane < rest && lane < DTRAIN__W; lane++) {
+                const int64_t at = o * a->outer_stride + (v * DTRAIN__W + lane) * a->inner_stride;
+                for (int t = 0; t < 9; t++) {
+                    float *to = a->d_weight + at + a->order[t];
+                    *to = (a->accumulate ? *to : 0) + taps[t * DTRAIN__W + lane];
+                }
+            }
+        }
 }
 
 /* ================================================================================================
@@ -34252,5 +34993,6 @@ static const dtrain__kernels DTRAIN__K(kernels) = {DTRAIN__STRING(DTRAIN__SUFFIX
 #undef DTRAIN__ROWS
 #undef DTRAIN__NARROW_MR
 #undef DTRAIN__NARROW_ROWS
+#undef DTRAIN__LANES
 #undef DTRAIN__UNROLL
 #endif

@@ -147,6 +147,7 @@ extern "C" {
 #include "device/cpu/launch_batchnorm.c"
 #include "device/cpu/launch_sparse.c"
 #include "device/cpu/launch_convolution.c"
+#include "device/cpu/launch_winograd.c"
 #include "device/cpu/gemm.c"
 #include "device/cpu/kernels.c"
 

@@ -243,7 +243,8 @@ static bool check_shape(const shape *s, int from, int to)
 /* ---- Shapes: chosen, then random ---------------------------------------------------------------*/
 
 /* The kinds of layer that nets have, and what is special to this implementation: panels that end inside a
- * tap, channels around a vector, several parts of a weight gradient, classes without a tap. */
+ * tap, channels around a vector, several parts of a weight gradient, classes without a tap; by patches:
+ * paddings, groups, channels that fill no vector, patches that the image cuts, several blocks. */
 static const shape chosen[] = {
     {2, 8, 8, 3, 16, 1, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 0, 0, true, false},
     {1, 7, 9, 16, 16, 1, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 0, 0, false, true},
@@ -260,7 +261,10 @@ static const shape chosen[] = {
     {1, 10, 10, 1, 1, 1, {4, 4}, {3, 3}, {0, 0}, {1, 1}, 0, 0, true, false},
     {1, 3, 3, 2, 3, 1, {1, 1}, {5, 5}, {0, 0}, {1, 1}, 0, 0, true, true},
     {1, 2, 2, 3, 2, 1, {3, 3}, {1, 1}, {4, 3}, {1, 1}, 0, 0, true, false},
-    {1, 5, 4, 130, 7, 1, {2, 3}, {1, 1}, {1, 1}, {1, 1}, 0, 0, false, false}};
+    {1, 5, 4, 130, 7, 1, {2, 3}, {1, 1}, {1, 1}, {1, 1}, 0, 0, false, false},
+    {2, 13, 14, 14, 15, 1, {3, 3}, {1, 1}, {0, 2}, {1, 1}, 0, 0, true, true},
+    {1, 14, 12, 32, 28, 2, {3, 3}, {1, 1}, {3, 1}, {1, 1}, 0, 0, true, false},
+    {3, 23, 19, 30, 13, 1, {3, 3}, {1, 1}, {1, 1}, {1, 1}, 0, 0, true, true}};
 
 static void test_shapes(void)
 {

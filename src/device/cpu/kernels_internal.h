@@ -36,7 +36,8 @@ typedef struct dtrain__job {
     X(add) X(axpby) X(dropout) X(sum) X(convert) X(adamw) X(sgd) X(lion) X(muon)     \
     X(topk) X(batchnorm_moments) X(batchnorm) X(batchnorm_sums)                      \
     X(batchnorm_backward) X(conv_weight) X(conv_weight_sum) X(depthwise)             \
-    X(depthwise_input) X(depthwise_weight) X(pool2d) X(pool2d_backward)
+    X(depthwise_input) X(depthwise_weight) X(winograd_filter) X(winograd)            \
+    X(winograd_weight) X(winograd_filter_sum) X(pool2d) X(pool2d_backward)
 /* clang-format on */
 
 /* Tiles of convolutions. rows: a panel of A has its rows one behind the other, which is how windows
@@ -98,6 +99,29 @@ typedef struct dtrain__depthwise {
     dtrain_dtype dtype, y_dtype;
     bool accumulate;
 } dtrain__depthwise;
+
+/* Images as patches of 6 x 6 pixels, or of 4 x 4: windows with a stride of four. */
+typedef struct dtrain__patches {
+    dtrain__windows windows;
+    void *data;
+    dtrain_dtype dtype;
+} dtrain__patches;
+
+/* A convolution of 3 x 3 taps by patches, or (d_y in `to`) its weight gradient. */
+typedef struct dtrain__winograd {
+    dtrain__patches from, to;
+    int64_t patches, block; /* how many, and how many a thread takes at once */
+    float *filters;         /* transformed weights, or (parts) of their gradient */
+    const float *bias;
+    bool accumulate;
+} dtrain__winograd;
+
+/* Return the floats of one place of a block: a line more than it has, or the 36 places of a patch
+ * would share few sets of L1. */
+static inline int64_t dtrain__winograd_place(int64_t vectors, int64_t block, int64_t lanes)
+{
+    return (vectors * block + 1) * lanes;
+}
 
 #define DTRAIN__TOPK_BLOCK 1024    /* elements between two looks at the room that is left */
 #define DTRAIN__ATTENTION_BLOCK 64 /* queries and keys of an attention block */

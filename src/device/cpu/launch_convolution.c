@@ -14,31 +14,19 @@
  *
  * Each group is a product of its own; with one channel of input and output in each, the depthwise
  * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
- * in) in fp32, into the beginning of scratch. */
+ * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
+ * are channels enough: launch_winograd.c. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
 #include "core/result.h"
 #include "device/backend.h"
+#include "device/cpu/convolution_internal.h"
 #include "device/cpu/cpu_internal.h"
 #include "device/cpu/gemm_internal.h"
 #include "device/cpu/kernels_internal.h"
 #include "device/device.h"
-
-/* One group, or all of a depthwise convolution. */
-typedef struct dtrain__conv {
-    dtrain__cpu *cpu;
-    dtrain_windows2d windows;
-    int64_t in, out, in_all, out_all; /* channels of the group, of all */
-    int64_t taps, pixels;             /* of the output */
-    int64_t group;
-    const char *x, *weight, *d_y; /* from the group's first channel on; d_y is y forward */
-    const float *bias;
-    dtrain_dtype dtype;
-    float *packed;  /* scratch */
-    int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
-} dtrain__conv;
 
 static size_t dtrain__conv_bytes(dtrain_dtype dtype) { return dtype == DTRAIN_DTYPE_F32 ? 4 : 2; }
 
@@ -123,23 +111,26 @@ static int64_t dtrain__conv_parts(const dtrain__conv *conv)
     return (conv->pixels + part - 1) / part;
 }
 
-/* Take scratch for `floats` of packed weights, the order of taps and what a product needs, all at
- * once: growing it later would lose what is there. */
+/* Take scratch for the order of taps, `floats` of packed weights and what a product needs, or for
+ * patches, all at once: growing it later would lose what is there. */
 static dtrain_result dtrain__conv_scratch(dtrain__conv *conv, int64_t floats, int64_t *reserve)
 {
-    const int64_t packed = dtrain__multiple(floats, DTRAIN__LINE);
+    const int64_t order = dtrain__multiple(2 * conv->taps, DTRAIN__LINE);
     float *scratch;
-    *reserve = packed + dtrain__multiple(2 * conv->taps, DTRAIN__LINE);
-    DTRAIN__TRY(dtrain__cpu_scratch(
-        conv->cpu, *reserve + dtrain__gemm_slot(true) * conv->cpu->thread_count, &scratch));
-    conv->packed = scratch;
-    conv->order = (int32_t *)(void *)(scratch + packed);
+    *reserve = order + dtrain__multiple(floats, DTRAIN__LINE);
+    int64_t most = *reserve + dtrain__gemm_slot(true) * conv->cpu->thread_count;
+    conv->patches = dtrain__winograd_fits(conv);
+    if (conv->patches && most < order + dtrain__winograd_floats(conv))
+        most = order + dtrain__winograd_floats(conv);
+    DTRAIN__TRY(dtrain__cpu_scratch(conv->cpu, most, &scratch));
+    conv->order = (int32_t *)(void *)scratch;
+    conv->packed = scratch + order;
     for (int64_t t = 0; t < conv->taps; t++) conv->order[t] = (int32_t)t;
     return DTRAIN_OK;
 }
 
 /* Describe a weight (out, in, taps) as (outer, inner): (in, out), or (out, in). */
-static dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
+DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first)
 {
     dtrain__conv_weight weight;
     memset(&weight, 0, sizeof weight);
@@ -229,6 +220,7 @@ static dtrain_result dtrain__conv_forward(const dtrain__conv *conv, int64_t rese
     const dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
+    if (conv->patches) return dtrain__winograd_forward(conv);
     DTRAIN__TRY(dtrain__conv_pack(conv, &weight));
     memset(&args, 0, sizeof args);
     args.m = conv->pixels;
@@ -258,6 +250,7 @@ static dtrain_result dtrain__conv_weight_grad(const dtrain__conv *conv, int64_t 
     dtrain__conv_weight weight = dtrain__conv_weights(conv, false);
     dtrain_gemm_args args;
     dtrain__gemm_call product;
+    if (conv->patches) return dtrain__winograd_weight_grad(conv, d_weight, accumulate);
     memset(&args, 0, sizeof args);
     args.m = conv->taps * conv->in;
     args.n = args.ldc = conv->out;
@@ -451,6 +444,8 @@ static dtrain_result dtrain__group_backward(const dtrain__conv *conv, int64_t re
         DTRAIN__TRY(
             dtrain__conv_weight_grad(conv, reserve, args->d_weight, args->accumulate_weight));
     if (!args->d_x) return DTRAIN_OK;
+    if (conv->patches)
+        return dtrain__winograd_input_grad(conv, args->d_x, args->x_dtype, args->accumulate_x);
     const int64_t height = conv->windows.height, width = conv->windows.width;
     for (rest[0] = 0; rest[0] < conv->windows.stride[0] && rest[0] < height; rest[0]++)
         for (rest[1] = 0; rest[1] < conv->windows.stride[1] && rest[1] < width; rest[1]++)

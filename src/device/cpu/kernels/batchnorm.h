@@ -1,13 +1,16 @@
 /* Batch normalisation
  *
  * Sums run down columns: in a chunk of rows that stays in L1, a vector of columns at a time. Chunks
- * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. */
+ * leave their sums in scratch, (chunk_count, 2 n), and are put together in order. What is made of
+ * each row by itself takes a few rows at a time, so that what belongs to a column is loaded once
+ * for them and the lines of memory that columns share stay in L1. */
+
+#define DTRAIN__BATCHNORM_ROWS 32
 
 /* Range: chunks. Means of the chunk, and sums of squared deviations from them. */
-DTRAIN__KERNEL_AS(batchnorm_moments)
+DTRAIN__KERNEL_OF(batchnorm_moments)
 {
     const dtrain_batchnorm_moments_args *a = (const dtrain_batchnorm_moments_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -33,20 +36,24 @@ DTRAIN__KERNEL_AS(batchnorm_moments)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm)
+DTRAIN__KERNEL_OF(batchnorm)
 {
     const dtrain_batchnorm_args *a = (const dtrain_batchnorm_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
-    for (int64_t row = begin; row < end; row++)
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t at = row * a->n + i, n = a->n - i;
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
             const dtrain__v scale =
                 dtrain__vload_n(a->rstd + i, n) * dtrain__vload_n(a->weight + i, n);
-            const dtrain__v off =
-                dtrain__vload_as(a->x, dtype, at, n) - dtrain__vload_n(a->mean + i, n);
-            dtrain__v y = dtrain__vfma(off, scale, dtrain__vload_n(a->bias + i, n));
-            if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
-            dtrain__vstore_as(a->y, dtype, at, DTRAIN__K(vactivate)(a->activation, y), n);
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
+            const dtrain__v bias = dtrain__vload_n(a->bias + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v off = dtrain__vload_as(a->x, dtype, at, n) - mean;
+                dtrain__v y = dtrain__vfma(off, scale, bias);
+                if (a->residual) y += dtrain__vload_as(a->residual, dtype, at, n);
+                if (a->activation) y = DTRAIN__K(vactivate)(DTRAIN_ACTIVATION_RELU, y);
+                dtrain__vstore_as(a->y, dtype, at, y, n);
+            }
         }
 }
 
@@ -57,14 +64,13 @@ DTRAIN__HELPER dtrain__v DTRAIN__K(batchnorm_slope)(uint32_t activation, const v
 {
     const dtrain__v d = dtrain__vload_as(d_y, dtype, at, n);
     if (activation == DTRAIN_ACTIVATION_NONE) return d;
-    return DTRAIN__K(vdeactivate)(activation, dtrain__vload_as(y, dtype, at, n), d);
+    return DTRAIN__K(vdeactivate)(DTRAIN_ACTIVATION_RELU, dtrain__vload_as(y, dtype, at, n), d);
 }
 
 /* Range: chunks. Sums of d and of d h. */
-DTRAIN__KERNEL_AS(batchnorm_sums)
+DTRAIN__KERNEL_OF(batchnorm_sums)
 {
     const dtrain_batchnorm_sums_args *a = (const dtrain_batchnorm_sums_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         const int64_t first = chunk * job->chunk, past = first + job->chunk;
         const int64_t last = past < a->rows ? past : a->rows;
@@ -93,23 +99,26 @@ DTRAIN__KERNEL_AS(batchnorm_sums)
 }
 
 /* Range: rows. */
-DTRAIN__KERNEL_AS(batchnorm_backward)
+DTRAIN__KERNEL_OF(batchnorm_backward)
 {
     const dtrain_batchnorm_backward_args *a = (const dtrain_batchnorm_backward_args *)job->args;
-    const dtrain_dtype dtype = f32 ? DTRAIN_DTYPE_F32 : a->dtype;
     const dtrain__v share = dtrain__vset(a->inverse_count[0]);
-    for (int64_t row = begin; row < end; row++)
+    for (int64_t first = begin; first < end; first += DTRAIN__BATCHNORM_ROWS)
         for (int64_t i = 0; i < a->n; i += DTRAIN__W) {
-            const int64_t at = row * a->n + i, n = a->n - i;
+            const int64_t n = a->n - i, past = first + DTRAIN__BATCHNORM_ROWS;
+            const dtrain__v mean = dtrain__vload_n(a->mean + i, n);
             const dtrain__v rstd = dtrain__vload_n(a->rstd + i, n);
-            const dtrain__v h =
-                (dtrain__vload_as(a->x, dtype, at, n) - dtrain__vload_n(a->mean + i, n)) * rstd;
-            const dtrain__v d =
-                DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
-            const dtrain__v both = dtrain__vfma(h, dtrain__vload_n(a->sums + a->n + i, n),
-                                                dtrain__vload_n(a->sums + i, n));
-            dtrain__v slope = rstd * dtrain__vload_n(a->weight + i, n) * (d - both * share);
-            if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
-            dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+            const dtrain__v scale = rstd * dtrain__vload_n(a->weight + i, n);
+            const dtrain__v sum = dtrain__vload_n(a->sums + i, n);
+            const dtrain__v product = dtrain__vload_n(a->sums + a->n + i, n);
+            for (int64_t row = first; row < past && row < end; row++) {
+                const int64_t at = row * a->n + i;
+                const dtrain__v h = (dtrain__vload_as(a->x, dtype, at, n) - mean) * rstd;
+                const dtrain__v d =
+                    DTRAIN__K(batchnorm_slope)(a->activation, a->d_y, a->y, dtype, at, n);
+                dtrain__v slope = scale * (d - dtrain__vfma(h, product, sum) * share);
+                if (a->accumulate) slope += dtrain__vload_as(a->d_x, dtype, at, n);
+                dtrain__vstore_as(a->d_x, dtype, at, slope, n);
+            }
         }
 }

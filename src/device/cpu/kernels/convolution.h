@@ -131,7 +131,9 @@ DTRAIN__ROUTINE void DTRAIN__K(pack_window_rows)(float *panel, const dtrain__ope
 {
     if (x->dtype == DTRAIN_DTYPE_F32)
         DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F32, index, count, p, k);
-    else DTRAIN__K(pack_windows_as)(panel, x, x->dtype, index, count, p, k);
+    else if (x->dtype == DTRAIN_DTYPE_BF16)
+        DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_BF16, index, count, p, k);
+    else DTRAIN__K(pack_windows_as)(panel, x, DTRAIN_DTYPE_F16, index, count, p, k);
 }
 
 /* Neighbours among the columns of a panel that are neighbours in memory: `run` channels, of the tap
@@ -218,7 +220,9 @@ DTRAIN__HELPER void DTRAIN__K(pack_columns_of)(float *panel, int width, const dt
     if (!x->windows) DTRAIN__K(pack_steps)(panel, width, x, index, count, p, k);
     else if (x->dtype == DTRAIN_DTYPE_F32)
         DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F32, index, count, p, k);
-    else DTRAIN__K(pack_columns_as)(panel, width, x, x->dtype, index, count, p, k);
+    else if (x->dtype == DTRAIN_DTYPE_BF16)
+        DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_BF16, index, count, p, k);
+    else DTRAIN__K(pack_columns_as)(panel, width, x, DTRAIN_DTYPE_F16, index, count, p, k);
 }
 
 DTRAIN__ROUTINE void DTRAIN__K(pack_columns)(float *panel, const dtrain__operand *x, int64_t index,

@@ -11,6 +11,7 @@
 #include "device/cpu/kernels/gemm.h"
 #include "device/cpu/kernels/pairs.h"
 #include "device/cpu/kernels/convolution.h"
+#include "device/cpu/kernels/winograd.h"
 #include "device/cpu/kernels/pooling.h"
 #include "device/cpu/kernels/attention.h"
 #include "device/cpu/kernels/mix.h"
@@ -24,4 +25,5 @@
 #undef DTRAIN__ROWS
 #undef DTRAIN__NARROW_MR
 #undef DTRAIN__NARROW_ROWS
+#undef DTRAIN__LANES
 #undef DTRAIN__UNROLL

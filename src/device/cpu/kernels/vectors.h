@@ -65,6 +65,21 @@
     DTRAIN__HELPER void DTRAIN__K(name##_as)(dtrain__job * job, int64_t begin, int64_t end,     \
                                              DTRAIN__UNUSED int index, bool f32)
 
+/* The same for a kernel all of whose activations have the type of the job: compiled for each. */
+#define DTRAIN__KERNEL_OF(name)                                                             \
+    DTRAIN__HELPER void DTRAIN__K(name##_of)(dtrain__job * job, int64_t begin, int64_t end, \
+                                             dtrain_dtype dtype);                           \
+    DTRAIN__KERNEL(name)                                                                    \
+    {                                                                                       \
+        if (job->dtype <= DTRAIN_DTYPE_F32)                                                 \
+            DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_F32);                        \
+        else if (job->dtype == DTRAIN_DTYPE_BF16)                                           \
+            DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_BF16);                       \
+        else DTRAIN__K(name##_of)(job, begin, end, DTRAIN_DTYPE_F16);                       \
+    }                                                                                       \
+    DTRAIN__HELPER void DTRAIN__K(name##_of)(dtrain__job * job, int64_t begin, int64_t end, \
+                                             dtrain_dtype dtype)
+
 #define dtrain__v DTRAIN__K(v)
 #define dtrain__vi DTRAIN__K(vi)
 #define dtrain__vset DTRAIN__K(vset)
@@ -385,13 +400,22 @@ DTRAIN__HELPER void DTRAIN__K(to_bf16)(uint16_t *to, dtrain__v v)
     const DTRAIN__K(vwords) rounded = x + 0x7fffu + ((x >> 16) & 1u);
     const DTRAIN__K(vwords) nan = (DTRAIN__K(vwords))((x & 0x7fffffffu) > 0x7f800000u);
     const DTRAIN__K(vwords) bits = ((rounded & ~nan) | ((x | 0x400000u) & nan)) >> 16;
+#if DTRAIN__ISA == 3 /* gcc 12 makes several instructions of a conversion to or from 512 bits */
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits));
+#else
     *(DTRAIN__K(vhalves) *)to = __builtin_convertvector(bits, DTRAIN__K(vhalves));
+#endif
 }
 
 DTRAIN__HELPER dtrain__v DTRAIN__K(from_bf16)(const uint16_t *from)
 {
+#if DTRAIN__ISA == 3
+    const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)from);
+    return (dtrain__v)((DTRAIN__K(vwords))_mm512_maskz_cvtepu16_epi32(0xffff, half) << 16);
+#else
     const DTRAIN__K(vhalves) half = *(const DTRAIN__K(vhalves) *)from;
     return (dtrain__v)(__builtin_convertvector(half, DTRAIN__K(vwords)) << 16);
+#endif
 }
 
 DTRAIN__HELPER void DTRAIN__K(to_f16)(uint16_t *to, dtrain__v v)

@@ -1,0 +1,36 @@
+/* What the launchers of convolutions share */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/result.h"
+#include "device/backend.h"
+#include "device/cpu/cpu_internal.h"
+#include "device/cpu/kernels_internal.h"
+
+/* One group, or all of a depthwise convolution. */
+typedef struct dtrain__conv {
+    dtrain__cpu *cpu;
+    dtrain_windows2d windows;
+    int64_t in, out, in_all, out_all; /* channels of the group, of all */
+    int64_t taps, pixels;             /* of the output */
+    int64_t group;
+    const char *x, *weight, *d_y; /* from the group's first channel on; d_y is y forward */
+    const float *bias;
+    dtrain_dtype dtype;
+    bool patches;   /* the way of launch_winograd.c */
+    float *packed;  /* scratch */
+    int32_t *order; /* (2, taps) of scratch: as they are, and of a class */
+} dtrain__conv;
+
+/* device/cpu/launch_convolution.c */
+DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first);
+
+/* device/cpu/launch_winograd.c */
+DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv);
+DTRAIN__PRIVATE int64_t dtrain__winograd_floats(const dtrain__conv *conv);
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_forward(const dtrain__conv *conv);
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_input_grad(const dtrain__conv *conv, void *d_x,
+                                                          dtrain_dtype x_dtype, bool accumulate);
+DTRAIN__PRIVATE dtrain_result dtrain__winograd_weight_grad(const dtrain__conv *conv,
+                                                           float *d_weight, bool accumulate);
