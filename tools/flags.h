@@ -24,7 +24,7 @@ typedef struct flag {
         NULL, 0, NULL, 0, 0, heading, NULL \
     }
 
-enum { FLAGS_MOST = 100, FLAGS_LIST = 32, FLAGS_NAME = 64 };
+enum { FLAGS_MOST = 128, FLAGS_LIST = 32, FLAGS_NAME = 64 };
 typedef struct flag_list {
     long count, items[FLAGS_LIST];
 } flag_list;

@@ -293,6 +293,7 @@ static const flag flag_table[] = {
      NULL},
 };
 enum { FLAG_COUNT = sizeof flag_table / sizeof flag_table[0] };
+typedef char flags_fit[sizeof flag_table / sizeof flag_table[0] <= FLAGS_MOST ? 1 : -1];
 
 /* One sentence about a bad request; the caller returns it as main's exit code. */
 #define BAD(...) (fprintf(stderr, "train_gpt: " __VA_ARGS__), fputc('\n', stderr), 2)
