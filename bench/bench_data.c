@@ -1,7 +1,7 @@
 /* bench_data.c: what a batch costs, by a loader with and without workers, beside a copy out of a mapped file.
  *
  *   run:     make bench, or build/bench/bench_data --reps 9 --log FILE
- *            build/bench/bench_data --step-us 5000 --directory /mnt/data
+ *            build/bench/bench_data --step-us 5000 --directory /tmp
  *   build:   cc -O2 -I. -Ibench bench/bench_data.c -o bench_data -lm -lpthread
  *
  * The files are written first and stay in the page cache: what is measured is the way from there into a

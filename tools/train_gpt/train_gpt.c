@@ -4,7 +4,7 @@
  *   run:     build/train_gpt                              (two ranks learn dtrain.h, byte by byte)
  *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
  *            build/train_gpt --model gpt2 --data tokens.bin --ranks 1 --threads 2
- *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of nanoGPT's files)
+ *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of files of nanoGPT)
  *            build/train_gpt --strategy auto --memory-limit 200 --auto-batch --global-batch 64
  *            build/train_gpt --import gpt2_124M.bin --tokenizer DIR --generate 100 --prompt "Hello"
  *   GPUs:    nvcc -O3 -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
