@@ -4722,6 +4722,16 @@ struct dtrain_cuda_rotary_op {
     };
     template <int W> __device__ void load(int64_t, group<W> &) const {}
 
+    /* Return cosine and sine of an item's angle. Inlined, the calls in it would spill registers. */
+    __device__ __noinline__ float2 turn_of(int64_t item) const
+    {
+        const int64_t half = args.d / 2;
+        double sine, cosine;
+        sincos((double)(item / half % args.sequence) * pow(ratio, (double)(item % half)), &sine,
+               &cosine);
+        return make_float2((float)cosine, (float)sine);
+    }
+
     /* Store y = value, or add it. */
     __device__ __forceinline__ void put(int64_t at, float value) const
     {
@@ -4732,9 +4742,9 @@ struct dtrain_cuda_rotary_op {
     }
     template <int W> __device__ void store(int64_t item, const group<W> &) const
     {
+        const float2 turn = turn_of(item);
         const int64_t half = args.d / 2, row = item / half, i = item % half;
-        const double angle = (double)(row % args.sequence) * pow(ratio, (double)i);
-        const float c = (float)cos(angle), s = (float)(args.inverse ? -sin(angle) : sin(angle));
+        const float c = turn.x, s = args.inverse ? -turn.y : turn.y;
         for (int64_t head = 0; head < args.heads; head++) {
             const int64_t low = (row * args.heads + head) * args.d + i, high = low + half;
             const bool turned = head < args.rotated;
