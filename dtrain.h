@@ -19708,7 +19708,7 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
          "a number above 0, since nesterov is true"},
         {!adamw && desc->variance_steps, "variance_steps", (double)desc->variance_steps,
          "0: AdamW alone has second moments"},
-        {number && desc->group_count, "group_count", desc->group_count,
+        {number && desc->group_count, "group_count", (double)desc->group_count,
          "0: groups have none of their own"},
     };
     if (!adamw && !lion && !muon && desc->kind != DTRAIN_OPTIMIZER_SGD)
@@ -19801,7 +19801,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
  *
  *     gram (k, k) = x x^T      square = c gram gram + b gram     y = square x + a x     k = smaller
  *
- * It costs 10 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch. */
+ * It costs 5 k^2 (2 rows columns / k + k) multiply-adds a matrix, whatever the batch: beside a
+ * backward over few tokens that is much, and sharing it among the owners of ZERO3 pays. */
 
 #define DTRAIN__MUON_ITERATIONS 5
 

@@ -145,7 +145,7 @@ static dtrain_result dtrain__check_group(const dtrain_optimizer_desc *desc, uint
          "a number above 0, since nesterov is true"},
         {!adamw && desc->variance_steps, "variance_steps", (double)desc->variance_steps,
          "0: AdamW alone has second moments"},
-        {number && desc->group_count, "group_count", desc->group_count,
+        {number && desc->group_count, "group_count", (double)desc->group_count,
          "0: groups have none of their own"},
     };
     if (!adamw && !lion && !muon && desc->kind != DTRAIN_OPTIMIZER_SGD)

@@ -127,7 +127,7 @@ trains "train_gpt, 3 ranks, accumulation, dropout" "$usual" 0.2 $gpt --ranks 3 -
 trains "train_gpt, rank threads" "$usual" 0.0002 $gpt --thread-ranks --threads 2
 $gpt --steps 4 >"$tmp/four" 2>&1
 trains "train_gpt, 12 ranks" "$(validation "$tmp/four")" 0.2 $gpt --ranks 12 --steps 4
-trains "train_gpt --optimizer sgd" 3.6 0.5 $gpt --optimizer sgd
+trains "train_gpt --optimizer sgd" 4.2 0.8 $gpt --optimizer sgd
 for optimizer in lion muon; do
     trains "train_gpt --optimizer $optimizer" "$usual" 0.4 $gpt --optimizer $optimizer
 done

@@ -303,7 +303,7 @@ static outcome train_plain(const config *c)
             for (k = 0; k < m->p[i].count && i != FIXED && i != DEC; k++) {
                 float *v = &momentum[i * BIG + k];
                 *v = 0.9f * *v + m->g[i][k] + (i == ENC ? m->g[DEC][k] : 0);
-                m->p[i].value[k] *= i == ENC ? 1 - 0.05f * 0.05f : 1; /* only it is decayed */
+                if (i == ENC) *v += 0.05f * m->p[i].value[k]; /* only it is decayed */
                 m->p[i].value[k] -= 0.05f * *v;
             }
     }
