@@ -98,7 +98,7 @@ test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llam
 	@DTRAIN_TEST_FULL=1 $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
-bench: $(BENCHES)
+bench: $(BENCHES) $(BUILD)/resnet_cifar
 	@for b in $(filter-out $(LONG_BENCHES),$(BENCHES)); do echo "== $$b $(ARGS)"; $$b $(ARGS) || exit 1; echo; done
 check-simulator: $(BUILD)/simulate
 	$(BUILD)/simulate --check tools/simulate/published.txt

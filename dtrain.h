@@ -30730,8 +30730,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_pool2d_backward(dtrain_device *device,
 /* Launchers of convolutions of 3 x 3 taps by patches
  *
  * A patch is 6 x 6 pixels of what is read and 4 x 4 of what is made of them: windows whose stride
- * is four (kernels/winograd.h). Threads take blocks of patches, whose size follows from the channels
- * alone: transformed, a block stays in L2. */
+ * is four (kernels/winograd.h). Threads take blocks of patches, whose size follows from the
+ * channels alone: transformed, a block stays in L2. */
 
 enum {
     DTRAIN__PATCH_FLOATS = 96 << 10, /* of transformed patches of a block, about */
@@ -34228,7 +34228,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t
     else DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F16, first, count, from);
 }
 
-/* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels each. */
+/* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels. */
 DTRAIN__ROUTINE void DTRAIN__K(patch_tile)(int64_t blocks, const float *a, int64_t a_block,
                                            const float *b, float *c)
 {

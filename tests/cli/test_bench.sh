@@ -34,6 +34,8 @@ small="--layers 1 --channels 32 --seq 16 --batch 2"
 check "bench_gemm" "^NT 64 x 64 x 64 .* yes" '"shape": "NT 768 x 384 x 128".*"GFLOP/s_max"' "$bench/bench_gemm" --quick
 check "bench_conv" "^16 to 16 +weight .* yes" '"layer": "depthwise 64".*"of_gemm": [0-9]' "$bench/bench_conv" --quick
 check "bench_data" "^128 images, bytes +2 workers .* yes" '"batch": "8 x 64 tokens", "reader": "read".*"exposed_us": [0-9]' "$bench/bench_data" --quick
+check "bench_resnet" "^dtrain, bf16 .* yes" '"configuration": "dtrain, fp32".*"floor": [0-9]' "$bench/bench_resnet" --quick \
+    --program "$build/resnet_cifar"
 check "bench_collectives" "^all-reduce +1048576 +private .* yes" '"operation": "barrier"' "$bench/bench_collectives" --quick
 check "bench_checkpoint" "^ +2 +23.7 .* yes" '"ranks": 1, .*"of_dd' "$bench/bench_checkpoint" --quick --directory "$tmp"
 check "bench_links" "4 nodes, 2 Gb/s" '"nodes": 3, .*"emulated_ms": [0-9]' "$bench/bench_links" --quick --nodes 3,4
@@ -70,7 +72,7 @@ if [ -x "$build/emu/bench_kernels" ]; then
             --steps 20 --precision $precision --flags "--lr 1e-2"
     done
 else skip "GPU benchmarks" "no emulated GPU"; fi
-for program in gemm conv collectives links checkpoint sparse kernels train strategies scaling comm; do
+for program in gemm conv resnet collectives links checkpoint sparse kernels train strategies scaling comm; do
     refuse "bench_$program refuses an unknown flag" 'unknown flag "--fast"' "$bench/bench_$program" --quick --fast
 done
 refuse "llmc.sh without llm.c" 'is no checkout of llm.c' sh bench/llmc.sh "$tmp"

@@ -1,8 +1,8 @@
 /* Launchers of convolutions of 3 x 3 taps by patches
  *
  * A patch is 6 x 6 pixels of what is read and 4 x 4 of what is made of them: windows whose stride
- * is four (kernels/winograd.h). Threads take blocks of patches, whose size follows from the channels
- * alone: transformed, a block stays in L2. */
+ * is four (kernels/winograd.h). Threads take blocks of patches, whose size follows from the
+ * channels alone: transformed, a block stays in L2. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

@@ -288,7 +288,7 @@ DTRAIN__ROUTINE void DTRAIN__K(patches_write)(const dtrain__winograd *a, int64_t
     else DTRAIN__K(patches_write_as)(a, DTRAIN_DTYPE_F16, first, count, from);
 }
 
-/* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels each. */
+/* The products of one place: rows of `a`, W floats apart, with `blocks` vectors of channels. */
 DTRAIN__ROUTINE void DTRAIN__K(patch_tile)(int64_t blocks, const float *a, int64_t a_block,
                                            const float *b, float *c)
 {
