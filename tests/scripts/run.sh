@@ -50,7 +50,7 @@ printf '%-36s %6s %6s %7s %7s\n' "$# programs, $lanes at a time" passed failed s
 begin=$(date +%s)
 exec 3<>"$out/ended"
 while [ "$lanes" -gt 0 ]; do
-    lane "$@" &
+    lane "$@" 3>&- & # a program that inherits the pipe may make it non-blocking: then this shell reads without rest
     lanes=$((lanes - 1))
 done
 for each in "$@"; do
