@@ -23,6 +23,9 @@
 
 #include "bench.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+
 enum { MAX_REPS = 64, MOST_BATCH = 128, PIXELS = 3072, READERS = 4 };
 
 static const char *const readers[READERS] = {"mmap", "read", "1 worker", "2 workers"};

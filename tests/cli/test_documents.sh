@@ -8,6 +8,7 @@
 #   make TARGET             make -n: that it exists and what it needs; make run and the joined files for real
 #   benchmarks of minutes   their flags are parsed; so are the options of record.sh
 #   test programs, scripts  that they exist, and that a filter matches a test (make test runs them)
+#   a model in a DIR        there is none: the program says so
 #   nvcc                    compiled and linked; what comes out says that there is no GPU
 #
 # What stands for something is replaced (the list "stands_for"); what needs an absent tool is skipped by name. Compilers
@@ -49,6 +50,7 @@ stands_for() {
         FILE) echo log.jsonl ;;
         FOLDER) echo cifar ;;
         DIRECTORY) echo flights ;;
+        DIR) echo no_model ;;
         OPERATION) echo all-reduce ;;
         WARM) echo 0 ;;
         REPETITIONS) echo 2 ;;
@@ -123,6 +125,12 @@ begins() {
     [ $begun -eq 0 ]
 }
 
+# A model of GPT-2 or Llama is at nobody's hand here (test_models.sh makes some): flags are known, the file is looked for.
+no_model() {
+    how="looks for the model"
+    ! in_time 60 "$1" && grep -q 'no_model/.*No such file' "$tmp/out"
+}
+
 # One sentence instead of a run, where there is no GPU.
 no_gpu() {
     how="says that there is no GPU"
@@ -192,6 +200,7 @@ judge() {
             [ "$1" != torchrun ] || torchrun --no_python --nproc_per_node 2 /bin/true >/dev/null 2>&1 || { absent="a torchrun that starts /bin/true"; return; }
             [ "$1" != srun ] || timeout 10 srun -n 1 true >/dev/null 2>&1 || { absent="a Slurm that runs jobs"; return; } ;;
     esac
+    case $line in *no_model*) no_model "$line"; return ;; esac
     case $1 in
         make) target "$line" ;;
         cc | c++ | mpicc | nvcc) have "$1" || { absent=$1; return; }; compiled "$line" ;;

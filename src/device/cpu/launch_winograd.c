@@ -39,7 +39,7 @@ static int64_t dtrain__winograd_block(const dtrain__conv *conv)
     const int64_t channels = dtrain__multiple(conv->in, lanes) + dtrain__multiple(conv->out, lanes);
     const int64_t rows = conv->cpu->kernels->convolutions->narrow_rows.mr;
     const int64_t room = DTRAIN__PATCH_FLOATS / (36 * channels) / rows * rows;
-    return room < rows ? rows : room < DTRAIN__PATCH_BLOCK ? room : DTRAIN__PATCH_BLOCK;
+    return room < rows ? rows : dtrain__min(room, DTRAIN__PATCH_BLOCK);
 }
 
 /* Return the floats that a thread needs. */
