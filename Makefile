@@ -5,7 +5,8 @@
 #   make mpi      the examples for CPUs of several hosts
 # Variables: CC, CXX, CFLAGS, BUILD (folder), CBLAS=1 (OpenBLAS instead of the built-in GEMM), MPICC, NVCC,
 # CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90), PREFIX, DESTDIR,
-# LESS (tests that make test leaves out: "tests/test_comm emu/test_cuda_nccl").
+# LESS (tests that make test leaves out: "tests/test_comm emu/test_cuda_nccl"), FROM=src (programs are linked with the
+# objects of src/, which fewer and parallel compilations make, in place of dtrain.h as it is shipped).
 
 CC      ?= cc
 CFLAGS  ?= -O2 -g
@@ -114,11 +115,11 @@ bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling
 # sanitizer knows of a stack must not move to its own heap.
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	$(MAKE) test SANITIZED=1 BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
+	$(MAKE) test FROM=src BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
 	  CFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 # Ranks that are threads, and the threads of a rank, are what there is to look at; emulated kernels run on one thread.
 tsan:
-	$(MAKE) test SANITIZED=1 BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
+	$(MAKE) test FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
 	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression programs ranks_differ \
 	    trainer loader gemm device sparse)"
@@ -215,7 +216,7 @@ PROGRAM        = $(CC) $(STRICT) $(OPTIONS)
 
 $(BUILD)/dtrain.o: dtrain.h $(BUILD)/flags
 	$(IMPLEMENTATION)
-$(BUILD)/dtrain.a: $(if $(SANITIZED),$(PARTS),$(BUILD)/dtrain.o)
+$(BUILD)/dtrain.a: $(if $(filter src,$(FROM)),$(PARTS),$(BUILD)/dtrain.o)
 	$(ARCHIVE)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
