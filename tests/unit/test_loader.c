@@ -7,14 +7,9 @@
 #include "dtrain.h"
 #include "allocator.h"
 #include "files.h"
+#include "ranks.h"
 
 #include <sys/resource.h>
-
-#if defined(__SANITIZE_ADDRESS__) || TEST_RACES
-#define TEST_SANITIZED 1
-#else
-#define TEST_SANITIZED 0
-#endif
 
 enum { MOST_ITEMS = 64, MOST_BATCH = 5 };
 
@@ -366,13 +361,14 @@ static void test_no_threads(void)
     struct rlimit before, tight;
     item got[2];
     long pages = 0;
-    if (TEST_SANITIZED) {
+    if (RANKS_SANITIZED) {
         test_cannot("a sanitizer needs all of the address space");
         return;
     }
     FILE *file = fopen("/proc/self/statm", "r");
     CHECK(file && fscanf(file, "%ld", &pages) == 1 && fclose(file) == 0);
-    CHECK(open_source(&s, &dataset) == DTRAIN_OK && getrlimit(RLIMIT_AS, &before) == 0);
+    CHECK(open_source(&s, &dataset) == DTRAIN_OK);
+    CHECK(getrlimit(RLIMIT_AS, &before) == 0);
     tight = before;
     tight.rlim_cur =
         (rlim_t)(pages * sysconf(_SC_PAGESIZE) + (32 << 20)); /* some stacks of 8 MiB */
