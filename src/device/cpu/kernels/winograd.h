@@ -25,7 +25,7 @@
  *
  * All sums are fp32, also of halves. Transforming costs accuracy, how much depends on p and q: with
  * 5/8 and 3/2, whose powers are exact, errors are a third of those with the usual 1 and 2, some
- * three times those of sums in order (7e-7 of y, root mean square, with 48 channels).
+ * three times those of patches of 4 x 4 (7e-7 of y, root mean square, with 48 channels).
  *
  * What is transformed lies as (36 places, vectors of channels, patches or channels of the other
  * side, lanes), zeros where there are no more channels: tiles step through it by constants. */
