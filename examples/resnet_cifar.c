@@ -318,6 +318,30 @@ static void show_memory(const dtrain_device *device, const dtrain_memory *plan)
 
 /* ---- a rank ---- */
 
+/* Train `total` steps, and print a line after each epoch, which ends with a test. */
+static int train_epochs(dtrain_world *world, dtrain_trainer *trainer, dtrain_metrics *metrics,
+                        model *m, int64_t test_count, int64_t per_epoch, int64_t total)
+{
+    double sum = 0, begun = dtrain_seconds();
+    for (int64_t step = 1, since = 1; step <= total; step++, since++) {
+        dtrain_step_record record;
+        double accuracy = 0;
+        CHECK(dtrain_trainer_step(trainer, &record));
+        CHECK(dtrain_metrics_step(metrics, &record));
+        sum += record.loss;
+        if (step % per_epoch && step != total) continue;
+        const double rate = (double)(since * m->s->batch * m->ranks) / (dtrain_seconds() - begun);
+        CHECK(test_accuracy(world, dtrain_trainer_tape(trainer), m, test_count, &accuracy));
+        if (m->rank == 0)
+            printf("%5lld %7lld  %6.4f  %13.4f  %11.1f %%  %8.0f\n",
+                   (long long)((step - 1) / per_epoch + 1), (long long)step, record.lr,
+                   sum / (double)since, accuracy, rate);
+        fflush(stdout);
+        sum = 0, since = 0, begun = dtrain_seconds();
+    }
+    return 0;
+}
+
 static int train(dtrain_world *world, void *user)
 {
     const settings *s = user;
@@ -391,24 +415,7 @@ static int train(dtrain_world *world, void *user)
         show_plan(strategy, &plan);
         printf("epoch   steps      lr  training loss  test accuracy  images/s\n");
     }
-    double sum = 0, begun = dtrain_seconds();
-    for (int64_t step = 1, since = 1; step <= total; step++, since++) {
-        dtrain_step_record record;
-        double accuracy = 0;
-        CHECK(dtrain_trainer_step(trainer, &record));
-        CHECK(dtrain_metrics_step(metrics, &record));
-        sum += record.loss;
-        if (step % per_epoch && step != total) continue;
-        const double rate = (double)(since * s->batch * m.ranks) / (dtrain_seconds() - begun);
-        CHECK(test_accuracy(world, dtrain_trainer_tape(trainer), &m, test_info.item_count,
-                            &accuracy));
-        if (m.rank == 0)
-            printf("%5lld %7lld  %6.4f  %13.4f  %11.1f %%  %8.0f\n",
-                   (long long)((step - 1) / per_epoch + 1), (long long)step, record.lr,
-                   sum / (double)since, accuracy, rate);
-        fflush(stdout);
-        sum = 0, since = 0, begun = dtrain_seconds();
-    }
+    if (train_epochs(world, trainer, metrics, &m, test_info.item_count, per_epoch, total)) return 1;
     CHECK(dtrain_metrics_finish(metrics));
     if (m.rank == 0) show_memory(dtrain_world_device(world), &plan);
     dtrain_metrics_destroy(metrics);
