@@ -131,6 +131,7 @@ struct dtrain_world {
     uint64_t emulated_moves; /* what the wait before saw, see dtrain__emulated_turn */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
+    uint32_t naps;       /* turns of waits to sleep through: others want this core */
     bool catches;        /* signals that ask the run to stop */
     uint32_t restart_count;
     pid_t launcher;      /* the process that forked this rank, or 0 */
