@@ -202,8 +202,9 @@ FORCE:
 # whole file, and are linked with all of src/, where private functions can be called.
 LINKED  := -DDTRAIN__IMPLEMENTED \
            $(addprefix -include ,errno.h float.h limits.h math.h stdlib.h string.h time.h unistd.h) -D_GNU_SOURCE
-PRIVATE := $(notdir $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) 2>/dev/null))
-ASKING   = $(if $(filter $(PRIVATE),$(<F)),,$(LINKED))
+PRIVATE := $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) $(wildcard bench/*.c) 2>/dev/null)
+ASKING   = $(if $(filter $(notdir $(PRIVATE)),$(<F)),,$(LINKED))
+INTERNAL = $(LINKED) -iquote src $(addprefix -include ,$(patsubst src/%,%,$(wildcard src/*/*_internal.h)))
 INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(wildcard tests/unit/*.c)))
 # Tests that look at the kernels of every instruction set share one object with all of them.
 KERNELS := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "instances.h"' $(wildcard tests/unit/*.c)))
@@ -221,6 +222,12 @@ $(BUILD)/dtrain.a: $(if $(filter src,$(FROM)),$(PARTS),$(BUILD)/dtrain.o)
 $(BUILD)/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(ASKING) $< $(BUILD)/dtrain.a -o $@ $(LIBS)
+# Programs that use private functions are linked with the objects of src/, where these can be called.
+PRIVATE_PROGRAMS = $(addprefix $(BUILD)/,$(notdir $(basename $(filter-out bench/%,$(PRIVATE)))))
+PRIVATE_BENCHES  = $(addprefix $(BUILD)/,$(basename $(filter bench/%,$(PRIVATE))))
+$(PRIVATE_PROGRAMS) $(PRIVATE_BENCHES): $(BUILD)/%: %.c $(BUILD)/sources.a
+	@mkdir -p $(@D)
+	$(PROGRAM) $(INTERNAL) -Ibench $< $(BUILD)/sources.a -o $@ $(LIBS) -ldl
 $(BUILD)/tests/%: %.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
 	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/dtrain.a -o $@ $(WRAPPED) $(LIBS)
@@ -237,7 +244,7 @@ $(BUILD)/tests/instances.o: tests/support/instances.c $(BUILD)/flags
 	$(PROGRAM) -Wno-psabi -iquote src $(TEST_INCLUDES) -c $< -o $@
 $(BUILD)/bench/%: bench/%.c $(BUILD)/dtrain.a
 	@mkdir -p $(@D)
-	$(PROGRAM) -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
+	$(PROGRAM) $(ASKING) -Ibench $< $(BUILD)/dtrain.a -o $@ $(LIBS) -ldl
 
 $(BUILD)/mpi/%: private CC = $(MPICC) -DDTRAIN_USE_MPI
 $(BUILD)/mpi/dtrain.o: dtrain.h $(BUILD)/mpi/flags

@@ -1,5 +1,9 @@
 /* test_flight.c: the flight record. Ranks hang, stop, die, disagree; every other rank leaves a file that can be
  * read, and build/flight, which is part of this program, says who it was and in which call. */
+#define DTRAIN__IMPLEMENTED /* by the objects of src/ */
+#include "comm/flight_internal.h"
+#include "state/json_internal.h"
+
 #define main flight_main
 #include "../../tools/flight/flight.c"
 #undef main
