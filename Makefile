@@ -82,8 +82,8 @@ endif
 LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            tests/cli/test_examples.sh
-LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh test_documents.sh test_weights.sh test_models.sh) \
-           tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
+LONG    := tests/cuda/cuda_build.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh slurm.sh simulator.sh bench.sh documents.sh) \
+           tests/nccl/test_nccl.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
 MPIS    := $(foreach m,openmpi mpich,$(if $(shell command -v mpicc.$m),$m))
@@ -115,11 +115,11 @@ bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling
 # sanitizer knows of a stack must not move to its own heap.
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	$(MAKE) test FROM=src BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
+	$(MAKE) test FROM=src INSTANCES=1 BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
 	  CFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 # Ranks that are threads, and the threads of a rank, are what there is to look at; emulated kernels run on one thread.
 tsan:
-	$(MAKE) test FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
+	$(MAKE) test FROM=src INSTANCES=1 BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
 	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression programs ranks_differ \
 	    trainer loader gemm device sparse)"
@@ -209,8 +209,10 @@ INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#includ
 # Tests that look at the kernels of every instruction set share one object with all of them.
 KERNELS := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "instances.h"' $(wildcard tests/unit/*.c)))
 # The library as objects of src/, which tests that look inside, the emulated GPU and sanitized programs are linked with: it
-# is compiled once for all of them, by as many jobs as there are.
-PARTS          = $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/%,$(SOURCES)))
+# is compiled once for all of them, by as many jobs as there are. With INSTANCES=1 its kernels are those of every
+# instruction set, which some tests need: sanitized kernels take minutes to compile, and are compiled once.
+PARTS          = $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/% $(if $(INSTANCES),src/device/cpu/kernels.c),$(SOURCES))) \
+                 $(if $(INSTANCES),$(BUILD)/tests/instances.o)
 IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
 ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
 PROGRAM        = $(CC) $(STRICT) $(OPTIONS)

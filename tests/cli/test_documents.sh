@@ -96,11 +96,15 @@ if [ "$full" = 0 ]; then
     cp build/dtrain.o "$cache/cc.o"
     for compiler in cc c++ mpicc nvcc; do shim $compiler; done
 fi
-# What nvcc's lines are linked with: the kernels as README prints it, for the oldest GPU that this nvcc knows.
+# What nvcc's lines are linked with: the kernels as README prints it, for the oldest GPU that this nvcc knows, or as
+# cuda_build.sh has compiled them.
 newer() { [ -f "$1" ] && [ -z "$(find "$2" -newer "$1")" ]; }
 cuda_objects() {
     printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >implementation.c
     newer "$cache/nvcc.o" "$root/dtrain.h" || $cc -O1 -DDTRAIN_USE_CUDA -I. -c implementation.c -o "$cache/nvcc.o" || return
+    for object in "$cache"/../cuda_build/dtrain_cuda_*.o; do
+        ! newer "$object" "$root/dtrain_cuda.cu" || cp -p "$object" "$cache/dtrain_cuda.o"
+    done
     newer "$cache/dtrain_cuda.o" "$root/dtrain_cuda.cu" || $(command -v nvcc) -O3 -I. -c dtrain_cuda.cu -o "$cache/dtrain_cuda.o" || return
     cp "$cache/dtrain_cuda.o" .
 }
