@@ -161,9 +161,10 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
     printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M %s\n",
            summary->last_loss, summary->first_loss, (long long)summary->steps,
            1e-6 * (double)summary->tokens, j->program->things);
-    if (isfinite(summary->val_loss))
-        printf("  validation loss      %10.4f   perplexity %.2f\n", summary->val_loss,
-               exp(summary->val_loss));
+    if (isfinite(summary->val_loss)) printf("  validation loss      %10.4f", summary->val_loss);
+    if (isfinite(summary->val_loss) && strcmp(j->program->things, "tokens") == 0)
+        printf("   perplexity %.2f", exp(summary->val_loss));
+    if (isfinite(summary->val_loss)) printf("\n");
     printf("  %s/s             %10.0f   %.1f s in all\n", j->program->things,
            summary->tokens_per_second, summary->seconds);
     printf("  step                 %10.2f ms\n", summary->step_ms);
