@@ -18,7 +18,7 @@ typedef struct run_job run_job;
 /* A program. `own` is its part of a job, one for each rank; loss, next_batch and set_batch are handed it. The calls
  * come in this order: open_model, set_batch (several times), open_data, import, then steps and validations. */
 typedef struct run_program {
-    const char *things; /* what its rates count: "tokens", "images" */
+    const char *things, *sample_name; /* what its rates count: "tokens", and "tokens/s" */
     size_t own_bytes;
     /* Declare the parameters and say how many things a sample has; nothing large is allocated. A world of NULL means
      * that the job will only be planned. */
@@ -74,12 +74,14 @@ static run_job new_job(const run_settings *s, const run_program *program, void *
     return j;
 }
 
-/* Copy the declared parameters: planning writes to parameters, and those of a model may be in use. NULL: no memory. */
+/* Copy the declared parameters without arrays, which are the library's: planning writes to parameters, and those of a
+ * model may be in use. NULL: no memory. */
 static dtrain_param *copy_params(const run_job *j)
 {
     dtrain_param *copy = (dtrain_param *)malloc((j->param_count + !j->param_count) * sizeof *copy);
     for (size_t i = 0; copy && i < j->param_count; i++) {
         copy[i] = j->params[i];
+        copy[i].value = copy[i].grad = NULL;
         memset(&copy[i].state, 0, sizeof copy[i].state);
         if (copy[i].alias_of) copy[i].alias_of = copy + (copy[i].alias_of - j->params);
     }
@@ -175,6 +177,13 @@ static dtrain_schedule schedule_desc(const run_settings *s, int64_t steps, int r
     return schedule;
 }
 
+/* Leave a batch as it is: a forecast has no data. */
+static dtrain_result no_batch(void *own)
+{
+    (void)own;
+    return DTRAIN_OK;
+}
+
 static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
 {
     const run_settings *s = j->s;
@@ -185,7 +194,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     desc.clip = (float)s->clip;
     desc.tape_flags = tape_flags(s);
     desc.checkpoint_every = (uint32_t)s->checkpoint;
-    desc.graph = s->graph != 0;
+    desc.graph = s->graph && !j->comm; /* a forecast records nothing */
     desc.seed = (uint64_t)s->seed;
     desc.nonfinite =
         s->nonfinite == DTRAIN_NONFINITE_SKIP ? DTRAIN_NONFINITE_SKIP : DTRAIN_NONFINITE_STOP;
@@ -193,7 +202,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     desc.schedule = schedule_desc(s, j->steps, job_ranks(world, j));
     desc.strategy = j->strategy;
     desc.optimizer = j->optimizer;
-    desc.next_batch = j->program->next_batch;
+    desc.next_batch = j->comm ? no_batch : j->program->next_batch;
     desc.loss = j->program->loss;
     desc.user = j->own;
     return desc;

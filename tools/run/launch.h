@@ -76,14 +76,4 @@ static int launch_ranks(const dtrain_launch_desc *launch, dtrain_rank_fn rank, v
     return info.exit_code ? info.exit_code : 1;
 }
 
-/* Train as the switches ask, which are complete. Return main's exit status. */
-static int run_training(run_settings *s, const run_program *program)
-{
-    dtrain_launch_desc launch;
-    if (check_run(s, program, true) || launch_desc(s, true, &launch) ||
-        reserve_snapshots(s, program, &launch))
-        return 2;
-    return launch_ranks(&launch, run_rank, (void *)(uintptr_t)program);
-}
-
 #endif /* RUN_LAUNCH_H */

@@ -165,7 +165,7 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
     if (isfinite(summary->val_loss) && strcmp(j->program->things, "tokens") == 0)
         printf("   perplexity %.2f", exp(summary->val_loss));
     if (isfinite(summary->val_loss)) printf("\n");
-    printf("  %s/s             %10.0f   %.1f s in all\n", j->program->things,
+    printf("  %s             %10.0f   %.1f s in all\n", j->program->sample_name,
            summary->tokens_per_second, summary->seconds);
     printf("  step                 %10.2f ms\n", summary->step_ms);
     printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n",

@@ -17,6 +17,8 @@ typedef struct run_settings {
     const char *config, *config_out;  /* files of flags */
     const char *log;
     const char *command; /* the command line, for manifests */
+    const char *cluster; /* of the simulator, for --dry-run */
+    long dry_run, tune;
     long steps, batch, accum, global_batch, auto_batch, accum_mode, workers, seed, init_seed;
     long optimizer, schedule, lr_scaling, warmup, variance_steps; /* the first: places in lists */
     double lr, min_lr, muon_lr, weight_decay, beta2, clip;
@@ -91,6 +93,13 @@ static const flag file_flags[] = {
      NULL},
     {"--config-out", 's', &run_flags.config_out, 0, 0,
      "write the flags as they are in force to this file, for a later --config", NULL},
+    {"--dry-run", 'a', &run_flags.dry_run, 0, 0,
+     "print all flags as they are in force, the memory of a rank, the predicted step time and "
+     "scaling, and stop; what is printed is a file for --config",
+     NULL},
+    {"--cluster", 's', &run_flags.cluster, 0, 0,
+     "--dry-run: predict for one of build/simulate's clusters, as h100, in place of this machine",
+     NULL},
 };
 
 static const flag batch_flags[] = {
@@ -307,6 +316,15 @@ static const char *join_words(int argc, char **argv)
     return text;
 }
 
+/* The last error, without how a rank ended that only prints. */
+static const char *run_error(void)
+{
+    static const char before[] = "its last error: ";
+    const char *text = dtrain_last_error(), *at = strstr(text, before);
+    if (at) text = at + sizeof before - 1;
+    return strncmp(text, "rank 0: ", 8) == 0 ? text + 8 : text;
+}
+
 /* Fill in what follows from the optimizer, with the rate that AdamW has for this model. Steps of Lion are signs,
  * larger than AdamW's: a smaller rate and a larger decay; SGD follows gradients, which are small. */
 static void apply_rates(run_settings *s, double adamw_lr)
@@ -314,7 +332,9 @@ static void apply_rates(run_settings *s, double adamw_lr)
     static const double rates[] = {1, 100, 0.2, 1}, decays[] = {0.1, 1e-4, 0.5, 0.1};
     if (s->lr < 0) s->lr = adamw_lr * rates[s->optimizer];
     if (s->weight_decay < 0) s->weight_decay = decays[s->optimizer];
-    if (s->min_lr < 0) s->min_lr = s->lr / 10;
+    const bool falls =
+        s->schedule == DTRAIN_SCHEDULE_LINEAR || s->schedule == DTRAIN_SCHEDULE_COSINE;
+    if (s->min_lr < 0 && falls) s->min_lr = s->lr / 10;
 }
 
 /* Write the flags as they are in force, under a line of `about`, so that a reader sees the old file or the new one. */

@@ -50,6 +50,7 @@ cleanup:
 }
 
 static const run_program gpt_program = {.things = "tokens",
+                                        .sample_name = "tokens/s",
                                         .own_bytes = sizeof(gpt_run),
                                         .open_model = open_gpt,
                                         .set_batch = gpt_set_batch,
