@@ -424,6 +424,7 @@ static void close_model(run_job *j)
 static const run_program program = {.things = "images",
                                     .sample_name = "images/s",
                                     .own_bytes = sizeof(model),
+                                    .least_batch = 2,
                                     .own_table = true,
                                     .open_model = open_model,
                                     .set_batch = set_batch,

@@ -124,7 +124,7 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
     free(j.own);
     if (result != DTRAIN_OK)
         return BAD("--strategy %s: %s", strategies[s->strategy], dtrain_last_error());
-    if (s->dry_run) return 0; /* it tells what fits */
+    if (s->dry_run || s->tune) return 0; /* they tell what fits */
     if (cpu && (double)memory.total * ranks > have)
         return BAD("%d ranks need %.1f GiB each for parameters, gradients, optimizer and buffers; "
                    "this machine has %.1f GiB: use another --strategy, fewer --ranks or a smaller "

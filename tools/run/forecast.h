@@ -18,6 +18,7 @@ typedef struct forecast_row {
     uint32_t batch, accum;
     double step_ms, products_ms, others_ms, update_ms, comm_ms, exposed_ms, rate;
     uint64_t sent;
+    int64_t sample_things;
     dtrain_memory memory;
     dtrain_strategy_info strategy;
 } forecast_row;
@@ -31,18 +32,22 @@ typedef struct forecast {
     machine_rates rates;
     int ranks, node_ranks, cores;
     uint32_t threads;
-    int64_t steps;
-    dtrain_result result;
+    bool together;      /* all ranks are on this machine, whatever counts as a node */
+    uint64_t workspace; /* of a process that has done nothing yet */
 } forecast;
 
 /* ---- one number of ranks ---------------------------------------------------------------------------- */
 
+/* The ranks, of so many, that share a machine. */
+static int ranks_here(const forecast *f, int ranks)
+{
+    return f->together || ranks < f->node_ranks ? ranks : f->node_ranks;
+}
+
 /* Set the clock to zero on a machine which this number of ranks may have to share. */
 static void start_clock(const forecast *f, int ranks)
 {
-    const int here = ranks < f->node_ranks && !f->s->emulate ? ranks : f->node_ranks;
-    const double all = f->s->emulate ? ranks : here; /* emulated nodes are all on this machine */
-    const double crowd = all * f->threads / f->cores;
+    const double crowd = (double)ranks_here(f, ranks) * f->threads / f->cores;
     memset(&sim, 0, sizeof sim);
     sim.machine = f->machine;
     sim.rate_scale = 1;
@@ -74,15 +79,14 @@ cleanup:
 }
 
 /* Count what the rank that needs most has; the one that ran may own less. */
-static dtrain_result plan_most(const run_job *j, const dtrain_strategy_desc *resolved,
-                               forecast_row *r)
+static dtrain_result plan_most(const run_job *j, const dtrain_strategy_desc *desc,
+                               uint64_t workspace, forecast_row *r)
 {
     dtrain_param *params = copy_params(j);
     dtrain_memory planned, *m = &r->memory;
-    uint64_t peak;
     if (!params) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a plan");
     const dtrain_result result =
-        dtrain_strategy_plan(params, j->param_count, resolved, r->ranks, &planned);
+        dtrain_strategy_plan(params, j->param_count, desc, r->ranks, &planned);
     free(params);
     if (result != DTRAIN_OK) return result;
     *m = j->memory;
@@ -90,7 +94,7 @@ static dtrain_result plan_most(const run_job *j, const dtrain_strategy_desc *res
         m->params = planned.params, m->grads = planned.grads;
         m->optimizer = planned.optimizer, m->buffers = planned.buffers;
     }
-    if (strcmp(j->s->device, "cpu") == 0) dtrain_process_memory(&m->workspace, &peak);
+    m->workspace = workspace;
     m->total = m->params + m->grads + m->optimizer + m->buffers + m->activations +
                m->activation_grads + m->workspace;
     return DTRAIN_OK;
@@ -109,8 +113,10 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     start_clock(f, r->ranks);
     r->nodes = (r->ranks + f->node_ranks - 1) / f->node_ranks;
     TRY(sim_comm_new(world, r->ranks, r->nodes, sim_rank(r->ranks, r->nodes), &j.comm));
-    j.memory_limit = f->s->memory_limit ? (uint64_t)f->s->memory_limit << 20
-                                        : (uint64_t)(f->machine.memory_gib * 1073741824.0);
+    j.memory_limit =
+        f->s->memory_limit
+            ? (uint64_t)f->s->memory_limit << 20
+            : (uint64_t)(f->machine.memory_gib * 1073741824.0 / (f->named ? 1 : f->ranks));
     if (!desc.node_size && (desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD || desc.hierarchical))
         desc.node_size = (uint32_t)(r->ranks / r->nodes);
     TRY(plan_job(world, &j, &desc));
@@ -119,11 +125,12 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     TRY(open_trainer(world, &j, &desc));
     r->batch = j.batch;
     r->accum = j.accum;
+    r->sample_things = j.sample_things;
     dtrain_strategy_query(j.strategy, &r->strategy);
     TRY(time_step(&j, r));
-    desc = r->strategy.desc;
+    desc.kind = r->strategy.desc.kind; /* AUTO has chosen */
     desc.comm = NULL;
-    TRY(plan_most(&j, &desc, r));
+    TRY(plan_most(&j, &desc, f->workspace, r));
 cleanup:
     dtrain_trainer_destroy(j.trainer);
     dtrain_optimizer_destroy(j.optimizer);
@@ -141,9 +148,8 @@ static void print_memory(const forecast *f, const forecast_row *r)
 {
     const dtrain_memory *m = &r->memory;
     const double have = f->machine.memory_gib * 1024, limit = (double)f->s->memory_limit;
-    const int here = f->named ? 1 : r->ranks < f->node_ranks ? r->ranks : f->node_ranks;
-    const double need = mib(m->total),
-                 all = f->named ? need : need * (f->s->emulate ? r->ranks : here);
+    const int here = ranks_here(f, r->ranks);
+    const double need = mib(m->total);
     printf(
         "# memory    a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
         "buffers %.1f, activations %.1f + %.1f, workspace %.1f\n",
@@ -153,9 +159,8 @@ static void print_memory(const forecast *f, const forecast_row *r)
         printf("#           a device of %s has %.1f GiB: %s\n", f->named->name,
                f->machine.memory_gib, need <= have ? "fits" : "would not fit");
     else
-        printf("#           %d ranks of this machine need %.1f of its %.1f GiB: %s\n", here,
-               all / 1024, have * f->node_ranks / 1024,
-               all <= have * f->node_ranks ? "fits" : "would not fit");
+        printf("#           %d ranks here need %.1f of this machine's %.1f GiB: %s\n", here,
+               need * here / 1024, have / 1024, need * here <= have ? "fits" : "would not fit");
     if (limit > 0)
         printf("#           --memory-limit is %.0f MiB a rank: %s\n", limit,
                need - mib(m->workspace) <= limit ? "fits" : "would not fit");
@@ -171,9 +176,7 @@ static void print_step(const forecast *f, const forecast_row *r)
            "exposed communication %.2f of %.2f; without waiting for data, validations and "
            "checkpoints\n",
            r->step_ms, r->products_ms, r->others_ms, r->update_ms, r->exposed_ms, r->comm_ms);
-    if (f->steps > 1)
-        printf("# run       %lld steps: %.0f s, %.0f %s/s\n", (long long)f->steps,
-               1e-3 * r->step_ms * (double)f->steps, r->rate, f->program->things);
+    printf("# run       %.0f %s\n", r->rate, f->program->sample_name);
 }
 
 static void print_rates(const forecast *f)
@@ -195,9 +198,10 @@ static void print_rates(const forecast *f)
     printf("\n# %s    nodes of %d ranks, %g Gb/s and %g us between them%s\n",
            f->s->emulate ? "given  " : "assumed", f->node_ranks, c->network_gbps, c->latency_us,
            f->s->emulate ? " (--emulate)" : "; more nodes are machines like this one");
-    if (f->node_ranks * (int)f->threads > f->cores)
-        printf("#           %d cores are shared by %d ranks of %u threads\n", f->cores,
-               f->node_ranks, f->threads);
+    const int here = ranks_here(f, f->ranks);
+    if (here * (int)f->threads > f->cores)
+        printf("#           %d cores are shared by %d ranks of %u threads\n", f->cores, here,
+               f->threads);
 }
 
 static void print_row(const forecast *f, const forecast_row *r, const forecast_row *first)
@@ -246,8 +250,7 @@ static int meet_model(dtrain_world *world, void *user)
     forecast_row r;
     memset(&r, 0, sizeof r);
     r.ranks = f->ranks;
-    f->result = forecast_ranks(world, f, &r);
-    return f->result == DTRAIN_OK ? 0 : 1;
+    return forecast_ranks(world, f, &r) == DTRAIN_OK ? 0 : 1;
 }
 
 static int print_forecast(dtrain_world *world, void *user)
@@ -257,8 +260,7 @@ static int print_forecast(dtrain_world *world, void *user)
     char about[128];
     memset(&own, 0, sizeof own);
     own.ranks = f->ranks;
-    f->result = forecast_ranks(world, f, &own);
-    if (f->result != DTRAIN_OK) return 1;
+    if (forecast_ranks(world, f, &own) != DTRAIN_OK) return 1;
     snprintf(about, sizeof about, "%d ranks, %u samples a rank and micro-batch, %u of these a step",
              own.ranks, own.batch, own.accum);
     printf("# " RUN_NAME " of dtrain %s: %s\n", dtrain_version(), about);
@@ -269,27 +271,31 @@ static int print_forecast(dtrain_world *world, void *user)
     print_rates(f);
     print_scaling(world, f, &own);
     if (!f->s->config_out) return 0;
-    f->result = write_config(f->s->config_out, about);
-    return f->result == DTRAIN_OK ? 0 : 1;
+    return write_config(f->s->config_out, about) == DTRAIN_OK ? 0 : 1;
 }
 
 /* Run a function as the only rank of a virtual world, whatever launched this process. */
-static int launch_virtual(dtrain_rank_fn rank, forecast *f)
+static dtrain_result launch_virtual(dtrain_rank_fn rank, void *user)
 {
     dtrain_launch_desc launch;
-    dtrain_launch_info info;
-    setenv("DTRAIN_RANK", "0", 1);
-    setenv("DTRAIN_WORLD_SIZE", "1", 1);
+    const char *const names[2] = {"DTRAIN_RANK", "DTRAIN_WORLD_SIZE"};
+    char *before[2];
     memset(&launch, 0, sizeof launch);
     launch.rank_count = 1;
     launch.mode = DTRAIN_LAUNCH_THREADS;
     launch.device_ops = sim_layer_ops();
     launch.comm_ops = sim_comm_ops();
-    const dtrain_result result = dtrain_launch(&launch, rank, f, &info);
-    unsetenv("DTRAIN_RANK");
-    unsetenv("DTRAIN_WORLD_SIZE");
-    if (result == DTRAIN_OK) return 0;
-    return BAD("--dry-run: %s", run_error());
+    for (int i = 0; i < 2; i++) {
+        before[i] = getenv(names[i]) ? strdup(getenv(names[i])) : NULL;
+        setenv(names[i], i ? "1" : "0", 1);
+    }
+    const dtrain_result result = dtrain_launch(&launch, rank, user, NULL);
+    for (int i = 0; i < 2; i++) {
+        if (before[i]) setenv(names[i], before[i], 1);
+        else unsetenv(names[i]);
+        free(before[i]);
+    }
+    return result;
 }
 
 /* Describe the machine, as far as it need not be measured: one rank's part of it. */
@@ -299,6 +305,7 @@ static int choose_machine(forecast *f)
     const bool cpu = strcmp(s->device, "cpu") == 0;
     const char *name = s->cluster ? s->cluster : cpu ? NULL : "h100";
     const double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    uint64_t peak;
     f->cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     for (int i = 0; name && i < CLUSTERS; i++)
         if (strcmp(name, clusters[i].name) == 0) f->named = &clusters[i];
@@ -306,10 +313,16 @@ static int choose_machine(forecast *f)
         return BAD("--cluster is \"%s\", which is none of build/simulate's; its --help lists them",
                    name);
     f->ranks = rank_count(s, true);
-    f->node_ranks = s->emulation.node_ranks ? (int)s->emulation.node_ranks : f->ranks;
+    f->together = s->emulate || s->node_size;
+    f->node_ranks = s->emulation.node_ranks ? (int)s->emulation.node_ranks
+                    : s->node_size          ? (int)s->node_size
+                                            : f->ranks;
+    if (cpu) dtrain_process_memory(&f->workspace, &peak);
     if (f->named) {
         f->machine = *f->named;
-        f->node_ranks = (int)f->machine.gpus_per_node;
+        f->node_ranks = s->node_size ? (int)s->node_size : (int)f->machine.gpus_per_node;
+        f->machine.gpus_per_node = f->node_ranks;
+        f->together = false;
         if (!s->precision) f->machine.tflops_bf16 = f->machine.tflops_fp32;
         f->threads = 1;
         if (f->ranks > f->node_ranks && f->ranks % f->node_ranks)
@@ -317,7 +330,7 @@ static int choose_machine(forecast *f)
                        f->ranks);
         return 0;
     }
-    const int local = s->emulate ? f->ranks : f->node_ranks;
+    const int local = f->ranks;
     f->threads =
         s->threads ? (uint32_t)s->threads : (uint32_t)(f->cores > local ? f->cores / local : 1);
     f->machine = clusters[CLUSTERS - 1]; /* custom */
@@ -325,8 +338,17 @@ static int choose_machine(forecast *f)
     f->machine.network = NETWORK_EMULATED;
     f->machine.network_gbps = s->emulate ? s->emulation.gigabits_per_second : ASSUMED_GBPS;
     f->machine.latency_us = s->emulate ? s->emulation.latency_us : ASSUMED_US;
-    f->machine.memory_gib = memory / 1073741824.0 / f->node_ranks;
+    f->machine.memory_gib = memory / 1073741824.0;
     return 0;
+}
+
+static void use_rates(forecast *f)
+{
+    cluster *c = &f->machine;
+    c->tflops_bf16 = 1e-12 * f->rates.flops;
+    c->efficiency = 1;
+    c->hbm_gbs = 1e-9 * f->rates.bytes;
+    c->nvlink_gbs = f->rates.link_bytes > 0 ? 1e-9 * f->rates.link_bytes : c->hbm_gbs;
 }
 
 /* Print the forecast of a run and stop. Return main's exit status. */
@@ -337,15 +359,12 @@ static int dry_run(const run_settings *s, const run_program *program)
     f.program = program;
     if (s->offload)
         return BAD("--dry-run and --offload: a forecast has no host memory to offload to");
-    if (choose_machine(&f) || launch_virtual(meet_model, &f)) return 2;
-    if (f.named) return launch_virtual(print_forecast, &f);
-    if (measure_machine(s, f.threads, &f.rates) != DTRAIN_OK)
-        return BAD("--dry-run: %s", run_error());
-    f.machine.tflops_bf16 = 1e-12 * f.rates.flops;
-    f.machine.efficiency = 1;
-    f.machine.hbm_gbs = 1e-9 * f.rates.bytes;
-    f.machine.nvlink_gbs = f.rates.link_bytes > 0 ? 1e-9 * f.rates.link_bytes : f.machine.hbm_gbs;
-    return launch_virtual(print_forecast, &f);
+    if (choose_machine(&f)) return 2;
+    dtrain_result result = launch_virtual(meet_model, &f);
+    if (result == DTRAIN_OK && !f.named) result = measure_machine(s, f.threads, &f.rates);
+    if (result == DTRAIN_OK && !f.named) use_rates(&f);
+    if (result == DTRAIN_OK) result = launch_virtual(print_forecast, &f);
+    return result == DTRAIN_OK ? 0 : BAD("--dry-run: %s", run_error());
 }
 
 #endif /* RUN_FORECAST_H */

@@ -20,6 +20,7 @@ typedef struct run_job run_job;
 typedef struct run_program {
     const char *things, *sample_name; /* what its rates count: "tokens", and "tokens/s" */
     size_t own_bytes;
+    long least_batch;
     /* Declare the parameters and say how many things a sample has; nothing large is allocated. A world of NULL means
      * that the job will only be planned. */
     dtrain_result (*open_model)(dtrain_world *world, run_job *j);

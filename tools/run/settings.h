@@ -97,6 +97,10 @@ static const flag file_flags[] = {
      "print all flags as they are in force, the memory of a rank, the predicted step time and "
      "scaling, and stop; what is printed is a file for --config",
      NULL},
+    {"--tune", 'a', &run_flags.tune, 0, 0,
+     "try batches, strategies and bucket sizes, a few steps each, print the fastest flags and why, "
+     "and stop; flags that are given stay",
+     NULL},
     {"--cluster", 's', &run_flags.cluster, 0, 0,
      "--dry-run: predict for one of build/simulate's clusters, as h100, in place of this machine",
      NULL},

@@ -176,12 +176,13 @@ static const dtrain_device_ops *sim_layer_ops(void)
 #define USE(op) ops.op = sim_##op;
     USE(conv2d)
     USE(conv2d_backward)
-    USE(attention) USE(attention_backward) USE(activation_backward) USE(layernorm)
-        USE(layernorm_backward) USE(embedding) USE(embedding_backward) USE(cross_entropy)
-            USE(cross_entropy_backward) USE(softmax) USE(softmax_backward) USE(batchnorm_moments)
-                USE(batchnorm) USE(batchnorm_sums) USE(batchnorm_backward) USE(pointwise)
-                    USE(pointwise_backward) USE(dropout) USE(rotary) USE(permute) USE(pool2d)
-                        USE(pool2d_backward) USE(lion) USE(muon)
+    USE(attention)
+    USE(attention_backward) USE(activation_backward) USE(layernorm) USE(layernorm_backward)
+        USE(embedding) USE(embedding_backward) USE(cross_entropy) USE(cross_entropy_backward)
+            USE(softmax) USE(softmax_backward) USE(batchnorm_moments) USE(batchnorm)
+                USE(batchnorm_sums) USE(batchnorm_backward) USE(pointwise) USE(pointwise_backward)
+                    USE(dropout) USE(rotary) USE(permute) USE(pool2d) USE(pool2d_backward) USE(lion)
+                        USE(muon)
 #undef USE
                             ops.gemm = sim_layer_gemm;
     return &ops;

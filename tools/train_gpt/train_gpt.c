@@ -52,6 +52,7 @@ cleanup:
 static const run_program gpt_program = {.things = "tokens",
                                         .sample_name = "tokens/s",
                                         .own_bytes = sizeof(gpt_run),
+                                        .least_batch = 1,
                                         .open_model = open_gpt,
                                         .set_batch = gpt_set_batch,
                                         .loss = gpt_loss,
