@@ -37,6 +37,9 @@ static int check_compression(const run_settings *s)
     if (s->compression && s->graph)
         return BAD("--compression and --graph: what is sent changes in the first steps, and a "
                    "recorded step does not");
+    if (s->compression && s->nonfinite == DTRAIN_NONFINITE_SKIP)
+        return BAD("--compression and --nonfinite skip: what is not sent would keep a NaN; use "
+                   "rollback or stop");
     if (s->compression && s->strategy != DTRAIN_STRATEGY_DDP - 1)
         return BAD("--compression works with --strategy ddp: the others reduce shards");
     return 0;
@@ -49,6 +52,9 @@ static int check_optimizer(const run_settings *s)
     const bool muon = is_optimizer(s, DTRAIN_OPTIMIZER_MUON);
     const bool adamw = muon || is_optimizer(s, DTRAIN_OPTIMIZER_ADAMW);
     const long kind = s->strategy + 1;
+    if (given("--min-lr") && s->schedule != DTRAIN_SCHEDULE_LINEAR &&
+        s->schedule != DTRAIN_SCHEDULE_COSINE)
+        return BAD("--min-lr does nothing with --schedule %s", schedules[s->schedule]);
     if (given("--muon-lr") && !muon) return BAD("--muon-lr does nothing without --optimizer muon");
     if ((given("--beta2") || given("--variance-steps")) && !adamw)
         return BAD("%s does nothing with --optimizer %s, which has no second moments",

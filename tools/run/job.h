@@ -209,6 +209,21 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     return desc;
 }
 
+/* Put a flag and its value before the last error. */
+static dtrain_result name_error(dtrain_result result, const char *name, const char *value)
+{
+    char text[512];
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    return dtrain_fail(result, "%s%s%s: %s", name, *value ? " " : "", value, text);
+}
+
+/* Name the flag behind a refusal of the library, which speaks of descs. */
+static dtrain_result name_flag(dtrain_result result, const char *name, const char *value)
+{
+    const bool refused = result == DTRAIN_ERROR_ARGUMENT || result == DTRAIN_ERROR_UNSUPPORTED;
+    return refused ? name_error(result, name, value) : result;
+}
+
 /* Choose the size of a micro-batch and how many make a step, before the model is allocated. */
 static dtrain_result choose_batch(dtrain_world *world, run_job *j,
                                   const dtrain_strategy_desc *strategy)
@@ -221,7 +236,8 @@ static dtrain_result choose_batch(dtrain_world *world, run_job *j,
     j->batch = (uint32_t)s->batch;
     j->accum = s->accum ? (uint32_t)s->accum : 1;
     if (global) /* before a search, so that what cannot be shared is an error at once */
-        TRY(dtrain_trainer_split_batch(global, j->batch, ranks, &j->batch, &j->accum));
+        TRY(name_flag(dtrain_trainer_split_batch(global, j->batch, ranks, &j->batch, &j->accum),
+                      "--global-batch", ""));
     if (s->auto_batch) {
         dtrain_plan_batch_desc desc;
         memset(&desc, 0, sizeof desc);
@@ -261,7 +277,8 @@ static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strate
     dtrain_trainer_desc trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_plan(world, &trainer, &j->memory)); /* of activations alone */
     strategy->other_bytes = j->memory.total;
-    TRY(dtrain_strategy_create(world, j->params, j->param_count, strategy, &j->strategy));
+    TRY(name_flag(dtrain_strategy_create(world, j->params, j->param_count, strategy, &j->strategy),
+                  "--strategy", strategies[j->s->strategy]));
     TRY(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer));
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));

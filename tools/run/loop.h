@@ -121,6 +121,8 @@ static int run_rank(dtrain_world *world, void *user)
     TRY(train_steps(world, &j));
     TRY(finish_job(world, &j));
 cleanup:
+    if (result == DTRAIN_ERROR_MEMORY && j.s->memory_limit)
+        name_error(result, "--memory-limit", "");
     close_job(&j);
     free(own);
     return end_rank(result);
