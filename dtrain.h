@@ -31,6 +31,7 @@
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
        src/world/world.h                    World and launch
+       src/world/timeline.h                 Timeline
        src/comm/comm.h                      Communicators
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
@@ -59,6 +60,8 @@
        src/core/random.c                    Random numbers: Philox4x32-10
        src/world/world.c                    World
        src/world/world_internal.h           The world's shared state: what the other rooms may know of it
+       src/world/timeline_internal.h        Spans as the library opens them: see world/timeline.c
+       src/world/timeline.c                 Spans: what a rank does when
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
        src/world/environment_internal.h     The result of reading the environment
@@ -893,6 +896,47 @@ dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
 /* Ask the operating system for the memory of this process: the proportional set size now, and the
  * high-water mark of the resident set size. 0 where it is unknown. */
 DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
+
+/* ================================================================================================
+ * src/world/timeline.h
+ * ==============================================================================================*/
+
+/* Timeline
+ *
+ * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
+ * and closes spans where it works, and a program those of its own. Each is of a kind, and the time
+ * of a kind is what was spent in spans of that kind and not in one inside of them:
+ *
+ *     step         |---------------------------------------------------------|
+ *     other, data  |-|--data--|                                              |
+ *     forward                 |---------|                                    |
+ *     backward                          |-----|   |--------|   |            |
+ *     comm: waits                             |---|        |---|             |
+ *     optimizer                                                |-------------|
+ *
+ * So the kinds divide the time of a rank: their sum is the time since the world was made. A span
+ * costs two looks at the clock (about 40 ns each); nothing is allocated. */
+
+typedef enum dtrain_span_kind {
+    DTRAIN_SPAN_OTHER = 0,      /* in no span: the program's own time */
+    DTRAIN_SPAN_DATA = 1,       /* the trainer waits for next_batch */
+    DTRAIN_SPAN_FORWARD = 2,    /* the trainer's call of loss */
+    DTRAIN_SPAN_BACKWARD = 3,   /* dtrain_tape_backward, dtrain_strategy_finish */
+    DTRAIN_SPAN_COMM = 4,       /* calls of communicators: exposed communication */
+    DTRAIN_SPAN_OPTIMIZER = 5,  /* unscaling, clipping, the update */
+    DTRAIN_SPAN_CHECKPOINT = 6, /* dtrain_checkpoint_save and _wait, and ranks' waits in them */
+    DTRAIN_SPAN_KINDS = 7
+} dtrain_span_kind;
+
+/* Open a span of a program's own, inside of the one that is open now: of a host with a backward of
+ * its own, or of a phase that should have a name. `name` lives until the span is closed. Only the
+ * thread that runs rank_main may call it. */
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
+/* Close the innermost span that is open; with none, do nothing. */
+DTRAIN_API void dtrain_span_end(dtrain_world *world);
+/* Return the seconds that this rank has spent in a kind since its world was made; differences give
+ * a step's share. 0 for a kind that does not exist. */
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind);
 
 /* ================================================================================================
  * src/comm/comm.h
@@ -4135,6 +4179,40 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  *
  * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
 
+/* ================================================================================================
+ * src/world/timeline_internal.h
+ * ==============================================================================================*/
+
+/* Spans as the library opens them: see world/timeline.c. */
+
+#define DTRAIN__SPAN_DEPTH 32u /* deeper ones count to the span that they are in */
+#define DTRAIN__UNNUMBERED INT64_MIN
+
+/* A span that is open. */
+typedef struct dtrain__open_span {
+    uint64_t begin_ns;
+    const char *name;
+    int64_t number;       /* of its kind of thing: step, unit, ...; or DTRAIN__UNNUMBERED */
+    uint32_t kind, outer; /* its kind, and that of the span around it */
+} dtrain__open_span;
+
+/* The spans of a rank. Only the thread of rank_main uses it. */
+typedef struct dtrain__timeline {
+    uint64_t spent_ns[DTRAIN_SPAN_KINDS];
+    uint64_t since_ns; /* up to then, spent_ns is complete */
+    uint32_t kind;     /* of what has gone on since */
+    uint32_t depth;    /* spans that are open */
+    dtrain__open_span open[DTRAIN__SPAN_DEPTH];
+} dtrain__timeline;
+
+/* world/timeline.c */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                               int64_t number, uint64_t now);
+DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now);
+DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
+                                            int64_t number);
+DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
+
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -4270,6 +4348,7 @@ struct dtrain_world {
     struct dtrain__engine *comms;  /* this rank's communicators, newest first */
     int64_t comm_count;            /* every communicator made so far has a smaller number */
     struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
+    dtrain__timeline timeline;     /* its spans, see timeline.c */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
@@ -4389,6 +4468,95 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
     va_start(args, format);
     dtrain__log_va(&world->log, level, format, args);
     va_end(args);
+}
+
+/* ================================================================================================
+ * src/world/timeline.c
+ * ==============================================================================================*/
+
+/* Spans: what a rank does when
+ *
+ * One stack of open spans per rank, and one sum per kind. A look at the clock at the begin and at
+ * the end of a span moves what has passed since the look before to the kind that was on top:
+ *
+ *     looks         0       3     5        9    10
+ *     stack         forward comm  (end)    backward
+ *     to whom       other 0 fwd 3 comm 2   fwd 4
+ *
+ * So every nanosecond counts once, and nothing is searched, allocated or written. A function marks
+ * the depth when it opens a span, and closes down to that mark: what a callback of the host, or an
+ * early return, has left open is closed with it. */
+
+/* Count the time since the last look to what was going on. */
+static void dtrain__span_look(dtrain__timeline *timeline, uint64_t now)
+{
+    if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
+    timeline->since_ns = now;
+}
+
+/* Open a span at a look at the clock that was taken anyway, and return the mark with which it is
+ * closed. What ranks wait for each other inside of a checkpoint is part of it. */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                               int64_t number, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    const uint32_t mark = timeline->depth++;
+    dtrain__span_look(timeline, now);
+    if (mark >= DTRAIN__SPAN_DEPTH) return mark;
+    dtrain__open_span *span = &timeline->open[mark];
+    span->begin_ns = now;
+    span->name = name;
+    span->number = number;
+    span->outer = timeline->kind;
+    if (kind == DTRAIN_SPAN_COMM && timeline->kind == DTRAIN_SPAN_CHECKPOINT)
+        kind = DTRAIN_SPAN_CHECKPOINT;
+    span->kind = timeline->kind = kind;
+    return mark;
+}
+
+/* Close all spans from a mark on. */
+DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    dtrain__span_look(timeline, now);
+    while (timeline->depth > mark)
+        if (--timeline->depth < DTRAIN__SPAN_DEPTH)
+            timeline->kind = timeline->open[timeline->depth].outer;
+}
+
+/* Open a span now; in a tape without a world, nothing happens. */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
+                                            int64_t number)
+{
+    return world ? dtrain__span_begin_at(world, kind, name, number, dtrain__now_ns()) : 0;
+}
+
+DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
+{
+    if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
+}
+
+/* ---- Public calls -----------------------------------------------------------------------------*/
+
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name)
+{
+    const bool known = (uint32_t)kind < DTRAIN_SPAN_KINDS;
+    (void)dtrain__span_begin(world, known ? (uint32_t)kind : (uint32_t)DTRAIN_SPAN_OTHER,
+                             name ? name : "span", DTRAIN__UNNUMBERED);
+}
+
+DTRAIN_API void dtrain_span_end(dtrain_world *world)
+{
+    if (world && world->timeline.depth) dtrain__span_end(world, world->timeline.depth - 1);
+}
+
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind)
+{
+    if (!world || (uint32_t)kind >= DTRAIN_SPAN_KINDS) return 0;
+    const dtrain__timeline *timeline = &world->timeline;
+    uint64_t ns = timeline->spent_ns[kind];
+    if (timeline->kind == (uint32_t)kind) ns += dtrain__now_ns() - timeline->since_ns;
+    return 1e-9 * (double)ns;
 }
 
 /* ================================================================================================
@@ -4875,9 +5043,12 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
     dtrain__flight_gather(world, bytes);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
     dtrain__flight_gathered(world, result);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -6655,6 +6826,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
+    world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
@@ -7631,10 +7803,12 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. */
-static uint64_t dtrain__comm_enter(const dtrain_comm *comm)
+/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. The
+ * span of the call is the innermost one when it is left, because nothing below leaves one open. */
+static uint64_t dtrain__comm_enter(const dtrain_comm *comm, const char *what)
 {
     const uint64_t now = dtrain__now_ns();
+    (void)dtrain__span_begin_at(comm->world, DTRAIN_SPAN_COMM, what, DTRAIN__UNNUMBERED, now);
     dtrain__flight_enter(comm->world, now);
     return now;
 }
@@ -7643,6 +7817,7 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
 {
     const uint64_t now = dtrain__now_ns();
     comm->inside_ns += now - entered;
+    dtrain__span_end_at(comm->world, comm->world->timeline.depth - 1, now);
     dtrain__comm_landed(comm, now);
     dtrain__flight_leave(comm->world, now);
     dtrain__flight_fail(comm->world, result);
@@ -7682,7 +7857,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
@@ -7767,7 +7942,7 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__comm_enter(comm), record = work->record;
+    const uint64_t entered = dtrain__comm_enter(comm, "wait"), record = work->record;
     const dtrain_result result = comm->ops->wait(work);
     if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
     return dtrain__comm_leave(comm, entered, result);
@@ -7780,7 +7955,7 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, "test");
     const dtrain_result result = comm->ops->test(work, done);
     if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
     return dtrain__comm_leave(comm, entered, result);
@@ -11975,10 +12150,9 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
  * step that fails for a missing gradient has made the same collectives as one that succeeds, and
  * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
  * because they read the shards that will be updated. */
-DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+static dtrain_result dtrain__finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
     const dtrain__layout *layout = &strategy->layout;
     const bool last = !strategy->more;
     dtrain_result result = dtrain__walk_back(strategy, 0);
@@ -11994,6 +12168,17 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
     dtrain__rewind(strategy, last);
     return missing;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__finish(strategy);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
@@ -15633,6 +15818,7 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
+    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
     const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
@@ -15747,6 +15933,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    if (!tape->planning) tape->world = world ? world : strategy ? strategy->world : NULL;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
@@ -16520,8 +16707,12 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     tape->pass.state = DTRAIN__TAPE_DONE;
-    return dtrain__tape_stick(tape, dtrain__backward_run(tape, loss, scale));
+    const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
 }
 
 /* ---- Gradients of tensors
@@ -18985,15 +19176,11 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
 
 /* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
  * and clips them. */
-static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
-                                             float loss_scale, float max_norm, float *norm,
-                                             float *factor)
+static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale, float max_norm,
+                                     float *norm, float *factor)
 {
     double total;
     float clip = 1;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!norm || !factor)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
@@ -19005,6 +19192,22 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
     return DTRAIN_OK;
+}
+
+/* Measure norm and factor for a public call, in a span. */
+static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
+                                             float loss_scale, float max_norm, float *norm,
+                                             float *factor)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!norm || !factor)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__norm_of(strategy, loss_scale, max_norm, norm, factor);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
@@ -19178,12 +19381,19 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const dtrain_result result = optimizer->offloaded
-                                     ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                                     : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
-    optimizer->step_count++;
-    return dtrain_strategy_publish(optimizer->strategy);
+    dtrain_world *world = optimizer->strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
+    dtrain_result result = optimizer->offloaded
+                               ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                               : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(optimizer->strategy, result); /* others await its values */
+    if (result == DTRAIN_OK) {
+        optimizer->step_count++;
+        result = dtrain_strategy_publish(optimizer->strategy);
+    }
+    dtrain__span_end(world, span);
+    return result;
 }
 
 /* Compute what changes from step to step for a group, for the step that comes next. */
@@ -21460,7 +21670,7 @@ enum {
     DTRAIN__WORD_COMM,
     DTRAIN__WORD_EXPOSED,
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
-    DTRAIN__WORD_DATA, /* seconds in next_batch */
+    DTRAIN__WORD_DATA, /* seconds in spans of DATA */
     DTRAIN__WORD_COUNT
 };
 
@@ -21482,7 +21692,6 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
-    double data;       /* seconds that this call of step has spent in next_batch */
     float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute;   /* (ranks) seconds, for the median */
     int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
@@ -21530,13 +21739,10 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
- * and then the record. */
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
+ * make the record. */
+static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
     dtrain_step_record full;
     dtrain_comm_info before, after;
     float own[DTRAIN__WORD_COUNT];
@@ -21545,7 +21751,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
     dtrain__strategy_comm_info(trainer->desc.strategy, &before);
     const double start = dtrain_seconds();
-    trainer->data = 0;
+    const double data = dtrain_span_seconds(trainer->world, DTRAIN_SPAN_DATA);
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
     own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
@@ -21558,7 +21764,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_EXPOSED] = (float)exposed;
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
-    own[DTRAIN__WORD_DATA] = (float)trainer->data;
+    own[DTRAIN__WORD_DATA] = (float)(dtrain_span_seconds(trainer->world, DTRAIN_SPAN_DATA) - data);
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
     trainer->step++;
@@ -21568,6 +21774,19 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
+}
+
+/* Take one step, in a span. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
+    const dtrain_result result = dtrain__trainer_step(trainer, record);
+    dtrain__span_end(trainer->world, span);
+    return result;
 }
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
@@ -21592,7 +21811,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
+    dtrain__span_end(trainer->world, span);
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
@@ -21601,12 +21822,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     return result;
 }
 
-/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
-    const double start = dtrain_seconds();
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
-    trainer->data += dtrain_seconds() - start;
+    dtrain__span_end(trainer->world, span);
     return result;
 }
 
@@ -21784,7 +22006,10 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     float loss = 0;
     if (next_batch) DTRAIN__TRY(next_batch(user));
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain_tape_error(trainer->tape));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *sum += (double)loss;
@@ -23834,12 +24059,10 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                        (long long)step);
 }
 
-DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
-                                                double metric)
+/* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
+static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    dtrain_checkpoint *c = checkpoint;
     int64_t same[2] = {step, ~step};
-    if (!c) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
@@ -23866,6 +24089,18 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     const dtrain_result result =
         c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c);
     c->info.stall_seconds = dtrain_seconds() - start;
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
+                                                double metric)
+{
+    if (!checkpoint)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "save", step);
+    const dtrain_result result = dtrain__save(checkpoint, step, metric);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -24170,7 +24405,12 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 {
     if (!checkpoint)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_wait: checkpoint is NULL");
-    return dtrain__save_settle(checkpoint);
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "wait for save", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__save_settle(checkpoint);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
