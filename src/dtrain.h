@@ -64,6 +64,7 @@ extern "C" {
 #include "core/random.c"
 #include "world/world.c"
 #include "world/timeline.c"
+#include "world/trace.c"
 #include "world/control.c"
 #include "world/arena.c"
 #include "world/hash.c"

@@ -16,6 +16,7 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/trace_internal.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
 #include "strategy/strategy_internal.h"
@@ -144,9 +145,12 @@ static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
+    c->thread_ns[0] = dtrain__now_ns();
     const dtrain_result result = dtrain__write_own(c);
+    c->thread_ns[1] = dtrain__now_ns();
     if (c->rank == 0)
         dtrain__phase_set(c, DTRAIN__SAVE_DONE, result == DTRAIN_OK ? dtrain__publish(c) : result);
+    c->thread_ns[2] = dtrain__now_ns();
     return NULL;
 }
 
@@ -155,6 +159,7 @@ static void dtrain__save_run(dtrain_checkpoint *c)
 {
     sigset_t all, before;
     c->phase = DTRAIN__SAVE_WRITING;
+    c->thread_ns[0] = 0;
     if (!c->desc.background) {
         dtrain__write_own(c);
         return;
@@ -366,6 +371,18 @@ static void dtrain__save_clear(const dtrain_checkpoint *c)
     dtrain__set_last_error(before);
 }
 
+/* Give the trace what the thread has done, which has been joined. */
+static void dtrain__thread_trace(const dtrain_checkpoint *c)
+{
+    const uint64_t *at = c->thread_ns;
+    if (!c->world->timeline.traced || c->abandoned || !c->desc.background || !at[0]) return;
+    dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
+                       c->step, at[0], at[1]);
+    if (c->rank == 0)
+        dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
+                           NULL, c->step, at[1], at[2]);
+}
+
 /* Settle the save under way, if there is one, count it, and judge a failure: a warning, or with too
  * many in a row an error. Errors of the communicator are errors in any case. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
@@ -373,6 +390,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
     if (!c->outstanding) return DTRAIN_OK;
     const dtrain_result result = dtrain__save_agree(c);
     c->outstanding = false;
+    dtrain__thread_trace(c);
     c->info.bytes = c->bytes;
     c->info.write_seconds = c->written_at - c->begun;
     if (result == DTRAIN_OK) {

@@ -28,7 +28,10 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
         DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
     }
-    DTRAIN__TRY(op->desc->backward(op));
+    const uint32_t span = dtrain__op_span(op);
+    const dtrain_result passed = op->desc->backward(op);
+    dtrain__op_span_end(op, span);
+    DTRAIN__TRY(passed);
     DTRAIN__TRY(tape->error);
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));

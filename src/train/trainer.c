@@ -26,6 +26,7 @@
 #include "core/result.h"
 #include "world/timeline.h"
 #include "world/timeline_internal.h"
+#include "world/trace_internal.h"
 #include "world/world.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
@@ -79,7 +80,11 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
     own[DTRAIN__WORD_DATA] = (float)(dtrain_span_seconds(trainer->world, DTRAIN_SPAN_DATA) - data);
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
-    DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
+    const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(recorded);
     trainer->step++;
     trainer->tokens = full.tokens;
     const uint32_t every = trainer->desc.verify_every;
@@ -95,6 +100,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     if (!trainer || !trainer->desc.optimizer)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
                            trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    dtrain__trace_step(trainer->world, trainer->step);
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
     const dtrain_result result = dtrain__trainer_step(trainer, record);

@@ -15,6 +15,7 @@
 #include "core/api.h"
 #include "world/timeline.h"
 #include "world/timeline_internal.h"
+#include "world/trace_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 
@@ -37,6 +38,7 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kin
     dtrain__open_span *span = &timeline->open[mark];
     span->begin_ns = now;
     span->name = name;
+    span->text = NULL;
     span->number = number;
     span->outer = timeline->kind;
     if (kind == DTRAIN_SPAN_COMM && timeline->kind == DTRAIN_SPAN_CHECKPOINT)
@@ -50,9 +52,15 @@ DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uin
 {
     dtrain__timeline *timeline = &world->timeline;
     dtrain__span_look(timeline, now);
-    while (timeline->depth > mark)
-        if (--timeline->depth < DTRAIN__SPAN_DEPTH)
-            timeline->kind = timeline->open[timeline->depth].outer;
+    while (timeline->depth > mark) {
+        const dtrain__open_span *span = &timeline->open[--timeline->depth];
+        if (timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
+        timeline->kind = span->outer;
+        if (timeline->traced)
+            dtrain__trace_span(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
+                               span->number, span->begin_ns, now);
+    }
+    if (timeline->depth == 0) dtrain__trace_pause(world, now);
 }
 
 /* Open a span now; in a tape without a world, nothing happens. */
@@ -65,6 +73,22 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, 
 DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
 {
     if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
+}
+
+/* Open a span that is only of interest in a trace, and of the kind of the one around it; without
+ * one, nothing happens, not even a look at the clock. */
+DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
+                                              const char *text)
+{
+    if (!world || !world->timeline.traced) return DTRAIN__NO_SPAN;
+    const uint32_t mark = dtrain__span_begin(world, world->timeline.kind, name, DTRAIN__UNNUMBERED);
+    if (mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
+    return mark;
+}
+
+DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark)
+{
+    if (mark != DTRAIN__NO_SPAN) dtrain__span_end(world, mark);
 }
 
 /* ---- Public calls -----------------------------------------------------------------------------*/

@@ -9,7 +9,7 @@
 #include "tokenizer.h"
 
 typedef struct settings {
-    const char *model, *data, *log, *device, *comm, *emulate;
+    const char *model, *data, *log, *trace, *device, *comm, *emulate;
     const char *checkpoints, *resume; /* directories */
     const char *import_from, *export_to;
     const char *config; /* a file of flags */
@@ -287,6 +287,9 @@ static const flag flag_table[] = {
     {"--no-cache", 'b', &flags.no_cache, 0, 0,
      "compute each token from all before it, without their keys and values: to compare", NULL},
     {"--log", 's', &flags.log, 0, 0, "file for one JSON object per step", NULL},
+    {"--trace", 's', &flags.trace, 0, 0,
+     "FILE for a timeline, for ui.perfetto.dev; rank r writes one with .rank<r> before the extension",
+     NULL},
     {"--deterministic", 'b', &flags.deterministic, 0, 0,
      "refuse whatever could change the bits from run to run; compare the replicas and print a hash "
      "of the parameters at the end",
