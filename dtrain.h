@@ -31,6 +31,7 @@
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
        src/world/world.h                    World and launch
+       src/world/timeline.h                 Timeline
        src/comm/comm.h                      Communicators
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
@@ -59,6 +60,10 @@
        src/core/random.c                    Random numbers: Philox4x32-10
        src/world/world.c                    World
        src/world/world_internal.h           The world's shared state: what the other rooms may know of it
+       src/world/timeline_internal.h        Spans as the library opens them: see world/timeline.c
+       src/world/timeline.c                 Spans: what a rank does when
+       src/world/trace_internal.h           A trace: events of a rank, and the file that they are written to. See world/trace.c
+       src/world/trace.c                    Traces: what a rank did when, for Perfetto
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
        src/world/environment_internal.h     The result of reading the environment
@@ -701,6 +706,22 @@ typedef struct dtrain_emulation {
     double latency_us;          /* of a message between nodes */
 } dtrain_emulation;
 
+/* A trace: what every rank does when, in the Trace Event Format, for ui.perfetto.dev or
+ * chrome://tracing. Rank r writes a file of its own, with ".rank<r>" before the extension of path:
+ * passes, units and operations by name, waits, the update, checkpoints, and every collective with
+ * its bytes and the bucket that asked for it. build/trace brings the files of all ranks together.
+ * What is seen of a device that queues its work, a GPU, is when the host queued it.
+ *
+ * Memory is taken at the start and files are written between steps; a file that cannot be created
+ * is an error of the rank, and one that later cannot be written a warning: training goes on. */
+typedef struct dtrain_trace_desc {
+    const char *path;     /* NULL = no trace */
+    uint64_t first_step;  /* of a trainer: what is before it is left out */
+    uint64_t step_count;  /* so many of a trainer's steps; 0 = all */
+    uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
+    uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
+} dtrain_trace_desc;
+
 /* Zero means default. */
 typedef struct dtrain_launch_desc {
     uint32_t rank_count;       /* of the world; 0 = the launcher's number, and without a launcher
@@ -739,6 +760,7 @@ typedef struct dtrain_launch_desc {
     const char *flight_directory; /* every rank whose run fails writes its last collectives there,
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
+    dtrain_trace_desc trace;      /* all zero = none */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -893,6 +915,47 @@ dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
 /* Ask the operating system for the memory of this process: the proportional set size now, and the
  * high-water mark of the resident set size. 0 where it is unknown. */
 DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
+
+/* ================================================================================================
+ * src/world/timeline.h
+ * ==============================================================================================*/
+
+/* Timeline
+ *
+ * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
+ * and closes spans where it works, and a program those of its own. Each is of a kind, and the time
+ * of a kind is what was spent in spans of that kind and not in one inside of them:
+ *
+ *     step         |---------------------------------------------------------|
+ *     other, data  |-|--data--|                                              |
+ *     forward                 |---------|                                    |
+ *     backward                          |-----|   |--------|   |            |
+ *     comm: waits                             |---|        |---|             |
+ *     optimizer                                                |-------------|
+ *
+ * So the kinds divide the time of a rank: their sum is the time since the world was made. A span
+ * costs two looks at the clock (about 40 ns each); nothing is allocated. */
+
+typedef enum dtrain_span_kind {
+    DTRAIN_SPAN_OTHER = 0,      /* in no span: the program's own time */
+    DTRAIN_SPAN_DATA = 1,       /* the trainer waits for next_batch */
+    DTRAIN_SPAN_FORWARD = 2,    /* the trainer's call of loss */
+    DTRAIN_SPAN_BACKWARD = 3,   /* dtrain_tape_backward, dtrain_strategy_finish */
+    DTRAIN_SPAN_COMM = 4,       /* calls of communicators: exposed communication */
+    DTRAIN_SPAN_OPTIMIZER = 5,  /* unscaling, clipping, the update */
+    DTRAIN_SPAN_CHECKPOINT = 6, /* dtrain_checkpoint_save and _wait, and ranks' waits in them */
+    DTRAIN_SPAN_KINDS = 7
+} dtrain_span_kind;
+
+/* Open a span of a program's own, inside of the one that is open now: of a host with a backward of
+ * its own, or of a phase that should have a name. `name` lives until the span is closed. Only the
+ * thread that runs rank_main may call it. */
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
+/* Close the innermost span that is open; with none, do nothing. */
+DTRAIN_API void dtrain_span_end(dtrain_world *world);
+/* Return the seconds that this rank has spent in a kind since its world was made; differences give
+ * a step's share. 0 for a kind that does not exist. */
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind);
 
 /* ================================================================================================
  * src/comm/comm.h
@@ -4135,6 +4198,46 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  *
  * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
 
+/* ================================================================================================
+ * src/world/timeline_internal.h
+ * ==============================================================================================*/
+
+/* Spans as the library opens them: see world/timeline.c. */
+
+#define DTRAIN__SPAN_DEPTH 32u /* deeper ones count to the span that they are in */
+#define DTRAIN__UNNUMBERED INT64_MIN
+#define DTRAIN__NO_SPAN UINT32_MAX
+
+/* A span that is open. */
+typedef struct dtrain__open_span {
+    uint64_t begin_ns;
+    const char *name, *text; /* text: of what, for a trace; or NULL */
+    int64_t number;          /* of its kind of thing: step, unit, ...; or DTRAIN__UNNUMBERED */
+    uint32_t kind, outer;    /* its kind, and that of the span around it */
+} dtrain__open_span;
+
+/* The spans of a rank. Only the thread of rank_main uses it. */
+typedef struct dtrain__timeline {
+    uint64_t spent_ns[DTRAIN_SPAN_KINDS];
+    uint64_t since_ns;           /* up to then, spent_ns is complete */
+    uint32_t kind;               /* of what has gone on since */
+    uint32_t depth;              /* spans that are open */
+    bool traced;                 /* events are taken for the trace */
+    struct dtrain__trace *trace; /* NULL: none is asked for, see trace.c */
+    dtrain__open_span open[DTRAIN__SPAN_DEPTH];
+} dtrain__timeline;
+
+/* world/timeline.c */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                               int64_t number, uint64_t now);
+DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now);
+DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
+                                            int64_t number);
+DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
+DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
+                                              const char *text);
+DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark);
+
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -4266,10 +4369,13 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
+    int64_t clock_offset_ns;       /* what makes this rank's clock rank 0's, see link.c ... */
+    uint64_t clock_error_ns;       /* ... and by how much that may be wrong */
     int told_by;                   /* 1 + the rank whose failure this one was told of; 0: none */
     struct dtrain__engine *comms;  /* this rank's communicators, newest first */
     int64_t comm_count;            /* every communicator made so far has a smaller number */
     struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
+    dtrain__timeline timeline;     /* its spans, see timeline.c */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
@@ -4392,6 +4498,526 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
 }
 
 /* ================================================================================================
+ * src/world/timeline.c
+ * ==============================================================================================*/
+
+/* Spans: what a rank does when
+ *
+ * One stack of open spans per rank, and one sum per kind. A look at the clock at the begin and at
+ * the end of a span moves what has passed since the look before to the kind that was on top:
+ *
+ *     looks         0       3     5        9    10
+ *     stack         forward comm  (end)    backward
+ *     to whom       other 0 fwd 3 comm 2   fwd 4
+ *
+ * So every nanosecond counts once, and nothing is searched, allocated or written. A function marks
+ * the depth when it opens a span, and closes down to that mark: what a callback of the host, or an
+ * early return, has left open is closed with it. */
+
+/* ================================================================================================
+ * src/world/trace_internal.h
+ * ==============================================================================================*/
+
+/* A trace: events of a rank, and the file that they are written to. See world/trace.c. */
+
+#define DTRAIN__TRACE_NAME 40
+#define DTRAIN__TRACE_EVENTS 8192u /* held back by default: 1.5 MiB */
+#define DTRAIN__TRACE_TEXT 65536u  /* written at once */
+#define DTRAIN__TRACE_LINE 1024u   /* of one event, at most */
+#define DTRAIN__TRACE_PATH 1100u   /* of a file's name, with what is put into it */
+#define DTRAIN__TRACE_LANES 32u    /* collectives that are under way at once */
+#define DTRAIN__TRACE_TRACKS 128u  /* numbers of tracks are smaller */
+
+/* Rows of a rank in the viewer. Spans of one row lie inside of each other or apart. */
+enum {
+    DTRAIN__TRACK_RANK = 1,       /* spans of the thread of rank_main */
+    DTRAIN__TRACK_COLLECTIVE = 2, /* and those behind it: one for each of those under way */
+    DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_COLLECTIVE + DTRAIN__TRACE_LANES, /* its thread */
+    DTRAIN__TRACK_READ /* batches that are read ahead, and those behind it */
+};
+
+/* What has been: names are copies, because who gave them may be gone when they are written. */
+typedef struct dtrain__trace_event {
+    uint64_t begin_ns, end_ns;
+    char name[DTRAIN__TRACE_NAME], text[DTRAIN__TRACE_NAME];
+    int64_t number; /* or DTRAIN__UNNUMBERED */
+    uint32_t track, kind;
+    /* of collectives alone, which have a sequence number or a comm */
+    uint64_t count, bytes, sequence, flow;
+    int64_t comm;
+    const char *dtype, *op; /* literals */
+} dtrain__trace_event;
+
+typedef struct dtrain__trace {
+    int file;                            /* -1: closed */
+    uint32_t room, used;                 /* of events */
+    uint64_t lost;                       /* collectives for which there was no lane */
+    uint64_t written_ns, bytes;          /* of the file */
+    uint64_t lanes[DTRAIN__TRACE_LANES]; /* when the last collective in each ended */
+    bool named[DTRAIN__TRACE_TRACKS];
+    uint64_t first_step, end_step, file_bytes;
+    size_t text_bytes;
+    char path[DTRAIN__TRACE_PATH];
+    char text[DTRAIN__TRACE_TEXT];
+    dtrain__trace_event events[1]; /* (room) */
+} dtrain__trace;
+
+/* world/trace.c */
+DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
+                                                   const dtrain_trace_desc *desc);
+DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__trace_put(dtrain_world *world, const dtrain__trace_event *event);
+DTRAIN__PRIVATE void dtrain__trace_span(dtrain_world *world, uint32_t track, uint32_t kind,
+                                        const char *name, const char *text, int64_t number,
+                                        uint64_t begin_ns, uint64_t end_ns);
+DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step);
+DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now);
+
+/* Count the time since the last look to what was going on. */
+static void dtrain__span_look(dtrain__timeline *timeline, uint64_t now)
+{
+    if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
+    timeline->since_ns = now;
+}
+
+/* Open a span at a look at the clock that was taken anyway, and return the mark with which it is
+ * closed. What ranks wait for each other inside of a checkpoint is part of it. */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                               int64_t number, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    const uint32_t mark = timeline->depth++;
+    dtrain__span_look(timeline, now);
+    if (mark >= DTRAIN__SPAN_DEPTH) return mark;
+    dtrain__open_span *span = &timeline->open[mark];
+    span->begin_ns = now;
+    span->name = name;
+    span->text = NULL;
+    span->number = number;
+    span->outer = timeline->kind;
+    if (kind == DTRAIN_SPAN_COMM && timeline->kind == DTRAIN_SPAN_CHECKPOINT)
+        kind = DTRAIN_SPAN_CHECKPOINT;
+    span->kind = timeline->kind = kind;
+    return mark;
+}
+
+/* Close all spans from a mark on. */
+DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    dtrain__span_look(timeline, now);
+    while (timeline->depth > mark) {
+        const dtrain__open_span *span = &timeline->open[--timeline->depth];
+        if (timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
+        timeline->kind = span->outer;
+        if (timeline->traced)
+            dtrain__trace_span(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
+                               span->number, span->begin_ns, now);
+    }
+    if (timeline->depth == 0) dtrain__trace_pause(world, now);
+}
+
+/* Open a span now; in a tape without a world, nothing happens. */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
+                                            int64_t number)
+{
+    return world ? dtrain__span_begin_at(world, kind, name, number, dtrain__now_ns()) : 0;
+}
+
+DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
+{
+    if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
+}
+
+/* Open a span that is only of interest in a trace, and of the kind of the one around it; without
+ * one, nothing happens, not even a look at the clock. */
+DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
+                                              const char *text)
+{
+    if (!world || !world->timeline.traced) return DTRAIN__NO_SPAN;
+    const uint32_t mark = dtrain__span_begin(world, world->timeline.kind, name, DTRAIN__UNNUMBERED);
+    if (mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
+    return mark;
+}
+
+DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark)
+{
+    if (mark != DTRAIN__NO_SPAN) dtrain__span_end(world, mark);
+}
+
+/* ---- Public calls -----------------------------------------------------------------------------*/
+
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name)
+{
+    const bool known = (uint32_t)kind < DTRAIN_SPAN_KINDS;
+    (void)dtrain__span_begin(world, known ? (uint32_t)kind : (uint32_t)DTRAIN_SPAN_OTHER,
+                             name ? name : "span", DTRAIN__UNNUMBERED);
+}
+
+DTRAIN_API void dtrain_span_end(dtrain_world *world)
+{
+    if (world && world->timeline.depth) dtrain__span_end(world, world->timeline.depth - 1);
+}
+
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind)
+{
+    if (!world || (uint32_t)kind >= DTRAIN_SPAN_KINDS) return 0;
+    const dtrain__timeline *timeline = &world->timeline;
+    uint64_t ns = timeline->spent_ns[kind];
+    if (timeline->kind == (uint32_t)kind) ns += dtrain__now_ns() - timeline->since_ns;
+    return 1e-9 * (double)ns;
+}
+
+/* ================================================================================================
+ * src/world/trace.c
+ * ==============================================================================================*/
+
+/* Traces: what a rank did when, for Perfetto
+ *
+ *     spans (timeline.c) ----------+
+ *     collectives (flight.c) ------+--> events, in memory --> text, 64 KiB --> FILE.rank3.json
+ *     what other threads have done +    of a fixed size
+ *
+ * The file is an array of events as in the Trace Event Format (Google, "Trace Event Format", 2016):
+ * complete events ("X") with times in microseconds; the process is the rank, the thread a track;
+ * flow arrows ("s", "f") from where a bucket's collective is started to the collective; metadata
+ * ("M") with names, and with what has to be added to times to make them rank 0's. Each event is a
+ * line, and the array's end may be missing: a rank that is killed leaves a file that viewers open.
+ *
+ * Events are held back until a span that is in no other one ends and half of the memory is used or
+ * a second has passed: then they are written at once, 64 KiB a call. When memory is full before,
+ * they are written where the rank is, and what that took is an event itself. An event costs 0.1 us
+ * when it is made, and about 1.5 us when it is written.
+ *
+ * Collectives overlap and events of a track may not, so each gets the first lane that is free.
+ *
+ * There is no lock. The threads that write checkpoints and read data ahead note their times where
+ * they leave their results, and the rank's thread makes the events when it takes those. */
+
+static const char *const dtrain__span_names[] = {"other", "data",      "forward",   "backward",
+                                                 "comm",  "optimizer", "checkpoint"};
+
+/* ---- Text -------------------------------------------------------------------------------------*/
+
+/* Write what there is. The first failure ends the trace, with a warning; the run goes on. */
+static void dtrain__trace_write(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    size_t at = 0;
+    int error = 0;
+    while (trace->file >= 0 && at < trace->text_bytes && !error) {
+        const ssize_t wrote = write(trace->file, trace->text + at, trace->text_bytes - at);
+        if (wrote > 0) at += (size_t)wrote;
+        else if (wrote < 0 && errno != EINTR) error = errno;
+    }
+    trace->bytes += at;
+    trace->text_bytes = 0;
+    if (!error) return;
+    close(trace->file);
+    trace->file = -1;
+    world->timeline.traced = false;
+    dtrain_log(world, DTRAIN_LOG_WARNING, "the trace %s ends here, it cannot be written: %s",
+               trace->path, strerror(error));
+}
+
+/* Append a piece of an event, which as a whole has no more than DTRAIN__TRACE_LINE bytes. */
+DTRAIN__PRINTF(2, 3)
+static void dtrain__trace_print(dtrain__trace *trace, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    trace->text_bytes += (size_t)vsnprintf(trace->text + trace->text_bytes,
+                                           sizeof trace->text - trace->text_bytes, format, args);
+    va_end(args);
+}
+
+/* Append a JSON string. What is not ASCII becomes a question mark, as in flight records. */
+static void dtrain__trace_string(dtrain__trace *trace, const char *text)
+{
+    char *at = trace->text + trace->text_bytes;
+    *at++ = '"';
+    for (; *text; text++) {
+        const unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\') *at++ = '\\';
+        *at++ = c < 32 || c > 126 ? '?' : (char)c;
+    }
+    *at++ = '"';
+    trace->text_bytes = (size_t)(at - trace->text);
+}
+
+/* Begin an event: there is room for all of it. */
+static void dtrain__trace_line(dtrain_world *world, const char *phase, uint32_t track)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (trace->text_bytes > sizeof trace->text - DTRAIN__TRACE_LINE) dtrain__trace_write(world);
+    dtrain__trace_print(trace, ",\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u", phase, world->rank,
+                        track);
+}
+
+static void dtrain__trace_time(dtrain__trace *trace, const char *key, uint64_t ns)
+{
+    dtrain__trace_print(trace, ",\"%s\":%llu.%03u", key, (unsigned long long)(ns / 1000u),
+                        (unsigned)(ns % 1000u));
+}
+
+/* Name a track before its first event. Viewers sort by the index: in the order of the numbers. */
+static void dtrain__trace_track(dtrain_world *world, uint32_t track)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    char name[40] = "rank thread";
+    if (trace->named[track]) return;
+    trace->named[track] = true;
+    if (track == DTRAIN__TRACK_COLLECTIVE) snprintf(name, sizeof name, "communication");
+    else if (track == DTRAIN__TRACK_CHECKPOINT) snprintf(name, sizeof name, "checkpoint writer");
+    else if (track >= DTRAIN__TRACK_READ)
+        snprintf(name, sizeof name, "data %u", track - DTRAIN__TRACK_READ);
+    else if (track > DTRAIN__TRACK_COLLECTIVE)
+        snprintf(name, sizeof name, "communication %u", track - DTRAIN__TRACK_COLLECTIVE + 1);
+    dtrain__trace_line(world, "M", track);
+    dtrain__trace_print(trace, ",\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", name);
+    dtrain__trace_line(world, "M", track);
+    dtrain__trace_print(trace, ",\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%u}}",
+                        track);
+}
+
+/* Write an arrow from where a collective was started to where it is shown. */
+static void dtrain__trace_flow(dtrain_world *world, const dtrain__trace_event *event,
+                               const char *phase, uint32_t track)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    dtrain__trace_line(world, phase, track);
+    dtrain__trace_time(trace, "ts", event->begin_ns);
+    dtrain__trace_print(trace, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
+                        (unsigned long long)event->flow, *phase == 'f' ? ",\"bp\":\"e\"" : "");
+}
+
+static void dtrain__trace_event_write(dtrain_world *world, const dtrain__trace_event *event)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    const bool collective = event->dtype != NULL;
+    const char *separator = "";
+    dtrain__trace_track(world, event->track);
+    dtrain__trace_line(world, "X", event->track);
+    dtrain__trace_time(trace, "ts", event->begin_ns);
+    dtrain__trace_time(trace, "dur", event->end_ns - event->begin_ns);
+    dtrain__trace_print(trace, ",\"cat\":\"%s\",\"name\":",
+                        collective ? "collective" : dtrain__span_names[event->kind]);
+    dtrain__trace_string(trace, event->name);
+    dtrain__trace_print(trace, ",\"args\":{");
+    if (event->number != DTRAIN__UNNUMBERED) {
+        dtrain__trace_print(trace, "\"number\":%lld", (long long)event->number);
+        separator = ",";
+    }
+    if (event->text[0]) {
+        dtrain__trace_print(trace, "%s\"of\":", separator);
+        dtrain__trace_string(trace, event->text);
+        separator = ",";
+    }
+    if (collective)
+        dtrain__trace_print(trace,
+                            "%s\"bytes\":%llu,\"count\":%llu,\"dtype\":\"%s\",\"op\":\"%s\","
+                            "\"communicator\":%lld,\"sequence\":%llu",
+                            separator, (unsigned long long)event->bytes,
+                            (unsigned long long)event->count, event->dtype, event->op,
+                            (long long)event->comm, (unsigned long long)event->sequence);
+    dtrain__trace_print(trace, "}}");
+    if (!event->flow) return;
+    dtrain__trace_flow(world, event, "s", DTRAIN__TRACK_RANK);
+    dtrain__trace_flow(world, event, "f", event->track);
+}
+
+/* ---- Events -----------------------------------------------------------------------------------*/
+
+/* End the array and close the file: a trace that is whole. */
+static void dtrain__trace_close(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    world->timeline.traced = false;
+    if (trace->file < 0) return;
+    if (trace->lost) {
+        dtrain__trace_line(world, "M", DTRAIN__TRACK_RANK);
+        dtrain__trace_print(trace, ",\"name\":\"dtrain_lost\",\"args\":{\"events\":%llu}}",
+                            (unsigned long long)trace->lost);
+    }
+    dtrain__trace_print(trace, "\n]\n");
+    dtrain__trace_write(world);
+    if (trace->file >= 0) close(trace->file);
+    trace->file = -1;
+}
+
+/* Write all events that are held back. */
+static void dtrain__trace_flush(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    const uint64_t begin = dtrain__now_ns();
+    for (uint32_t i = 0; i < trace->used && trace->file >= 0; i++) {
+        dtrain__trace_event_write(world, &trace->events[i]);
+        if (trace->bytes + trace->text_bytes < trace->file_bytes) continue;
+        dtrain_log(world, DTRAIN_LOG_WARNING,
+                   "the trace %s ends here: it has %llu bytes; see dtrain_trace_desc.file_bytes",
+                   trace->path, (unsigned long long)(trace->bytes + trace->text_bytes));
+        dtrain__trace_close(world);
+    }
+    trace->used = 0;
+    if (trace->text_bytes && trace->file >= 0) dtrain__trace_write(world);
+    trace->written_ns = dtrain__now_ns();
+    if (!world->timeline.traced) return;
+    dtrain__trace_event *own = &trace->events[trace->used++];
+    memset(own, 0, sizeof *own);
+    own->begin_ns = begin;
+    own->end_ns = trace->written_ns;
+    snprintf(own->name, sizeof own->name, "trace is written");
+    own->number = DTRAIN__UNNUMBERED;
+    own->track = DTRAIN__TRACK_RANK;
+}
+
+/* Give a collective the first lane that is free since it began; none: it is lost. */
+static bool dtrain__trace_lane(dtrain__trace *trace, dtrain__trace_event *event)
+{
+    for (uint32_t lane = 0; lane < DTRAIN__TRACE_LANES; lane++) {
+        if (trace->lanes[lane] > event->begin_ns) continue;
+        trace->lanes[lane] = event->end_ns;
+        event->track = DTRAIN__TRACK_COLLECTIVE + lane;
+        return true;
+    }
+    return false;
+}
+
+/* Take an event. */
+DTRAIN__PRIVATE void dtrain__trace_put(dtrain_world *world, const dtrain__trace_event *event)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (!world->timeline.traced) return;
+    if (trace->used == trace->room) dtrain__trace_flush(world);
+    if (!world->timeline.traced) return; /* the file has ended */
+    dtrain__trace_event *place = &trace->events[trace->used];
+    *place = *event;
+    if (event->track != DTRAIN__TRACK_COLLECTIVE || dtrain__trace_lane(trace, place)) trace->used++;
+    else trace->lost++;
+}
+
+/* Take a span that is over. */
+DTRAIN__PRIVATE void dtrain__trace_span(dtrain_world *world, uint32_t track, uint32_t kind,
+                                        const char *name, const char *text, int64_t number,
+                                        uint64_t begin_ns, uint64_t end_ns)
+{
+    dtrain__trace_event event;
+    memset(&event, 0, sizeof event);
+    event.begin_ns = begin_ns;
+    event.end_ns = end_ns;
+    event.number = number;
+    event.track = track;
+    event.kind = kind;
+    snprintf(event.name, sizeof event.name, "%s", name);
+    snprintf(event.text, sizeof event.text, "%s", text ? text : "");
+    dtrain__trace_put(world, &event);
+}
+
+/* Write, if it is time to: the rank is between two spans. */
+DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (!world->timeline.traced) return;
+    if (trace->used > trace->room / 2 || now - trace->written_ns > 1000000000u)
+        dtrain__trace_flush(world);
+}
+
+/* Begin a step: those outside of what was asked for are left out, and behind the last one the file
+ * is complete. */
+DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (!trace) return;
+    if (trace->file >= 0) world->timeline.traced = (uint64_t)step >= trace->first_step;
+    if (trace->file < 0 || (uint64_t)step < trace->end_step) return;
+    dtrain__trace_flush(world);
+    dtrain__trace_close(world);
+}
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+/* Put the rank into a file's name, and the number of the restart: "a/run.json" becomes
+ * "a/run.rank3.json", and after a restart "a/run.rank3.restart1.json". */
+static bool dtrain__trace_name(const dtrain_world *world, const char *path, char *name, size_t room)
+{
+    const char *slash = strrchr(path, '/'), *dot = strrchr(path, '.');
+    const size_t stem = dot && (!slash || dot > slash + 1) ? (size_t)(dot - path) : strlen(path);
+    char again[32] = "";
+    if (world->restart_count) snprintf(again, sizeof again, ".restart%u", world->restart_count);
+    const int used =
+        snprintf(name, room, "%.*s.rank%d%s%s", (int)stem, path, world->rank, again, path + stem);
+    return used > 0 && (size_t)used < room;
+}
+
+/* Write what the file is about: names, and the clock. */
+static void dtrain__trace_head(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    char host[72] = "";
+    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
+    dtrain__trace_print(trace,
+                        "[{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\","
+                        "\"args\":{\"name\":\"rank %d\"}}",
+                        world->rank, world->rank);
+    dtrain__trace_line(world, "M", 0);
+    dtrain__trace_print(trace, ",\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}}",
+                        world->rank);
+    dtrain__trace_line(world, "M", 0);
+    dtrain__trace_print(trace,
+                        ",\"name\":\"dtrain\",\"args\":{\"version\":\"%s\",\"rank\":%d,"
+                        "\"size\":%d,\"node\":%d,\"restart\":%u,\"clock_offset_ns\":%lld,"
+                        "\"clock_error_ns\":%llu,\"host\":",
+                        DTRAIN_VERSION_STRING, world->rank, world->size, world->node,
+                        world->restart_count, (long long)world->clock_offset_ns,
+                        (unsigned long long)world->clock_error_ns);
+    dtrain__trace_string(trace, host);
+    dtrain__trace_print(trace, "}}");
+}
+
+/* Open the file of this rank and take all the memory that the trace needs; nothing is done when
+ * none is asked for. */
+DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
+                                                   const dtrain_trace_desc *desc)
+{
+    const uint32_t room = desc->event_count ? desc->event_count : DTRAIN__TRACE_EVENTS;
+    dtrain__trace *trace;
+    if (!desc->path || !desc->path[0]) return DTRAIN_OK;
+    if (room < 64)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: trace.event_count is %u, expected 0 or at least 64",
+                           room);
+    trace = (dtrain__trace *)dtrain__alloc(&world->allocator, 1,
+                                           sizeof *trace + room * sizeof *trace->events, "a trace");
+    if (!trace) return DTRAIN_ERROR_MEMORY;
+    trace->file = -1;
+    trace->room = room;
+    world->timeline.trace = trace;
+    if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
+    trace->file = open(trace->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (trace->file < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
+                           strerror(errno));
+    trace->first_step = desc->first_step;
+    trace->end_step = desc->step_count ? desc->first_step + desc->step_count : UINT64_MAX;
+    trace->file_bytes = desc->file_bytes ? desc->file_bytes : UINT64_C(256) << 20;
+    trace->written_ns = dtrain__now_ns();
+    world->timeline.traced = desc->first_step == 0;
+    dtrain__trace_head(world);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (!trace) return;
+    dtrain__trace_flush(world);
+    dtrain__trace_close(world);
+    world->timeline.trace = NULL;
+    dtrain__free(&world->allocator, trace, 1, sizeof *trace + trace->room * sizeof *trace->events);
+}
+
+/* ================================================================================================
  * src/world/control.c
  * ==============================================================================================*/
 
@@ -4417,7 +5043,8 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
  *     ABORT      its dtrain__abort_record
- *     WAIT       for which rank it has been waiting for long: int32 */
+ *     WAIT       for which rank it has been waiting for long: int32
+ *     CLOCK      what time it is: to rank 0 as a question, and back as its answer */
 
 /* ================================================================================================
  * src/world/environment_internal.h
@@ -4449,13 +5076,21 @@ typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
     DTRAIN__FRAME_ABORT = 3,
-    DTRAIN__FRAME_WAIT = 4
+    DTRAIN__FRAME_WAIT = 4,
+    DTRAIN__FRAME_CLOCK = 5
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
     uint32_t kind, bytes; /* of data that follow */
     int32_t rank;         /* the rank that the frame is about */
 } dtrain__frame;
+
+/* Of CLOCK: when the question was asked on the clock of that rank, and rank 0's answer. */
+typedef struct dtrain__clock_frame {
+    uint64_t asked_ns, answered_ns;
+} dtrain__clock_frame;
+
+#define DTRAIN__CLOCK_ROUNDS 8
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
@@ -4464,6 +5099,7 @@ typedef struct dtrain__connection {
     char name[96];    /* of the other end, for messages */
     size_t sent;      /* bytes of link->out that this end has been sent */
     uint64_t deaf_ns; /* since when it cannot be read, for want of memory; 0: it can */
+    int clock_rounds; /* questions answered on rank 0, answers heard elsewhere */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -4496,6 +5132,7 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
+DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms);
 
 /* world/rendezvous.c */
@@ -4875,9 +5512,12 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
     dtrain__flight_gather(world, bytes);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
     dtrain__flight_gathered(world, result);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -5668,6 +6308,32 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
+/* Answer a question about the time on rank 0, and hear the answer on the rank that has asked. The
+ * answer with the shortest way counts: what happened at half of that way on this clock happened
+ * then on rank 0's, and no more than half of it wrong (Cristian, "Probabilistic Clock
+ * Synchronization", 1989). Others get answers that are not for them, and drop them. */
+static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const char *data,
+                                size_t bytes)
+{
+    dtrain__connection *end = &world->link->ends[from];
+    const uint64_t now = dtrain__now_ns();
+    dtrain__clock_frame clock;
+    if (bytes != sizeof clock) return false;
+    if (world->rank && rank != world->rank) return true;
+    memcpy(&clock, data, sizeof clock);
+    if (end->clock_rounds++ == DTRAIN__CLOCK_ROUNDS) return false;
+    if (world->rank == 0) {
+        clock.answered_ns = now;
+        dtrain__link_append(world, DTRAIN__FRAME_CLOCK, rank, &clock, sizeof clock);
+        return true;
+    }
+    const uint64_t half = (now - clock.asked_ns) / 2;
+    if (end->clock_rounds > 1 && half >= world->clock_error_ns) return true;
+    world->clock_error_ns = half;
+    world->clock_offset_ns = (int64_t)(clock.answered_ns - (clock.asked_ns + half));
+    return true;
+}
+
 /* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
  * when it makes no sense. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
@@ -5677,6 +6343,8 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     const int rank = frame->rank;
     bool news = true;
     if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
+    if (frame->kind == DTRAIN__FRAME_CLOCK)
+        return dtrain__clock_apply(world, from, rank, data, frame->bytes);
     if (rank == world->rank) return true; /* rank 0 sends it to all */
     if (frame->kind == DTRAIN__FRAME_GATHER) {
         dtrain__gather_slot *slot = &control->slots[rank];
@@ -5766,6 +6434,35 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
     dtrain__link_flush(link);
 }
 
+/* Compare the clocks of all ranks with rank 0's, once, when they have met: an offset for each rank,
+ * for tools that lay traces beside each other. Every rank asks some times, one question behind the
+ * other, and rank 0 does nothing but answer meanwhile. */
+DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
+{
+    dtrain__link *link = world->link;
+    dtrain__wait wait = dtrain__wait_begin();
+    dtrain__clock_frame clock = {0, 0};
+    int asked = 0;
+    for (;;) {
+        bool all = true;
+        for (int i = 0; i < link->count; i++)
+            all = all && (i == world->rank || link->ends[i].clock_rounds == DTRAIN__CLOCK_ROUNDS);
+        if (all) return DTRAIN_OK;
+        if (world->rank && asked == link->ends[0].clock_rounds) {
+            asked++;
+            clock.asked_ns = dtrain__now_ns();
+            dtrain__link_send(world, DTRAIN__FRAME_CLOCK, world->rank, &clock, sizeof clock);
+        }
+        dtrain__link_pump(world, 20);
+        const dtrain_result result = dtrain__wait_poll(world, &wait);
+        if (result == DTRAIN_ERROR_TIMEOUT)
+            return dtrain__abort_with(world, result,
+                                      "dtrain_launch: a rank does not answer, or does not ask, "
+                                      "what time it is");
+        DTRAIN__TRY(result);
+    }
+}
+
 /* Pump from inside a wait. It costs some microseconds, so at most once a millisecond. */
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 {
@@ -5826,7 +6523,7 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
  * This is not: the traffic is not encrypted, and a recorded hello is as good as the key. Who can
  * read or change the traffic must be kept away by the network. */
 
-#define DTRAIN__HELLO_MAGIC 0x334b5444u /* "DTK3": the third protocol */
+#define DTRAIN__HELLO_MAGIC 0x344b5444u /* "DTK4": the fourth protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
@@ -6519,6 +7216,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     const dtrain_result met = dtrain__meet(world, place);
     if (met != DTRAIN_OK) dtrain__link_destroy(world); /* no other rank knows this one */
     DTRAIN__TRY(met);
+    DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
     for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
          attempt++) {
@@ -6620,6 +7318,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
     dtrain__world_comm_end(world);
+    dtrain__trace_destroy(world);
     dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
@@ -6655,6 +7354,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
+    world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
@@ -6685,6 +7385,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     device.tune = desc->tune;
     device.memory_limit = desc->memory_limit;
     device.allocator = desc->allocator;
+    DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
@@ -7540,7 +8241,7 @@ DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *p
 DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__flight_begin(dtrain_comm *comm, const dtrain_collective *what);
 DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t number);
-DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number);
+DTRAIN__PRIVATE void dtrain__flight_done(dtrain_world *world, uint64_t number);
 DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now);
 DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now);
 
@@ -7631,10 +8332,12 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. */
-static uint64_t dtrain__comm_enter(const dtrain_comm *comm)
+/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. The
+ * span of the call is the innermost one when it is left, because nothing below leaves one open. */
+static uint64_t dtrain__comm_enter(const dtrain_comm *comm, const char *what)
 {
     const uint64_t now = dtrain__now_ns();
+    (void)dtrain__span_begin_at(comm->world, DTRAIN_SPAN_COMM, what, DTRAIN__UNNUMBERED, now);
     dtrain__flight_enter(comm->world, now);
     return now;
 }
@@ -7643,6 +8346,7 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
 {
     const uint64_t now = dtrain__now_ns();
     comm->inside_ns += now - entered;
+    dtrain__span_end_at(comm->world, comm->world->timeline.depth - 1, now);
     dtrain__comm_landed(comm, now);
     dtrain__flight_leave(comm->world, now);
     dtrain__flight_fail(comm->world, result);
@@ -7682,7 +8386,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
@@ -7767,7 +8471,7 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__comm_enter(comm), record = work->record;
+    const uint64_t entered = dtrain__comm_enter(comm, "wait"), record = work->record;
     const dtrain_result result = comm->ops->wait(work);
     if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
     return dtrain__comm_leave(comm, entered, result);
@@ -7780,7 +8484,7 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, "test");
     const dtrain_result result = comm->ops->test(work, done);
     if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
     return dtrain__comm_leave(comm, entered, result);
@@ -8161,18 +8865,56 @@ DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t 
     record->started_ns = world->flight->now_ns;
 }
 
-/* Note a look at the clock: it is the end of what was done since the look before. */
-static void dtrain__flight_look(dtrain__flight *flight, uint64_t now)
+/* Give a collective that has ended to the trace. A bucket's is tied to where it was started. */
+static void dtrain__flight_trace(dtrain_world *world, const dtrain__flight_record *record,
+                                 uint64_t number)
 {
+    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
+    const dtrain_dtype dtype = (dtrain_dtype)record->dtype;
+    const bool gather = record->comm < 0;
+    dtrain__trace_event event;
+    memset(&event, 0, sizeof event);
+    event.begin_ns = record->queued_ns;
+    event.end_ns = record->ended_ns;
+    event.number = DTRAIN__UNNUMBERED;
+    event.track = DTRAIN__TRACK_COLLECTIVE;
+    event.kind = DTRAIN_SPAN_COMM;
+    event.count = record->count;
+    event.bytes = record->count * (gather ? 1 : dtrain_dtype_bytes(dtype));
+    event.sequence = record->sequence;
+    event.flow = record->part ? (uint64_t)(world->restart_count & 15u) << 48 |
+                                    (uint64_t)world->rank << 40 | number
+                              : 0;
+    event.comm = record->comm;
+    event.dtype = gather ? "byte" : dtrain_dtype_name(dtype);
+    event.op = ops[record->op <= DTRAIN_REDUCE_PROD ? record->op : 0];
+    snprintf(event.name, sizeof event.name, "%s",
+             gather ? "world all-gather" : dtrain__kind_of(record->kind)->name);
+    if (record->part) {
+        event.number = record->number;
+        snprintf(event.text, sizeof event.text, "%s %lld, %.20s", record->part,
+                 (long long)record->number, record->name);
+    }
+    dtrain__trace_put(world, &event);
+}
+
+/* Note a look at the clock: it is the end of what was done since the look before. */
+static void dtrain__flight_look(dtrain_world *world, uint64_t now)
+{
+    dtrain__flight *flight = world->flight;
     flight->now_ns = now;
-    for (uint32_t i = 0; i < flight->landed_count; i++)
-        flight->records[flight->landed[i] % DTRAIN__FLIGHT_RECORDS].ended_ns = now;
+    for (uint32_t i = 0; i < flight->landed_count; i++) {
+        dtrain__flight_record *record =
+            &flight->records[flight->landed[i] % DTRAIN__FLIGHT_RECORDS];
+        record->ended_ns = now;
+        if (world->timeline.traced) dtrain__flight_trace(world, record, flight->landed[i]);
+    }
     flight->landed_count = 0;
 }
 
 /* Record that a collective is done. The engine calls it as soon as that is so, dtrain_work_wait and
  * dtrain_work_test for every backend: the first call counts. */
-DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number)
+DTRAIN__PRIVATE void dtrain__flight_done(dtrain_world *world, uint64_t number)
 {
     dtrain__flight_record *record = dtrain__flight_at(world, number);
     dtrain__flight *flight = world->flight;
@@ -8181,8 +8923,7 @@ DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t num
     record->state = DTRAIN__FLIGHT_DONE;
     if (record->comm == 0 && record->sequence)
         dtrain__store(&world->control->pulses[world->rank].world_done, record->sequence);
-    if (flight->landed_count == DTRAIN__FLIGHT_LANDED)
-        dtrain__flight_look(flight, dtrain__now_ns());
+    if (flight->landed_count == DTRAIN__FLIGHT_LANDED) dtrain__flight_look(world, dtrain__now_ns());
     flight->landed[flight->landed_count++] = number;
 }
 
@@ -8194,7 +8935,7 @@ DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now)
     dtrain__flight *flight = world->flight;
     if (!flight) return;
     dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
-    dtrain__flight_look(flight, now);
+    dtrain__flight_look(world, now);
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == flight->asked) return;
     flight->asked = asked;
@@ -8417,7 +9158,7 @@ DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code
     char found[DTRAIN__ERROR_BYTES];
     if (!flight || code == DTRAIN_OK || flight->code != DTRAIN_OK) return;
     const uint64_t now = dtrain__now_ns();
-    dtrain__flight_look(flight, now);
+    dtrain__flight_look(world, now);
     flight->code = code;
     snprintf(found, sizeof found, "%s", dtrain_last_error());
     snprintf(flight->error, sizeof flight->error, "%s", dtrain__bare(found));
@@ -11975,10 +12716,9 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
  * step that fails for a missing gradient has made the same collectives as one that succeeds, and
  * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
  * because they read the shards that will be updated. */
-DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+static dtrain_result dtrain__finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
     const dtrain__layout *layout = &strategy->layout;
     const bool last = !strategy->more;
     dtrain_result result = dtrain__walk_back(strategy, 0);
@@ -11994,6 +12734,17 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
     dtrain__rewind(strategy, last);
     return missing;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__finish(strategy);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
@@ -15633,10 +16384,12 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
+    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
     const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
+    uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
     dtrain__bump arenas[DTRAIN__ARENAS];
     struct { /* what dtrain_tape_begin sets to zero */
@@ -15677,6 +16430,8 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 /* tape/op.c */
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
+DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
+DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
@@ -15747,6 +16502,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    if (!tape->planning) tape->world = world ? world : strategy ? strategy->world : NULL;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
@@ -15809,6 +16565,43 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
     dtrain__segment_begin(tape);
 }
 
+/* Write the name that a unit's parameters have in common, up to a dot: "h.2" of "h.2.ln_1.weight"
+ * and "h.2.attn.c_attn.weight". */
+static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char *name)
+{
+    const char *first = NULL;
+    size_t same = 0;
+    for (size_t i = 0; strategy && i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        size_t at = 0;
+        if ((int64_t)p->unit != unit || !p->name) continue;
+        if (!first) same = strlen(first = p->name);
+        while (at < same && first[at] == p->name[at]) at++;
+        if (at < same)
+            for (same = at; same > 0 && first[same] != '.';) same--;
+    }
+    if (first && same) snprintf(name, DTRAIN__TRACE_NAME, "%.*s", (int)same, first);
+    else snprintf(name, DTRAIN__TRACE_NAME, "unit");
+}
+
+/* Give the trace the unit that ends, up to its last operation, and note the begin of the next. */
+static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
+{
+    dtrain_world *world = tape->world;
+    const uint64_t begin = tape->unit_begin_ns;
+    char name[DTRAIN__TRACE_NAME];
+    tape->unit_begin_ns = 0;
+    if (!world || !world->timeline.traced) return;
+    if (begin && begin < tape->unit_end_ns) {
+        const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
+        dtrain__unit_name(tape->strategy, tape->unit, name);
+        dtrain__trace_span(world, DTRAIN__TRACK_RANK,
+                           back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL,
+                           tape->unit, begin, tape->unit_end_ns);
+    }
+    if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
+}
+
 /* Let go of the unit that is gathered and gather another; -1 = none. Releasing comes first: two
  * whole units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
@@ -15817,6 +16610,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
         tape->pass.state == DTRAIN__TAPE_DONE ? DTRAIN_PASS_BACKWARD : DTRAIN_PASS_FORWARD;
     const int64_t before = tape->unit;
     if (unit == before && pass == tape->unit_pass) return DTRAIN_OK;
+    dtrain__unit_trace(tape, unit);
     tape->unit = unit;
     tape->unit_pass = pass;
     if (tape->planning || !tape->strategy) return DTRAIN_OK;
@@ -16332,6 +17126,22 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* ---- Running ----------------------------------------------------------------------------------*/
 
+/* Open a span for the kernels of an operation, with its first parameter as its place in the
+ * model; and close it. */
+DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
+{
+    const char *name = op->desc->name;
+    return dtrain__detail_begin(op->tape->world, strncmp(name, "dtrain_", 7) ? name : name + 7,
+                                op->param_count ? op->params[0]->name : NULL);
+}
+
+DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
+{
+    if (span == DTRAIN__NO_SPAN) return;
+    dtrain__detail_end(op->tape->world, span);
+    op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
+}
+
 /* Run the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
@@ -16343,7 +17153,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
             DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
                                              (void *)op->input_data[i], op->cast));
     }
-    return op->desc->forward(op);
+    const uint32_t span = dtrain__op_span(op);
+    const dtrain_result result = op->desc->forward(op);
+    dtrain__op_span_end(op, span);
+    return result;
 }
 
 /* ---- Kernels that several operations launch ---------------------------------------------------*/
@@ -16459,7 +17272,10 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
         DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
     }
-    DTRAIN__TRY(op->desc->backward(op));
+    const uint32_t span = dtrain__op_span(op);
+    const dtrain_result passed = op->desc->backward(op);
+    dtrain__op_span_end(op, span);
+    DTRAIN__TRY(passed);
     DTRAIN__TRY(tape->error);
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
@@ -16520,8 +17336,12 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     tape->pass.state = DTRAIN__TAPE_DONE;
-    return dtrain__tape_stick(tape, dtrain__backward_run(tape, loss, scale));
+    const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
 }
 
 /* ---- Gradients of tensors
@@ -18985,15 +19805,11 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
 
 /* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
  * and clips them. */
-static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
-                                             float loss_scale, float max_norm, float *norm,
-                                             float *factor)
+static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale, float max_norm,
+                                     float *norm, float *factor)
 {
     double total;
     float clip = 1;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!norm || !factor)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
@@ -19005,6 +19821,22 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
     return DTRAIN_OK;
+}
+
+/* Measure norm and factor for a public call, in a span. */
+static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
+                                             float loss_scale, float max_norm, float *norm,
+                                             float *factor)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!norm || !factor)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__norm_of(strategy, loss_scale, max_norm, norm, factor);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
@@ -19178,12 +20010,19 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const dtrain_result result = optimizer->offloaded
-                                     ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                                     : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
-    optimizer->step_count++;
-    return dtrain_strategy_publish(optimizer->strategy);
+    dtrain_world *world = optimizer->strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
+    dtrain_result result = optimizer->offloaded
+                               ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                               : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(optimizer->strategy, result); /* others await its values */
+    if (result == DTRAIN_OK) {
+        optimizer->step_count++;
+        result = dtrain_strategy_publish(optimizer->strategy);
+    }
+    dtrain__span_end(world, span);
+    return result;
 }
 
 /* Compute what changes from step to step for a group, for the step that comes next. */
@@ -20052,6 +20891,7 @@ typedef struct dtrain__batch {
     void *scratch;       /* of one sample as the dataset has it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
+    uint64_t read_ns[2]; /* for a trace: when a worker has begun to read it, and ended */
     bool ready;          /* read, with this result and sentence */
     dtrain_result result;
     char error[DTRAIN__ERROR_BYTES];
@@ -20059,6 +20899,7 @@ typedef struct dtrain__batch {
 
 struct dtrain_loader {
     dtrain_allocator allocator;
+    dtrain_world *world;     /* whose trace shows the workers; or NULL */
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
@@ -20539,6 +21380,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
     if (!loader) return DTRAIN_ERROR_MEMORY;
     loader->allocator = allocator;
+    loader->world = world;
     loader->desc = *desc;
     loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
     loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
@@ -20756,7 +21598,9 @@ static void *dtrain__prefetch_worker(void *argument)
     dtrain__batch *batch;
     dtrain__set_thread_rank(p->rank);
     while ((batch = dtrain__prefetch_claim(loader)) != NULL) {
+        batch->read_ns[0] = dtrain__now_ns();
         batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
+        batch->read_ns[1] = dtrain__now_ns();
         if (batch->result != DTRAIN_OK)
             snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
         pthread_mutex_lock(&p->mutex);
@@ -20782,6 +21626,19 @@ static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *b
     while (!batch->ready && error == 0)
         error = pthread_cond_timedwait(&p->ready, &p->mutex, &deadline);
     return batch->ready;
+}
+
+/* Give the trace the reading of a batch: one track for each place in the ring, where batches follow
+ * each other. */
+static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__batch *batch)
+{
+    const size_t place = (size_t)(batch - loader->batches);
+    if (!loader->world || !loader->world->timeline.traced ||
+        DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
+        return;
+    dtrain__trace_span(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
+                       "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
+                       batch->read_ns[1]);
 }
 
 /* Take the next batch out of the ring, as a copy. One that failed leaves the workers at rest, to
@@ -20818,6 +21675,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         dtrain__prefetch_rest(loader);
         return result;
     }
+    dtrain__prefetch_trace(loader, batch);
     memcpy(inputs, batch->inputs, count * loader->sample_bytes);
     if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
     pthread_mutex_lock(&p->mutex);
@@ -21460,7 +22318,7 @@ enum {
     DTRAIN__WORD_COMM,
     DTRAIN__WORD_EXPOSED,
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
-    DTRAIN__WORD_DATA, /* seconds in next_batch */
+    DTRAIN__WORD_DATA, /* seconds in spans of DATA */
     DTRAIN__WORD_COUNT
 };
 
@@ -21482,7 +22340,6 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
-    double data;       /* seconds that this call of step has spent in next_batch */
     float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute;   /* (ranks) seconds, for the median */
     int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
@@ -21530,13 +22387,10 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
- * and then the record. */
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
+ * make the record. */
+static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
     dtrain_step_record full;
     dtrain_comm_info before, after;
     float own[DTRAIN__WORD_COUNT];
@@ -21545,7 +22399,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
     dtrain__strategy_comm_info(trainer->desc.strategy, &before);
     const double start = dtrain_seconds();
-    trainer->data = 0;
+    const double data = dtrain_span_seconds(trainer->world, DTRAIN_SPAN_DATA);
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
     own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
@@ -21558,9 +22412,13 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_EXPOSED] = (float)exposed;
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
-    own[DTRAIN__WORD_DATA] = (float)trainer->data;
+    own[DTRAIN__WORD_DATA] = (float)(dtrain_span_seconds(trainer->world, DTRAIN_SPAN_DATA) - data);
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
-    DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
+    const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(recorded);
     trainer->step++;
     trainer->tokens = full.tokens;
     const uint32_t every = trainer->desc.verify_every;
@@ -21568,6 +22426,20 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
+}
+
+/* Take one step, in a span. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    dtrain__trace_step(trainer->world, trainer->step);
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
+    const dtrain_result result = dtrain__trainer_step(trainer, record);
+    dtrain__span_end(trainer->world, span);
+    return result;
 }
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
@@ -21592,7 +22464,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
+    dtrain__span_end(trainer->world, span);
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
@@ -21601,12 +22475,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     return result;
 }
 
-/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
-    const double start = dtrain_seconds();
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
-    trainer->data += dtrain_seconds() - start;
+    dtrain__span_end(trainer->world, span);
     return result;
 }
 
@@ -21784,7 +22659,10 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     float loss = 0;
     if (next_batch) DTRAIN__TRY(next_batch(user));
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain_tape_error(trainer->tape));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *sum += (double)loss;
@@ -23374,6 +24252,7 @@ struct dtrain_checkpoint {
     double begun;
     uint64_t bytes;    /* that this rank has written ... */
     double written_at; /* ... until then */
+    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published */
 
     /* Both threads', under the mutex. */
     pthread_t thread;
@@ -23834,12 +24713,10 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                        (long long)step);
 }
 
-DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
-                                                double metric)
+/* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
+static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    dtrain_checkpoint *c = checkpoint;
     int64_t same[2] = {step, ~step};
-    if (!c) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
@@ -23866,6 +24743,18 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     const dtrain_result result =
         c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c);
     c->info.stall_seconds = dtrain_seconds() - start;
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
+                                                double metric)
+{
+    if (!checkpoint)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "save", step);
+    const dtrain_result result = dtrain__save(checkpoint, step, metric);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -23916,9 +24805,12 @@ static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
+    c->thread_ns[0] = dtrain__now_ns();
     const dtrain_result result = dtrain__write_own(c);
+    c->thread_ns[1] = dtrain__now_ns();
     if (c->rank == 0)
         dtrain__phase_set(c, DTRAIN__SAVE_DONE, result == DTRAIN_OK ? dtrain__publish(c) : result);
+    c->thread_ns[2] = dtrain__now_ns();
     return NULL;
 }
 
@@ -23927,6 +24819,7 @@ static void dtrain__save_run(dtrain_checkpoint *c)
 {
     sigset_t all, before;
     c->phase = DTRAIN__SAVE_WRITING;
+    c->thread_ns[0] = 0;
     if (!c->desc.background) {
         dtrain__write_own(c);
         return;
@@ -24138,6 +25031,18 @@ static void dtrain__save_clear(const dtrain_checkpoint *c)
     dtrain__set_last_error(before);
 }
 
+/* Give the trace what the thread has done, which has been joined. */
+static void dtrain__thread_trace(const dtrain_checkpoint *c)
+{
+    const uint64_t *at = c->thread_ns;
+    if (!c->world->timeline.traced || c->abandoned || !c->desc.background || !at[0]) return;
+    dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
+                       c->step, at[0], at[1]);
+    if (c->rank == 0)
+        dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
+                           NULL, c->step, at[1], at[2]);
+}
+
 /* Settle the save under way, if there is one, count it, and judge a failure: a warning, or with too
  * many in a row an error. Errors of the communicator are errors in any case. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
@@ -24145,6 +25050,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
     if (!c->outstanding) return DTRAIN_OK;
     const dtrain_result result = dtrain__save_agree(c);
     c->outstanding = false;
+    dtrain__thread_trace(c);
     c->info.bytes = c->bytes;
     c->info.write_seconds = c->written_at - c->begun;
     if (result == DTRAIN_OK) {
@@ -24170,7 +25076,12 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 {
     if (!checkpoint)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_wait: checkpoint is NULL");
-    return dtrain__save_settle(checkpoint);
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "wait for save", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__save_settle(checkpoint);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,

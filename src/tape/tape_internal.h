@@ -146,10 +146,12 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
+    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
     const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
+    uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
     dtrain__bump arenas[DTRAIN__ARENAS];
     struct { /* what dtrain_tape_begin sets to zero */
@@ -190,6 +192,8 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 /* tape/op.c */
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
+DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
+DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,

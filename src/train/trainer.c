@@ -24,6 +24,9 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline.h"
+#include "world/timeline_internal.h"
+#include "world/trace_internal.h"
 #include "world/world.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
@@ -50,13 +53,10 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
- * and then the record. */
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
+ * make the record. */
+static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
     dtrain_step_record full;
     dtrain_comm_info before, after;
     float own[DTRAIN__WORD_COUNT];
@@ -65,7 +65,7 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
     dtrain__strategy_comm_info(trainer->desc.strategy, &before);
     const double start = dtrain_seconds();
-    trainer->data = 0;
+    const double data = dtrain_span_seconds(trainer->world, DTRAIN_SPAN_DATA);
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
     own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
@@ -78,9 +78,13 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     own[DTRAIN__WORD_EXPOSED] = (float)exposed;
     own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
-    own[DTRAIN__WORD_DATA] = (float)trainer->data;
+    own[DTRAIN__WORD_DATA] = (float)(dtrain_span_seconds(trainer->world, DTRAIN_SPAN_DATA) - data);
     full.comm_bytes = after.wire_bytes - before.wire_bytes;
-    DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
+    const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(recorded);
     trainer->step++;
     trainer->tokens = full.tokens;
     const uint32_t every = trainer->desc.verify_every;
@@ -88,6 +92,20 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
+}
+
+/* Take one step, in a span. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    dtrain__trace_step(trainer->world, trainer->step);
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
+    const dtrain_result result = dtrain__trainer_step(trainer, record);
+    dtrain__span_end(trainer->world, span);
+    return result;
 }
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
@@ -112,7 +130,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
+    dtrain__span_end(trainer->world, span);
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
@@ -121,12 +141,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     return result;
 }
 
-/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
-    const double start = dtrain_seconds();
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
-    trainer->data += dtrain_seconds() - start;
+    dtrain__span_end(trainer->world, span);
     return result;
 }
 
@@ -304,7 +325,10 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     float loss = 0;
     if (next_batch) DTRAIN__TRY(next_batch(user));
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain_tape_error(trainer->tape));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *sum += (double)loss;

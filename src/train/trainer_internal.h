@@ -24,7 +24,7 @@ enum {
     DTRAIN__WORD_COMM,
     DTRAIN__WORD_EXPOSED,
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
-    DTRAIN__WORD_DATA, /* seconds in next_batch */
+    DTRAIN__WORD_DATA, /* seconds in spans of DATA */
     DTRAIN__WORD_COUNT
 };
 
@@ -46,7 +46,6 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
-    double data;       /* seconds that this call of step has spent in next_batch */
     float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute;   /* (ranks) seconds, for the median */
     int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */

@@ -22,6 +22,7 @@ static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
     if (!cpu && !s->comm && !s->emulate) launch->comm_ops = dtrain_nccl_comm_ops();
 #endif
     launch->emulation = s->emulation;
+    launch->trace.path = s->trace;
     return 0;
 }
 

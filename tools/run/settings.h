@@ -15,7 +15,8 @@ typedef struct run_settings {
     const char *device, *comm, *emulate;
     const char *checkpoints, *resume; /* directories */
     const char *config, *config_out;  /* files of flags */
-    const char *log;
+    const char *log, *csv, *prometheus, *tensorboard, *trace;
+    long histograms;
     const char *command; /* the command line, for manifests */
     const char *cluster; /* of the simulator, for --dry-run */
     long dry_run, tune;
@@ -269,6 +270,10 @@ static const flag checkpoint_flags[] = {
 
 static const flag monitor_flags[] = {
     {"--log", 's', &run_flags.log, 0, 0, "file for one JSON object per step", NULL},
+    {"--trace", 's', &run_flags.trace, 0, 0,
+     "FILE for a timeline, for ui.perfetto.dev; rank r writes one with .rank<r> before the "
+     "extension",
+     NULL},
 };
 
 static flag flag_table[FLAGS_MOST];

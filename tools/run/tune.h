@@ -146,6 +146,7 @@ static void measure(tuner *t, candidate *c)
     if (launch_desc(t->s, true, &launch)) return; /* has said why */
     launch.log = ignore_log;
     launch.restarts = 0;
+    launch.trace.path = NULL;
     launch.catch_signals = false;
     if (dtrain_launch(&launch, tune_rank, t->shared, NULL) != DTRAIN_OK || !t->shared->steps) {
         snprintf(c->verdict, sizeof c->verdict, "failed: %s", run_error());
