@@ -42,11 +42,11 @@
        src/optim/optimizer.h                Optimizers and learning rates
        src/train/data.h                     Data: samplers, datasets, loaders
        src/train/trainer.h                  Trainer
-       src/train/metrics.h                  Metrics
        src/state/state.h                    State
        src/state/storage.h                  Storage
        src/state/checkpoint.h               Checkpoints
        src/state/export.h                   Whole weights
+       src/monitor/metrics.h                Metrics
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
        src/comm/backend.h                   For authors of communicators: the communicator table
@@ -135,7 +135,6 @@
        src/train/trainer_internal.h         The trainer's structure
        src/train/queued_step.c              A step without the host: recorded and replayed
        src/train/plan.c                     Planning: memory of a step, largest batch
-       src/train/metrics.c                  Metrics
        src/state/state.c                    State: the list of what must survive
        src/state/state_internal.h           The structure of a state, for checkpoints
        src/state/write.c                    Writing a rank's files
@@ -156,6 +155,7 @@
        src/state/crc32c_internal.h          CRC-32C: the checksum of checkpoints
        src/state/storage.c                  Storage: the table of the file system, and whole reads and writes over any table
        src/state/kept.c                     Storage in the launcher's memory: files that outlive the ranks, not the machine
+       src/monitor/metrics.c                Metrics
        src/device/device.c                  Devices: creation, copies, tables by name
        src/device/plan.c                    The plan device
        src/device/cpu/cpu_internal.h        The CPU device's state
@@ -202,7 +202,7 @@
        unscale, norm, clip                            optim/scaler.h
        optimizer on this rank's shards                optim/optimizer.h
        publish the new parameters                     strategy/strategy.h
-       record                                         train/trainer.h, train/metrics.h
+       record                                         train/trainer.h, monitor/metrics.h
        now and then: save all that must survive       state/state.h, state/checkpoint.h
 
    ------------------------------------------------------------------------------------------------
@@ -2242,54 +2242,6 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
                                                     uint32_t *micro_batches);
 
 /* ================================================================================================
- * src/train/metrics.h
- * ==============================================================================================*/
-
-/* Metrics
- *
- * Report a run: a line on the terminal, a file of JSON lines, and a summary. Call
- * dtrain_metrics_step with each record of the trainer, and dtrain_metrics_finish at the end. */
-
-typedef struct dtrain_metrics dtrain_metrics;
-
-typedef struct dtrain_metrics_desc {
-    uint32_t progress_every; /* steps between lines when progress is no terminal; 0 = 10 */
-    int64_t total_steps;     /* for the bar and the time left; 0 = unknown */
-    FILE *progress;          /* a live line on a terminal, a table otherwise; NULL = none */
-    const char *jsonl_path;  /* a file of one JSON object a step; NULL = none */
-    bool append;             /* to what is in it, as a run that was resumed does */
-} dtrain_metrics_desc;
-
-/* Create the report of a run. Only rank 0 writes; every rank keeps the summary. A log file that
- * cannot be opened is an error; one that later cannot be written is one warning, and training goes
- * on. Local. */
-DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
-                                               dtrain_metrics **out);
-/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
- * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, comm_bytes; with loss
- * scaling loss_scale, skipped_steps. Numbers that are not finite are written as null. */
-DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
-                                             const dtrain_step_record *record);
-
-typedef struct dtrain_summary {
-    int64_t steps;
-    uint64_t tokens;
-    double first_loss, last_loss, val_loss;   /* NaN where unknown */
-    double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
-    double step_ms, comm_ms, exposed_comm_ms; /* medians */
-    double data_ms;                           /* median */
-    double scaling;                           /* (step - exposed) / step: an upper estimate */
-    uint64_t comm_bytes;                      /* of all steps, this rank */
-} dtrain_summary;
-/* Tell what the run has come to so far, on any rank. */
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
-/* End the progress line, write a last JSON object with the summary and "final": true, and close
- * the file. DTRAIN_ERROR_FILE when lines were lost on the way. */
-DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
-/* Finish, if that was not done, and free; NULL is ignored. */
-DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
-
-/* ================================================================================================
  * src/state/state.h
  * ==============================================================================================*/
 
@@ -2658,6 +2610,234 @@ typedef struct dtrain_import_info {
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
                                                   const dtrain_import_desc *desc,
                                                   dtrain_import_info *info);
+
+/* ================================================================================================
+ * src/monitor/metrics.h
+ * ==============================================================================================*/
+
+/* Metrics
+ *
+ * One stream of metrics, several writers. Call dtrain_metrics_step with each record of the trainer,
+ * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines, CSV,
+ * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
+ *
+ * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key and
+ * the CSV column, group/name is TensorBoard's tag, and Prometheus has dtrain_ and the name in base
+ * units. What was not measured is left out, and what is measured and not finite is null in JSON,
+ * nan or inf elsewhere. The keys of a JSON line, in this order:
+ *
+ *     step             from 0
+ *     loss             mean over micro-batches and ranks
+ *     val_loss         of the steps in which the host has evaluated
+ *     grad_norm, lr
+ *     tokens           of all ranks since the start
+ *     tokens_per_second
+ *     step_ms          slowest rank
+ *     comm_ms          an operation was in flight; mean over ranks
+ *     exposed_comm_ms  of that, ranks waited; mean over ranks
+ *     data_ms          in wait for batches; slowest rank
+ *     comm_bytes       that this rank sent, by the ring formula
+ *     loss_scale, skipped_steps      with loss scaling, or where a step was skipped
+ *     straggler_score, slowest_rank  of compute time; two ranks or more
+ *     forward_ms, backward_ms, hidden_comm_ms, optimizer_ms, checkpoint_ms
+ *                      means over ranks; the checkpoint is the one saved before this step
+ *     PART_ms_min, PART_ms_mean, PART_ms_max, PART_ms_rank
+ *                      over ranks, and which has the largest, for PART = step, data, forward,
+ *                      backward, exposed_comm, hidden_comm, optimizer, checkpoint; two ranks or
+ *                      more
+ *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
+ *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
+ *                      reduce, send, all_to_all; where it is not 0
+ *     flops_per_second of all ranks; from here on with desc.trainer
+ *     peak_share       of desc.peak_flops
+ *     memory_bytes, memory_peak_bytes  of the rank's device: counted by the library where it
+ *                      allocates, now and the most so far; the rank that holds most
+ *     memory_activation_bytes          of it, the tape's: the largest pass so far; this rank
+ *     gpu_utilization  0 to 1; this and what follows by NVML, mean over ranks' GPUs
+ *     gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
+ *     gpu_temperature_celsius          the hottest
+ *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
+ *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
+ *
+ * The last line has "final": true, step, loss, val_loss, steps, tokens, first_loss, last_loss,
+ * seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling, comm_bytes, and
+ * with desc.trainer what a rank holds and what was predicted (dtrain_trainer_plan):
+ *
+ *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
+ *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
+ *     predicted_bytes (their sum) */
+
+typedef struct dtrain_metrics dtrain_metrics;
+
+typedef struct dtrain_summary {
+    int64_t steps;
+    uint64_t tokens;
+    double first_loss, last_loss, val_loss;   /* NaN where unknown */
+    double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
+    double step_ms, comm_ms, exposed_comm_ms; /* medians */
+    double data_ms;                           /* median */
+    double scaling;                           /* (step - exposed) / step: an upper estimate */
+    uint64_t comm_bytes;                      /* of all steps, this rank */
+} dtrain_summary;
+
+#define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
+#define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
+#define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
+#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own: dtrain_metrics_value */
+
+/* A row of the table of metrics. */
+typedef struct dtrain_metric {
+    uint32_t flags;
+    const char *name, *group, *help;
+    const char *base;  /* the name in base units, "step_seconds" for "step_ms" */
+    double base_scale; /* value * base_scale is in base units */
+} dtrain_metric;
+
+/* What a step has come to. Everything in it is valid during the call. */
+typedef struct dtrain_metrics_sample {
+    int64_t step;
+    double wall_time; /* seconds since 1970 */
+    size_t count;
+    const dtrain_metric *metrics; /* (count) */
+    const double *values;         /* (count) */
+    const bool *known;            /* (count): false: not measured in this step */
+    const dtrain_step_record *record;
+} dtrain_metrics_sample;
+
+/* The distribution of a tensor. Bucket i holds values from limits[i-1] (included; -inf before the
+ * first) to limits[i] (excluded). Values that are not finite are counted apart. */
+typedef struct dtrain_histogram {
+    double min, max, sum, sum_squares;
+    uint64_t count, nonfinite;
+    size_t bucket_count;
+    const double *limits, *buckets; /* (bucket_count) */
+} dtrain_histogram;
+
+typedef enum dtrain_metrics_event_kind {
+    DTRAIN_METRICS_TEXT = 1,
+    DTRAIN_METRICS_HISTOGRAM = 2
+} dtrain_metrics_event_kind;
+
+/* Something beside the numbers of a step. */
+typedef struct dtrain_metrics_event {
+    uint32_t kind; /* dtrain_metrics_event_kind */
+    int64_t step;
+    double wall_time;
+    const char *tag;                   /* "gradients/w", "config" */
+    const char *text;                  /* of a text, or NULL */
+    const dtrain_histogram *histogram; /* of a histogram, or NULL */
+} dtrain_metrics_event;
+
+/* What a sink is told when it is opened. */
+typedef struct dtrain_metrics_run {
+    int rank, size;
+    const char *name;    /* desc.run_name */
+    int64_t first_step;  /* of a run that goes on; 0 */
+    bool append;         /* to what an earlier run has written */
+    const char *config;  /* or NULL */
+    const char *hparams; /* lines of NAME=VALUE, or NULL */
+    size_t count;
+    const dtrain_metric *metrics; /* (count): all that there are */
+} dtrain_metrics_run;
+
+/* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
+ * order open, then step and event, then finish, once, also after failures. An error of open is
+ * dtrain_metrics_create's. Later ones are counted, the first is a warning with the error's sentence
+ * (or the code's, where dtrain_last_error is empty), and the sink is called again in the next step:
+ * training goes on whatever a sink does. */
+typedef struct dtrain_metrics_sink {
+    bool every_rank; /* false: rank 0 alone */
+    const char *name;
+    dtrain_result (*open)(void *user, const dtrain_metrics_run *run);
+    dtrain_result (*step)(void *user, const dtrain_metrics_sample *sample);
+    dtrain_result (*event)(void *user, const dtrain_metrics_event *event);
+    dtrain_result (*finish)(void *user, const dtrain_summary *summary);
+    void *user;
+} dtrain_metrics_sink;
+
+/* Every zero is the default written beside the field. Texts are copied. */
+typedef struct dtrain_metrics_desc {
+    uint32_t progress_every;     /* steps between lines when progress is no terminal; 0 = 10 */
+    int64_t total_steps;         /* for the bar and the time left; 0 = unknown */
+    FILE *progress;              /* a live line on a terminal, a table otherwise; NULL = none. On a
+                                terminal NO_COLOR is respected, and TERM=dumb gets the table */
+    const char *jsonl_path;      /* a file of one JSON object a step; NULL = none */
+    bool append;                 /* to what is in the files, as a run that was resumed does */
+    const char *csv_path;        /* RFC 4180, one row a step, a column for every metric that is not
+                                FIXED; appending to a file with other columns is an error. NULL =
+                                none */
+    const char *prometheus_path; /* NAME.prom in the directory of node_exporter's textfile
+                                     collector, replaced at most once a second; NULL = none */
+    const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
+    uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
+                                     TensorBoard and for sinks with event; needs trainer, and the
+                                     same number on all ranks: dtrain_metrics_step is collective
+                                     in these steps. 0 = never */
+    uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
+    bool no_gpu;                 /* do not load NVML */
+    const char *nvml_path;       /* NULL = DTRAIN_NVML of the environment, else
+                                     libnvidia-ml.so.1 */
+    const char *run_name;        /* a label; NULL = "dtrain" */
+    const char *config;          /* text for TensorBoard, such as the configuration file; NULL */
+    const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
+    int64_t first_step;          /* of a run that goes on: TensorBoard drops later steps of the
+                                     run before; 0 = from the start */
+    double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
+    dtrain_trainer *trainer;     /* whose records are reported; it must outlive the metrics. Its
+                                     loss is planned once, as by dtrain_trainer_plan, to count
+                                     FLOPs and predict memory. NULL = records alone */
+    const dtrain_metrics_sink *sinks; /* (sink_count) the host's; NULL = none */
+    size_t sink_count;
+} dtrain_metrics_desc;
+
+/* Create the stream of a run. Rank 0 alone writes, apart from sinks with every_rank; every rank
+ * keeps the summary. A file that cannot be opened, or a sink, is an error. Later no failure stops
+ * the training: it is counted, and the first of each sink is a warning. Local. */
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out);
+/* Report one step. Local, except for histograms; the only errors are those of arguments and of
+ * histograms' collectives. */
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record);
+/* Send a text to the sinks that take events: a sample, a note. Local. */
+DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
+                                             const char *text);
+/* Tell what the run has come to so far, on any rank. */
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
+
+/* How a sink has fared. */
+typedef struct dtrain_metrics_sink_info {
+    const char *name;       /* "json lines" */
+    const char *path;       /* "" for the host's sinks */
+    uint64_t written, lost; /* calls that succeeded and failed */
+} dtrain_metrics_sink_info;
+
+typedef struct dtrain_metrics_info {
+    size_t count;
+    const dtrain_metric *metrics; /* (count) the table */
+    const double *values;         /* (count) of the last step */
+    const bool *known;            /* (count) */
+    size_t sink_count;
+    const dtrain_metrics_sink_info *sinks; /* (sink_count) */
+    const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
+    const char *no_flops;                  /* why there are no FLOPs; "" where there are */
+} dtrain_metrics_info;
+/* Show all metrics of the last step, on any rank. The arrays are the stream's, and change with the
+ * next step; zeros for NULL. */
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
+/* Look up one metric of the last step by its name; rank -1 for all ranks together, or a rank for
+ * those with DTRAIN_METRIC_RANKS. *value is NaN when it was not measured, and the result is
+ * DTRAIN_ERROR_UNSUPPORTED with a sentence that says why; an unknown name is
+ * DTRAIN_ERROR_ARGUMENT. */
+DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
+                                              int rank, double *value);
+/* Print the summary as a table for people; the parts of a step with the ranks that take longest. */
+DTRAIN_API void dtrain_metrics_print_summary(const dtrain_metrics *metrics, FILE *file);
+/* End the progress line, let every sink write its end (JSON: a last object with the summary and
+ * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
+/* Finish, if that was not done, and free; NULL is ignored. */
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* What an author of an operation or a backend needs besides. */
 
@@ -22347,433 +22527,6 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
 }
 
 /* ================================================================================================
- * src/train/metrics.c
- * ==============================================================================================*/
-
-/* Metrics
- *
- * One record a step goes three ways: to a person (one live line on a terminal, a table elsewhere),
- * to a program (JSON lines), and into the summary. People are shown steps done, 1 to total; the
- * file has the record's step, from 0.
- *
- *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
- *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
- *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
- *     file       {"step": 119, "loss": 3.4121, "grad_norm": 0.914, "lr": 0.00098, ...}
- *
- * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
- * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
- *
- * Medians are over the last 1024 steps: fixed memory, however long the run. A step costs one line
- * built on the stack, one write(2) for the file and at most ten redraws a second. */
-
-#include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
-
-#define DTRAIN__RECENT 1024 /* steps that medians look back on */
-
-struct dtrain_metrics {
-    dtrain_allocator allocator;
-    dtrain_world *world;
-    dtrain_metrics_desc desc; /* resolved; progress is NULL where this rank does not write */
-    const char *path;         /* a copy of jsonl_path, behind the struct */
-    size_t bytes;             /* of both */
-    int file;                 /* -1: none */
-    bool torn;                /* the last write ended inside a line */
-    bool terminal;
-    uint64_t lost_lines, lines;
-    double started;   /* when the first step began */
-    double redraw_at; /* the live line rests until then */
-    dtrain_step_record last;
-    dtrain_summary summary;                    /* running; medians are made on request */
-    dtrain_step_record recent[DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
-};
-
-/* ---- text of a line ---------------------------------------------------------------------------*/
-
-/* What does not fit is cut, which no line here comes near. */
-typedef struct dtrain__line {
-    size_t used;
-    char text[1024];
-} dtrain__line;
-
-DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    size_t room = sizeof line->text - line->used;
-    int length = vsnprintf(line->text + line->used, room, format, args);
-    va_end(args);
-    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
-}
-
-/* Add `, "key": value`, null when not finite. The host may have chosen a locale with a decimal
- * comma; JSON has only the point. */
-static void dtrain__line_number(dtrain__line *line, const char *key, double value)
-{
-    dtrain__line_add(line, ", \"%s\": ", key);
-    size_t first = line->used;
-    if (dtrain_is_finite((float)value)) dtrain__line_add(line, "%.9g", value);
-    else dtrain__line_add(line, "null");
-    for (size_t i = first; i < line->used; i++)
-        if (line->text[i] == ',') line->text[i] = '.';
-}
-
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
-{
-    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
-}
-
-/* Add "950", "41.2k", "1.30M". */
-static void dtrain__line_rate(dtrain__line *line, double value)
-{
-    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
-    else dtrain__line_add(line, "%.2fG", value * 1e-9);
-}
-
-/* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
-static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *metrics)
-{
-    const int64_t steps = metrics->desc.total_steps - (metrics->last.step + 1);
-    const double seconds =
-        metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
-    if (steps < 0 || metrics->desc.total_steps <= 0 || seconds > 1e9) {
-        dtrain__line_add(line, "-");
-        return;
-    }
-    const long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600) dtrain__line_add(line, "%lld:", whole / 3600);
-    dtrain__line_add(line, whole >= 3600 ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60,
-                     whole % 60);
-}
-
-/* ---- the file ---------------------------------------------------------------------------------*/
-
-/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of
- * files (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this
- * thread, and one that this write has caused is taken; one that waited before is left alone. */
-static ssize_t dtrain__write_quietly(int file, const void *data, size_t bytes)
-{
-    const struct timespec at_once = {0, 0};
-    sigset_t quiet, before, waiting;
-    sigemptyset(&waiting);
-    sigemptyset(&quiet);
-    sigaddset(&quiet, SIGPIPE);
-    sigaddset(&quiet, SIGXFSZ);
-    sigpending(&waiting);
-    pthread_sigmask(SIG_BLOCK, &quiet, &before);
-    const ssize_t wrote = write(file, data, bytes);
-    const int error = errno;
-    if (sigismember(&waiting, SIGPIPE) == 1) sigdelset(&quiet, SIGPIPE);
-    if (sigismember(&waiting, SIGXFSZ) == 1) sigdelset(&quiet, SIGXFSZ);
-    if (wrote < 0 && (error == EPIPE || error == EFBIG)) sigtimedwait(&quiet, NULL, &at_once);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    errno = error;
-    return wrote;
-}
-
-/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
- * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
-static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
-{
-    dtrain__line_add(line, "}\n");
-    const char *next = metrics->torn ? line->text : line->text + 1;
-    size_t left = (size_t)(line->text + line->used - next);
-    metrics->lines++;
-    while (left > 0) {
-        ssize_t wrote = dtrain__write_quietly(metrics->file, next, left);
-        if (wrote < 0 && errno == EINTR) continue;
-        if (wrote <= 0) break;
-        next += wrote;
-        left -= (size_t)wrote;
-        metrics->torn = left > 0;
-    }
-    if (left > 0 && metrics->lost_lines++ == 0)
-        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "the log file %s cannot be written: %s; training goes on without its lines",
-                   metrics->path, strerror(errno));
-}
-
-/* Write the line of one step. What was not measured is left out, what is not finite is null. */
-static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain__line line;
-    line.used = 0;
-    dtrain__line_add(&line, "\n{\"step\": %lld", (long long)record->step);
-    dtrain__line_number(&line, "loss", record->loss);
-    if (dtrain_is_finite((float)record->val_loss))
-        dtrain__line_number(&line, "val_loss", record->val_loss);
-    dtrain__line_number(&line, "grad_norm", record->grad_norm);
-    dtrain__line_number(&line, "lr", record->lr);
-    dtrain__line_integer(&line, "tokens", record->tokens);
-    dtrain__line_number(&line, "tokens_per_second", record->tokens_per_second);
-    dtrain__line_number(&line, "step_ms", record->step_ms);
-    dtrain__line_number(&line, "comm_ms", record->comm_ms);
-    dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
-    dtrain__line_number(&line, "data_ms", record->data_ms);
-    dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
-    if (record->loss_scale > 0) {
-        dtrain__line_number(&line, "loss_scale", record->loss_scale);
-        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
-    }
-    dtrain__metrics_write(metrics, &line);
-}
-
-/* Write the last line: what a benchmark script reads with `tail -1`. */
-static void dtrain__metrics_json_final(dtrain_metrics *metrics)
-{
-    dtrain__line line;
-    dtrain_summary s;
-    line.used = 0;
-    dtrain_metrics_summary(metrics, &s);
-    dtrain__line_add(&line, "\n{\"final\": true");
-    if (s.steps) dtrain__line_integer(&line, "step", (uint64_t)metrics->last.step);
-    else dtrain__line_number(&line, "step", DTRAIN__NAN);
-    dtrain__line_number(&line, "loss", s.last_loss);
-    if (dtrain_is_finite((float)s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
-    dtrain__line_integer(&line, "steps", (uint64_t)s.steps);
-    dtrain__line_integer(&line, "tokens", s.tokens);
-    dtrain__line_number(&line, "first_loss", s.first_loss);
-    dtrain__line_number(&line, "last_loss", s.last_loss);
-    dtrain__line_number(&line, "seconds", s.seconds);
-    dtrain__line_number(&line, "tokens_per_second", s.tokens_per_second);
-    dtrain__line_number(&line, "step_ms", s.step_ms);
-    dtrain__line_number(&line, "comm_ms", s.comm_ms);
-    dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
-    dtrain__line_number(&line, "data_ms", s.data_ms);
-    dtrain__line_number(&line, "scaling", s.scaling);
-    dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
-    dtrain__metrics_write(metrics, &line);
-}
-
-/* ---- progress ---------------------------------------------------------------------------------*/
-
-/* Draw the live line over itself. The most wanted comes first: a line wider than the terminal would
- * wrap, and '\r' comes back over one row only, so it is cut. */
-static void dtrain__progress_draw(const dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step + 1, total = metrics->desc.total_steps;
-    dtrain__line line;
-    struct winsize size;
-    line.used = 0;
-    dtrain__line_add(&line, "step %lld", (long long)done);
-    if (total > 0) {
-        char bar[] = "[          ]";
-        const int64_t width = (int64_t)sizeof bar - 3;
-        const int64_t filled =
-            done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
-        memset(bar + 1, '=', (size_t)filled);
-        if (filled < width) bar[1 + filled] = '>';
-        dtrain__line_add(&line, "/%lld %s", (long long)total, bar);
-    }
-    dtrain__line_add(&line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
-    dtrain__line_rate(&line, r->tokens_per_second);
-    dtrain__line_add(&line, " tok/s  %.1f ms", r->step_ms);
-    if (total > 0) {
-        dtrain__line_add(&line, "  eta ");
-        dtrain__line_time_left(&line, metrics);
-    }
-    if (dtrain_world_size(metrics->world) > 1)
-        dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
-    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
-        line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
-    fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
-    fflush(metrics->desc.progress);
-}
-
-/* Show the step on a terminal. An evaluation stays on the screen, the live line goes on below. */
-static void dtrain__progress_live(dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    const double now = dtrain_seconds();
-    if (dtrain_is_finite((float)r->val_loss))
-        fprintf(metrics->desc.progress, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                (long long)r->step + 1, r->loss, r->val_loss);
-    else if (now < metrics->redraw_at) return;
-    metrics->redraw_at = now + 0.1;
-    dtrain__progress_draw(metrics);
-}
-
-/* Add a row to the table for the first step, every progress_every-th, evaluated ones and the last.
- * Every column is one word, so that awk and sort can read it as well. */
-static void dtrain__progress_table(const dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step + 1;
-    const bool first = metrics->summary.steps == 1,
-               evaluated = dtrain_is_finite((float)r->val_loss);
-    dtrain__line rate, left, val;
-    if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
-        done != metrics->desc.total_steps)
-        return;
-    rate.used = left.used = val.used = 0;
-    dtrain__line_rate(&rate, r->tokens_per_second);
-    dtrain__line_time_left(&left, metrics);
-    if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
-    if (first)
-        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
-                "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed",
-                "data_ms", "eta");
-    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
-            (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
-            r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
-    fflush(metrics->desc.progress);
-}
-
-/* ---- the run ----------------------------------------------------------------------------------*/
-
-/* Open the report. Ranks other than 0 have neither file nor progress, whatever desc says. */
-DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
-                                               dtrain_metrics **out)
-{
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: world, desc or out is NULL");
-    *out = NULL;
-    const bool writes = dtrain_world_rank(world) == 0;
-    const char *path = writes && desc->jsonl_path ? desc->jsonl_path : "";
-    const size_t path_bytes = strlen(path) + 1, bytes = sizeof(dtrain_metrics) + path_bytes;
-    const dtrain_allocator *allocator = &world->allocator;
-    dtrain_metrics *metrics = (dtrain_metrics *)dtrain__alloc(allocator, bytes, 1, "metrics");
-    if (!metrics) return DTRAIN_ERROR_MEMORY;
-    metrics->allocator = *allocator;
-    metrics->world = world;
-    metrics->desc = *desc;
-    metrics->bytes = bytes;
-    metrics->path = (char *)memcpy(metrics + 1, path, path_bytes);
-    metrics->file = -1;
-    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (!writes) metrics->desc.progress = NULL;
-    FILE *progress = metrics->desc.progress;
-    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
-    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
-    metrics->summary.val_loss = DTRAIN__NAN;
-    dtrain_result result = DTRAIN_OK;
-    if (*path) {
-        /* not blocking: a pipe that nobody reads must not hold training up */
-        metrics->file = open(path,
-                             O_WRONLY | O_CREAT | (metrics->desc.append ? O_APPEND : O_TRUNC) |
-                                 O_CLOEXEC | O_NOCTTY | O_NONBLOCK,
-                             0666);
-        if (metrics->file < 0)
-            result = dtrain_fail(DTRAIN_ERROR_FILE,
-                                 "dtrain_metrics_create: the log file %s cannot be opened: %s",
-                                 path, errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
-    }
-    if (result == DTRAIN_OK) *out = metrics;
-    else dtrain_metrics_destroy(metrics);
-    return result;
-}
-
-/* Count a step and report it. Every rank keeps the books, so that a summary can be asked for
- * anywhere. The clock starts one step before the first record: that step has been paid for as
- * well. */
-DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
-                                             const dtrain_step_record *record)
-{
-    if (!metrics || !record)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
-    dtrain_summary *s = &metrics->summary;
-    const double now = dtrain_seconds();
-    if (s->steps == 0) {
-        s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
-    }
-    metrics->last = metrics->recent[s->steps % DTRAIN__RECENT] = *record;
-    s->steps++;
-    s->last_loss = record->loss;
-    if (dtrain_is_finite((float)record->val_loss)) s->val_loss = record->val_loss;
-    s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->seconds = now - metrics->started;
-    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
-    if (!metrics->desc.progress) return DTRAIN_OK;
-    if (metrics->terminal) dtrain__progress_live(metrics);
-    else dtrain__progress_table(metrics);
-    return DTRAIN_OK;
-}
-
-/* Order doubles for qsort; none of them is NaN. */
-static int dtrain__compare_doubles(const void *a, const void *b)
-{
-    double x, y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    return (x > y) - (x < y);
-}
-
-/* Compute the median of a field of the recent records, which lies at `offset`; NaN when none of
- * its values is finite. */
-static double dtrain__median(const dtrain_metrics *metrics, size_t offset)
-{
-    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
-    double sorted[DTRAIN__RECENT];
-    size_t n = 0;
-    for (int64_t i = 0; i < count; i++) {
-        memcpy(&sorted[n], (const char *)&metrics->recent[i] + offset, sizeof *sorted);
-        if (dtrain_is_finite((float)sorted[n])) n++;
-    }
-    if (n == 0) return DTRAIN__NAN;
-    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
-    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
-}
-
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
-{
-    if (!summary) return;
-    memset(summary, 0, sizeof *summary);
-    if (!metrics) return;
-    *summary = metrics->summary;
-    summary->tokens_per_second =
-        dtrain__median(metrics, offsetof(dtrain_step_record, tokens_per_second));
-    summary->step_ms = dtrain__median(metrics, offsetof(dtrain_step_record, step_ms));
-    summary->comm_ms = dtrain__median(metrics, offsetof(dtrain_step_record, comm_ms));
-    summary->exposed_comm_ms =
-        dtrain__median(metrics, offsetof(dtrain_step_record, exposed_comm_ms));
-    summary->data_ms = dtrain__median(metrics, offsetof(dtrain_step_record, data_ms));
-    summary->scaling = summary->step_ms > 0
-                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
-                           : DTRAIN__NAN;
-}
-
-/* End the report; a second call finds nothing left to do. The file's errors are told here, where
- * the training is over and an error stops nothing. */
-DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
-{
-    if (!metrics)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
-    if (metrics->terminal && metrics->desc.progress && metrics->summary.steps > 0) {
-        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
-        fprintf(metrics->desc.progress, "\n");
-        fflush(metrics->desc.progress);
-    }
-    metrics->desc.progress = NULL;
-    if (metrics->file < 0) return DTRAIN_OK;
-    dtrain__metrics_json_final(metrics);
-    /* Network file systems report a failed write here. */
-    const bool closed = close(metrics->file) == 0 || errno == EINTR;
-    metrics->file = -1;
-    if (!metrics->lost_lines && closed) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "dtrain_metrics_finish: %llu of %llu lines of the log file %s could not be "
-                       "written%s",
-                       (unsigned long long)metrics->lost_lines, (unsigned long long)metrics->lines,
-                       metrics->path, closed ? "" : ", and closing it failed");
-}
-
-DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
-{
-    if (!metrics) return;
-    const dtrain_allocator allocator = metrics->allocator;
-    dtrain_metrics_finish(metrics);
-    dtrain__free(&allocator, metrics, metrics->bytes, 1);
-}
-
-/* ================================================================================================
  * src/state/state.c
  * ==============================================================================================*/
 
@@ -28234,6 +27987,433 @@ DTRAIN_API dtrain_result dtrain_kept_storage(dtrain_world *world, const dtrain_s
     pthread_mutex_unlock(&kept->mutex);
     if (result == DTRAIN_OK) *out = &files->table;
     return result;
+}
+
+/* ================================================================================================
+ * src/monitor/metrics.c
+ * ==============================================================================================*/
+
+/* Metrics
+ *
+ * One record a step goes three ways: to a person (one live line on a terminal, a table elsewhere),
+ * to a program (JSON lines), and into the summary. People are shown steps done, 1 to total; the
+ * file has the record's step, from 0.
+ *
+ *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
+ *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
+ *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
+ *     file       {"step": 119, "loss": 3.4121, "grad_norm": 0.914, "lr": 0.00098, ...}
+ *
+ * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
+ * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
+ *
+ * Medians are over the last 1024 steps: fixed memory, however long the run. A step costs one line
+ * built on the stack, one write(2) for the file and at most ten redraws a second. */
+
+#include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
+
+#define DTRAIN__RECENT 1024 /* steps that medians look back on */
+
+struct dtrain_metrics {
+    dtrain_allocator allocator;
+    dtrain_world *world;
+    dtrain_metrics_desc desc; /* resolved; progress is NULL where this rank does not write */
+    const char *path;         /* a copy of jsonl_path, behind the struct */
+    size_t bytes;             /* of both */
+    int file;                 /* -1: none */
+    bool torn;                /* the last write ended inside a line */
+    bool terminal;
+    uint64_t lost_lines, lines;
+    double started;   /* when the first step began */
+    double redraw_at; /* the live line rests until then */
+    dtrain_step_record last;
+    dtrain_summary summary;                    /* running; medians are made on request */
+    dtrain_step_record recent[DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
+};
+
+/* ---- text of a line ---------------------------------------------------------------------------*/
+
+/* What does not fit is cut, which no line here comes near. */
+typedef struct dtrain__line {
+    size_t used;
+    char text[1024];
+} dtrain__line;
+
+DTRAIN__PRINTF(2, 3)
+static void dtrain__line_add(dtrain__line *line, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    size_t room = sizeof line->text - line->used;
+    int length = vsnprintf(line->text + line->used, room, format, args);
+    va_end(args);
+    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
+}
+
+/* Add `, "key": value`, null when not finite. The host may have chosen a locale with a decimal
+ * comma; JSON has only the point. */
+static void dtrain__line_number(dtrain__line *line, const char *key, double value)
+{
+    dtrain__line_add(line, ", \"%s\": ", key);
+    size_t first = line->used;
+    if (dtrain_is_finite((float)value)) dtrain__line_add(line, "%.9g", value);
+    else dtrain__line_add(line, "null");
+    for (size_t i = first; i < line->used; i++)
+        if (line->text[i] == ',') line->text[i] = '.';
+}
+
+static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
+{
+    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
+}
+
+/* Add "950", "41.2k", "1.30M". */
+static void dtrain__line_rate(dtrain__line *line, double value)
+{
+    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
+    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
+    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
+    else dtrain__line_add(line, "%.2fG", value * 1e-9);
+}
+
+/* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
+static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *metrics)
+{
+    const int64_t steps = metrics->desc.total_steps - (metrics->last.step + 1);
+    const double seconds =
+        metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
+    if (steps < 0 || metrics->desc.total_steps <= 0 || seconds > 1e9) {
+        dtrain__line_add(line, "-");
+        return;
+    }
+    const long long whole = (long long)(seconds + 0.5);
+    if (whole >= 3600) dtrain__line_add(line, "%lld:", whole / 3600);
+    dtrain__line_add(line, whole >= 3600 ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60,
+                     whole % 60);
+}
+
+/* ---- the file ---------------------------------------------------------------------------------*/
+
+/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of
+ * files (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this
+ * thread, and one that this write has caused is taken; one that waited before is left alone. */
+static ssize_t dtrain__write_quietly(int file, const void *data, size_t bytes)
+{
+    const struct timespec at_once = {0, 0};
+    sigset_t quiet, before, waiting;
+    sigemptyset(&waiting);
+    sigemptyset(&quiet);
+    sigaddset(&quiet, SIGPIPE);
+    sigaddset(&quiet, SIGXFSZ);
+    sigpending(&waiting);
+    pthread_sigmask(SIG_BLOCK, &quiet, &before);
+    const ssize_t wrote = write(file, data, bytes);
+    const int error = errno;
+    if (sigismember(&waiting, SIGPIPE) == 1) sigdelset(&quiet, SIGPIPE);
+    if (sigismember(&waiting, SIGXFSZ) == 1) sigdelset(&quiet, SIGXFSZ);
+    if (wrote < 0 && (error == EPIPE || error == EFBIG)) sigtimedwait(&quiet, NULL, &at_once);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    errno = error;
+    return wrote;
+}
+
+/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
+ * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
+static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
+{
+    dtrain__line_add(line, "}\n");
+    const char *next = metrics->torn ? line->text : line->text + 1;
+    size_t left = (size_t)(line->text + line->used - next);
+    metrics->lines++;
+    while (left > 0) {
+        ssize_t wrote = dtrain__write_quietly(metrics->file, next, left);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote <= 0) break;
+        next += wrote;
+        left -= (size_t)wrote;
+        metrics->torn = left > 0;
+    }
+    if (left > 0 && metrics->lost_lines++ == 0)
+        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
+                   "the log file %s cannot be written: %s; training goes on without its lines",
+                   metrics->path, strerror(errno));
+}
+
+/* Write the line of one step. What was not measured is left out, what is not finite is null. */
+static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    dtrain__line line;
+    line.used = 0;
+    dtrain__line_add(&line, "\n{\"step\": %lld", (long long)record->step);
+    dtrain__line_number(&line, "loss", record->loss);
+    if (dtrain_is_finite((float)record->val_loss))
+        dtrain__line_number(&line, "val_loss", record->val_loss);
+    dtrain__line_number(&line, "grad_norm", record->grad_norm);
+    dtrain__line_number(&line, "lr", record->lr);
+    dtrain__line_integer(&line, "tokens", record->tokens);
+    dtrain__line_number(&line, "tokens_per_second", record->tokens_per_second);
+    dtrain__line_number(&line, "step_ms", record->step_ms);
+    dtrain__line_number(&line, "comm_ms", record->comm_ms);
+    dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
+    dtrain__line_number(&line, "data_ms", record->data_ms);
+    dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
+    if (record->loss_scale > 0) {
+        dtrain__line_number(&line, "loss_scale", record->loss_scale);
+        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
+    }
+    dtrain__metrics_write(metrics, &line);
+}
+
+/* Write the last line: what a benchmark script reads with `tail -1`. */
+static void dtrain__metrics_json_final(dtrain_metrics *metrics)
+{
+    dtrain__line line;
+    dtrain_summary s;
+    line.used = 0;
+    dtrain_metrics_summary(metrics, &s);
+    dtrain__line_add(&line, "\n{\"final\": true");
+    if (s.steps) dtrain__line_integer(&line, "step", (uint64_t)metrics->last.step);
+    else dtrain__line_number(&line, "step", DTRAIN__NAN);
+    dtrain__line_number(&line, "loss", s.last_loss);
+    if (dtrain_is_finite((float)s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
+    dtrain__line_integer(&line, "steps", (uint64_t)s.steps);
+    dtrain__line_integer(&line, "tokens", s.tokens);
+    dtrain__line_number(&line, "first_loss", s.first_loss);
+    dtrain__line_number(&line, "last_loss", s.last_loss);
+    dtrain__line_number(&line, "seconds", s.seconds);
+    dtrain__line_number(&line, "tokens_per_second", s.tokens_per_second);
+    dtrain__line_number(&line, "step_ms", s.step_ms);
+    dtrain__line_number(&line, "comm_ms", s.comm_ms);
+    dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
+    dtrain__line_number(&line, "data_ms", s.data_ms);
+    dtrain__line_number(&line, "scaling", s.scaling);
+    dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
+    dtrain__metrics_write(metrics, &line);
+}
+
+/* ---- progress ---------------------------------------------------------------------------------*/
+
+/* Draw the live line over itself. The most wanted comes first: a line wider than the terminal would
+ * wrap, and '\r' comes back over one row only, so it is cut. */
+static void dtrain__progress_draw(const dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const int64_t done = r->step + 1, total = metrics->desc.total_steps;
+    dtrain__line line;
+    struct winsize size;
+    line.used = 0;
+    dtrain__line_add(&line, "step %lld", (long long)done);
+    if (total > 0) {
+        char bar[] = "[          ]";
+        const int64_t width = (int64_t)sizeof bar - 3;
+        const int64_t filled =
+            done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
+        memset(bar + 1, '=', (size_t)filled);
+        if (filled < width) bar[1 + filled] = '>';
+        dtrain__line_add(&line, "/%lld %s", (long long)total, bar);
+    }
+    dtrain__line_add(&line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
+    dtrain__line_rate(&line, r->tokens_per_second);
+    dtrain__line_add(&line, " tok/s  %.1f ms", r->step_ms);
+    if (total > 0) {
+        dtrain__line_add(&line, "  eta ");
+        dtrain__line_time_left(&line, metrics);
+    }
+    if (dtrain_world_size(metrics->world) > 1)
+        dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
+    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
+        line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
+    fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
+    fflush(metrics->desc.progress);
+}
+
+/* Show the step on a terminal. An evaluation stays on the screen, the live line goes on below. */
+static void dtrain__progress_live(dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const double now = dtrain_seconds();
+    if (dtrain_is_finite((float)r->val_loss))
+        fprintf(metrics->desc.progress, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+                (long long)r->step + 1, r->loss, r->val_loss);
+    else if (now < metrics->redraw_at) return;
+    metrics->redraw_at = now + 0.1;
+    dtrain__progress_draw(metrics);
+}
+
+/* Add a row to the table for the first step, every progress_every-th, evaluated ones and the last.
+ * Every column is one word, so that awk and sort can read it as well. */
+static void dtrain__progress_table(const dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const int64_t done = r->step + 1;
+    const bool first = metrics->summary.steps == 1,
+               evaluated = dtrain_is_finite((float)r->val_loss);
+    dtrain__line rate, left, val;
+    if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
+        done != metrics->desc.total_steps)
+        return;
+    rate.used = left.used = val.used = 0;
+    dtrain__line_rate(&rate, r->tokens_per_second);
+    dtrain__line_time_left(&left, metrics);
+    if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
+    if (first)
+        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
+                "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed",
+                "data_ms", "eta");
+    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
+            (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
+            r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
+    fflush(metrics->desc.progress);
+}
+
+/* ---- the run ----------------------------------------------------------------------------------*/
+
+/* Open the report. Ranks other than 0 have neither file nor progress, whatever desc says. */
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out)
+{
+    if (!world || !desc || !out)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: world, desc or out is NULL");
+    *out = NULL;
+    const bool writes = dtrain_world_rank(world) == 0;
+    const char *path = writes && desc->jsonl_path ? desc->jsonl_path : "";
+    const size_t path_bytes = strlen(path) + 1, bytes = sizeof(dtrain_metrics) + path_bytes;
+    const dtrain_allocator *allocator = &world->allocator;
+    dtrain_metrics *metrics = (dtrain_metrics *)dtrain__alloc(allocator, bytes, 1, "metrics");
+    if (!metrics) return DTRAIN_ERROR_MEMORY;
+    metrics->allocator = *allocator;
+    metrics->world = world;
+    metrics->desc = *desc;
+    metrics->bytes = bytes;
+    metrics->path = (char *)memcpy(metrics + 1, path, path_bytes);
+    metrics->file = -1;
+    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
+    if (!writes) metrics->desc.progress = NULL;
+    FILE *progress = metrics->desc.progress;
+    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
+    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
+    metrics->summary.val_loss = DTRAIN__NAN;
+    dtrain_result result = DTRAIN_OK;
+    if (*path) {
+        /* not blocking: a pipe that nobody reads must not hold training up */
+        metrics->file = open(path,
+                             O_WRONLY | O_CREAT | (metrics->desc.append ? O_APPEND : O_TRUNC) |
+                                 O_CLOEXEC | O_NOCTTY | O_NONBLOCK,
+                             0666);
+        if (metrics->file < 0)
+            result = dtrain_fail(DTRAIN_ERROR_FILE,
+                                 "dtrain_metrics_create: the log file %s cannot be opened: %s",
+                                 path, errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
+    }
+    if (result == DTRAIN_OK) *out = metrics;
+    else dtrain_metrics_destroy(metrics);
+    return result;
+}
+
+/* Count a step and report it. Every rank keeps the books, so that a summary can be asked for
+ * anywhere. The clock starts one step before the first record: that step has been paid for as
+ * well. */
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record)
+{
+    if (!metrics || !record)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
+    dtrain_summary *s = &metrics->summary;
+    const double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    metrics->last = metrics->recent[s->steps % DTRAIN__RECENT] = *record;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain_is_finite((float)record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
+    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
+    if (!metrics->desc.progress) return DTRAIN_OK;
+    if (metrics->terminal) dtrain__progress_live(metrics);
+    else dtrain__progress_table(metrics);
+    return DTRAIN_OK;
+}
+
+/* Order doubles for qsort; none of them is NaN. */
+static int dtrain__compare_doubles(const void *a, const void *b)
+{
+    double x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+/* Compute the median of a field of the recent records, which lies at `offset`; NaN when none of
+ * its values is finite. */
+static double dtrain__median(const dtrain_metrics *metrics, size_t offset)
+{
+    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
+    double sorted[DTRAIN__RECENT];
+    size_t n = 0;
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(&sorted[n], (const char *)&metrics->recent[i] + offset, sizeof *sorted);
+        if (dtrain_is_finite((float)sorted[n])) n++;
+    }
+    if (n == 0) return DTRAIN__NAN;
+    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
+    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
+}
+
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+{
+    if (!summary) return;
+    memset(summary, 0, sizeof *summary);
+    if (!metrics) return;
+    *summary = metrics->summary;
+    summary->tokens_per_second =
+        dtrain__median(metrics, offsetof(dtrain_step_record, tokens_per_second));
+    summary->step_ms = dtrain__median(metrics, offsetof(dtrain_step_record, step_ms));
+    summary->comm_ms = dtrain__median(metrics, offsetof(dtrain_step_record, comm_ms));
+    summary->exposed_comm_ms =
+        dtrain__median(metrics, offsetof(dtrain_step_record, exposed_comm_ms));
+    summary->data_ms = dtrain__median(metrics, offsetof(dtrain_step_record, data_ms));
+    summary->scaling = summary->step_ms > 0
+                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
+                           : DTRAIN__NAN;
+}
+
+/* End the report; a second call finds nothing left to do. The file's errors are told here, where
+ * the training is over and an error stops nothing. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
+{
+    if (!metrics)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
+    if (metrics->terminal && metrics->desc.progress && metrics->summary.steps > 0) {
+        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
+        fprintf(metrics->desc.progress, "\n");
+        fflush(metrics->desc.progress);
+    }
+    metrics->desc.progress = NULL;
+    if (metrics->file < 0) return DTRAIN_OK;
+    dtrain__metrics_json_final(metrics);
+    /* Network file systems report a failed write here. */
+    const bool closed = close(metrics->file) == 0 || errno == EINTR;
+    metrics->file = -1;
+    if (!metrics->lost_lines && closed) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE,
+                       "dtrain_metrics_finish: %llu of %llu lines of the log file %s could not be "
+                       "written%s",
+                       (unsigned long long)metrics->lost_lines, (unsigned long long)metrics->lines,
+                       metrics->path, closed ? "" : ", and closing it failed");
+}
+
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
+{
+    if (!metrics) return;
+    const dtrain_allocator allocator = metrics->allocator;
+    dtrain_metrics_finish(metrics);
+    dtrain__free(&allocator, metrics, metrics->bytes, 1);
 }
 
 /* ================================================================================================

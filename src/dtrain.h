@@ -31,11 +31,11 @@ extern "C" {
 #include "optim/optimizer.h"
 #include "train/data.h"
 #include "train/trainer.h"
-#include "train/metrics.h"
 #include "state/state.h"
 #include "state/storage.h"
 #include "state/checkpoint.h"
 #include "state/export.h"
+#include "monitor/metrics.h"
 
 /* What an author of an operation or a backend needs besides. */
 #include "tape/op.h"
@@ -124,7 +124,6 @@ extern "C" {
 #include "train/trainer.c"
 #include "train/queued_step.c"
 #include "train/plan.c"
-#include "train/metrics.c"
 #include "state/state.c"
 #include "state/write.c"
 #include "state/save.c"
@@ -138,6 +137,7 @@ extern "C" {
 #include "state/crc32c.c"
 #include "state/storage.c"
 #include "state/kept.c"
+#include "monitor/metrics.c"
 #include "device/device.c"
 #include "device/plan.c"
 #include "device/cpu/pool.c"

@@ -23,7 +23,7 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "world/world_internal.h"
-#include "train/metrics.h"
+#include "monitor/metrics.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 
