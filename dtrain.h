@@ -31,6 +31,7 @@
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
        src/world/world.h                    World and launch
+       src/world/timeline.h                 Timeline
        src/comm/comm.h                      Communicators
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
@@ -59,6 +60,8 @@
        src/core/random.c                    Random numbers: Philox4x32-10
        src/world/world.c                    World
        src/world/world_internal.h           The world's shared state: what the other rooms may know of it
+       src/world/timeline_internal.h        Spans as the library opens them: see world/timeline.c
+       src/world/timeline.c                 Spans: what a rank does when
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
        src/world/environment_internal.h     The result of reading the environment
@@ -895,6 +898,47 @@ dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
 DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* ================================================================================================
+ * src/world/timeline.h
+ * ==============================================================================================*/
+
+/* Timeline
+ *
+ * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
+ * and closes spans where it works, and a program those of its own. Each is of a kind, and the time
+ * of a kind is what was spent in spans of that kind and not in one inside of them:
+ *
+ *     step         |---------------------------------------------------------|
+ *     other, data  |-|--data--|                                              |
+ *     forward                 |---------|                                    |
+ *     backward                          |-----|   |--------|   |            |
+ *     comm: waits                             |---|        |---|             |
+ *     optimizer                                                |-------------|
+ *
+ * So the kinds divide the time of a rank: their sum is the time since the world was made. A span
+ * costs two looks at the clock (about 40 ns each); nothing is allocated. */
+
+typedef enum dtrain_span_kind {
+    DTRAIN_SPAN_OTHER = 0,      /* in no span: the program's own time */
+    DTRAIN_SPAN_DATA = 1,       /* the trainer waits for next_batch */
+    DTRAIN_SPAN_FORWARD = 2,    /* the trainer's call of loss */
+    DTRAIN_SPAN_BACKWARD = 3,   /* dtrain_tape_backward, dtrain_strategy_finish */
+    DTRAIN_SPAN_COMM = 4,       /* calls of communicators: exposed communication */
+    DTRAIN_SPAN_OPTIMIZER = 5,  /* unscaling, clipping, the update */
+    DTRAIN_SPAN_CHECKPOINT = 6, /* dtrain_checkpoint_save and _wait, and ranks' waits in them */
+    DTRAIN_SPAN_KINDS = 7
+} dtrain_span_kind;
+
+/* Open a span of a program's own, inside of the one that is open now: of a host with a backward of
+ * its own, or of a phase that should have a name. `name` lives until the span is closed. Only the
+ * thread that runs rank_main may call it. */
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
+/* Close the innermost span that is open; with none, do nothing. */
+DTRAIN_API void dtrain_span_end(dtrain_world *world);
+/* Return the seconds that this rank has spent in a kind since its world was made; differences give
+ * a step's share. 0 for a kind that does not exist. */
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind);
+
+/* ================================================================================================
  * src/comm/comm.h
  * ==============================================================================================*/
 
@@ -939,6 +983,8 @@ typedef enum dtrain_collective_kind {
     DTRAIN_COLLECTIVE_SPLIT = 9,
     DTRAIN_COLLECTIVE_ALL_TO_ALL = 10
 } dtrain_collective_kind;
+
+#define DTRAIN_COLLECTIVE_KINDS 11 /* entries of a table by kind; [0] is unused */
 
 /* Reduce send (count) over all ranks into recv (count) of every rank. */
 DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
@@ -1013,6 +1059,7 @@ typedef struct dtrain_comm_info {
     double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */
     double flight_seconds;  /* at least one operation was under way */
     const int *world_ranks; /* (size) in the world; owned by the communicator */
+    uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* of wire_bytes, by dtrain_collective_kind */
 } dtrain_comm_info;
 /* Tell what a communicator has done; all zero for a comm of NULL. */
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);
@@ -2099,8 +2146,8 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of six
- *     numbers per rank, from which every rank makes the same record */
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of some
+ *     twenty numbers per rank, from which every rank makes the same record */
 
 typedef struct dtrain_trainer dtrain_trainer;
 
@@ -2141,6 +2188,43 @@ typedef struct dtrain_trainer_desc {
     void *user;
 } dtrain_trainer_desc;
 
+/* What every rank measures in a step and tells all others. The parts of its time are those of spans
+ * (world/timeline.h), which do not overlap: forward has no communication in it, and data + forward +
+ * backward + exposed_comm + optimizer is the step without what the trainer itself takes. On a GPU,
+ * where calls queue work, they say where the host was; a graph has only the step. */
+typedef enum dtrain_figure {
+    DTRAIN_FIGURE_STEP = 0,         /* seconds from the first batch to the end of the update */
+    DTRAIN_FIGURE_DATA = 1,         /* in next_batch */
+    DTRAIN_FIGURE_FORWARD = 2,      /* in loss, without communication, as in all of them */
+    DTRAIN_FIGURE_BACKWARD = 3,     /* in dtrain_tape_backward and dtrain_strategy_finish */
+    DTRAIN_FIGURE_EXPOSED_COMM = 4, /* in calls of communicators */
+    DTRAIN_FIGURE_HIDDEN_COMM = 5,  /* an operation was in flight, and the rank elsewhere */
+    DTRAIN_FIGURE_OPTIMIZER = 6,    /* in norm, clipping and update */
+    DTRAIN_FIGURE_CHECKPOINT = 7,   /* in saving since the step before, ranks' waits included */
+    DTRAIN_FIGURE_TIMES = 8,        /* how many of them are seconds */
+    /* Bytes that this rank sent by the ring formula / seconds in flight: the bus bandwidth of
+     * nccl-tests, busbw = S / t * 2 (n - 1) / n for an all-reduce of S bytes in n ranks. */
+    DTRAIN_FIGURE_BUS = 8,
+    DTRAIN_FIGURE_MEMORY = 9, /* bytes of the device that the library has allocated, now ... */
+    DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
+    DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
+    /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
+    DTRAIN_FIGURE_GPU_UTILIZATION = 12, /* 0 to 1 */
+    DTRAIN_FIGURE_GPU_MEMORY = 13,      /* bytes in use, by all processes */
+    DTRAIN_FIGURE_GPU_CLOCK = 14,       /* Hz */
+    DTRAIN_FIGURE_GPU_POWER = 15,       /* W */
+    DTRAIN_FIGURE_GPU_TEMPERATURE = 16, /* degrees Celsius */
+    DTRAIN_FIGURE_GPU_THROTTLE = 17,    /* NVML's bits of why clocks are low */
+    DTRAIN_FIGURE_GPU_ECC = 18,         /* uncorrected errors since the driver was loaded */
+    DTRAIN_FIGURE_COUNT = 19
+} dtrain_figure;
+
+/* A figure of all ranks; NaN and -1 where no rank has measured it. */
+typedef struct dtrain_spread {
+    double min, mean, max;
+    int min_rank, max_rank; /* in the world; the lowest of equal ones */
+} dtrain_spread;
+
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
     int64_t step;     /* from 0 */
@@ -2159,6 +2243,9 @@ typedef struct dtrain_step_record {
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
     uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
     int slowest_rank;
+    int ranks; /* that the figures come from; 0: a record without figures */
+    dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
+    uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;
@@ -2194,6 +2281,10 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
+/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank knows
+ * those of all ranks, as fp32. */
+DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
+                                        dtrain_figure figure);
 /* Return the trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
@@ -3636,7 +3727,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 6u
+#define DTRAIN_COMM_ABI 7u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -4315,6 +4406,40 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  *
  * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
 
+/* ================================================================================================
+ * src/world/timeline_internal.h
+ * ==============================================================================================*/
+
+/* Spans as the library opens them: see world/timeline.c. */
+
+#define DTRAIN__SPAN_DEPTH 32u /* deeper ones count to the span that they are in */
+#define DTRAIN__UNNUMBERED INT64_MIN
+
+/* A span that is open. */
+typedef struct dtrain__open_span {
+    uint64_t begin_ns;
+    const char *name;
+    int64_t number;       /* of its kind of thing: step, unit, ...; or DTRAIN__UNNUMBERED */
+    uint32_t kind, outer; /* its kind, and that of the span around it */
+} dtrain__open_span;
+
+/* The spans of a rank. Only the thread of rank_main uses it. */
+typedef struct dtrain__timeline {
+    uint64_t spent_ns[DTRAIN_SPAN_KINDS];
+    uint64_t since_ns; /* up to then, spent_ns is complete */
+    uint32_t kind;     /* of what has gone on since */
+    uint32_t depth;    /* spans that are open */
+    dtrain__open_span open[DTRAIN__SPAN_DEPTH];
+} dtrain__timeline;
+
+/* world/timeline.c */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                               int64_t number, uint64_t now);
+DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now);
+DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
+                                            int64_t number);
+DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
+
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -4450,6 +4575,7 @@ struct dtrain_world {
     struct dtrain__engine *comms;  /* this rank's communicators, newest first */
     int64_t comm_count;            /* every communicator made so far has a smaller number */
     struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
+    dtrain__timeline timeline;     /* its spans, see timeline.c */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
@@ -4569,6 +4695,95 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
     va_start(args, format);
     dtrain__log_va(&world->log, level, format, args);
     va_end(args);
+}
+
+/* ================================================================================================
+ * src/world/timeline.c
+ * ==============================================================================================*/
+
+/* Spans: what a rank does when
+ *
+ * One stack of open spans per rank, and one sum per kind. A look at the clock at the begin and at
+ * the end of a span moves what has passed since the look before to the kind that was on top:
+ *
+ *     looks         0       3     5        9    10
+ *     stack         forward comm  (end)    backward
+ *     to whom       other 0 fwd 3 comm 2   fwd 4
+ *
+ * So every nanosecond counts once, and nothing is searched, allocated or written. A function marks
+ * the depth when it opens a span, and closes down to that mark: what a callback of the host, or an
+ * early return, has left open is closed with it. */
+
+/* Count the time since the last look to what was going on. */
+static void dtrain__span_look(dtrain__timeline *timeline, uint64_t now)
+{
+    if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
+    timeline->since_ns = now;
+}
+
+/* Open a span at a look at the clock that was taken anyway, and return the mark with which it is
+ * closed. What ranks wait for each other inside of a checkpoint is part of it. */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                               int64_t number, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    const uint32_t mark = timeline->depth++;
+    dtrain__span_look(timeline, now);
+    if (mark >= DTRAIN__SPAN_DEPTH) return mark;
+    dtrain__open_span *span = &timeline->open[mark];
+    span->begin_ns = now;
+    span->name = name;
+    span->number = number;
+    span->outer = timeline->kind;
+    if (kind == DTRAIN_SPAN_COMM && timeline->kind == DTRAIN_SPAN_CHECKPOINT)
+        kind = DTRAIN_SPAN_CHECKPOINT;
+    span->kind = timeline->kind = kind;
+    return mark;
+}
+
+/* Close all spans from a mark on. */
+DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    dtrain__span_look(timeline, now);
+    while (timeline->depth > mark)
+        if (--timeline->depth < DTRAIN__SPAN_DEPTH)
+            timeline->kind = timeline->open[timeline->depth].outer;
+}
+
+/* Open a span now; in a tape without a world, nothing happens. */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
+                                            int64_t number)
+{
+    return world ? dtrain__span_begin_at(world, kind, name, number, dtrain__now_ns()) : 0;
+}
+
+DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
+{
+    if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
+}
+
+/* ---- Public calls -----------------------------------------------------------------------------*/
+
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name)
+{
+    const bool known = (uint32_t)kind < DTRAIN_SPAN_KINDS;
+    (void)dtrain__span_begin(world, known ? (uint32_t)kind : (uint32_t)DTRAIN_SPAN_OTHER,
+                             name ? name : "span", DTRAIN__UNNUMBERED);
+}
+
+DTRAIN_API void dtrain_span_end(dtrain_world *world)
+{
+    if (world && world->timeline.depth) dtrain__span_end(world, world->timeline.depth - 1);
+}
+
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind)
+{
+    if (!world || (uint32_t)kind >= DTRAIN_SPAN_KINDS) return 0;
+    const dtrain__timeline *timeline = &world->timeline;
+    uint64_t ns = timeline->spent_ns[kind];
+    if (timeline->kind == (uint32_t)kind) ns += dtrain__now_ns() - timeline->since_ns;
+    return 1e-9 * (double)ns;
 }
 
 /* ================================================================================================
@@ -5055,9 +5270,12 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
     dtrain__flight_gather(world, bytes);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
     dtrain__flight_gathered(world, result);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -6835,6 +7053,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
+    world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
@@ -7799,7 +8018,9 @@ static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *
 {
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
-    comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
+    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
+    comm->info.wire_bytes += bytes;
+    comm->info.kind_bytes[what->kind] += bytes;
     if (!comm->flight_since) comm->flight_since = now;
 }
 
@@ -7811,10 +8032,12 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. */
-static uint64_t dtrain__comm_enter(const dtrain_comm *comm)
+/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. The
+ * span of the call is the innermost one when it is left, because nothing below leaves one open. */
+static uint64_t dtrain__comm_enter(const dtrain_comm *comm, const char *what)
 {
     const uint64_t now = dtrain__now_ns();
+    (void)dtrain__span_begin_at(comm->world, DTRAIN_SPAN_COMM, what, DTRAIN__UNNUMBERED, now);
     dtrain__flight_enter(comm->world, now);
     return now;
 }
@@ -7823,6 +8046,7 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
 {
     const uint64_t now = dtrain__now_ns();
     comm->inside_ns += now - entered;
+    dtrain__span_end_at(comm->world, comm->world->timeline.depth - 1, now);
     dtrain__comm_landed(comm, now);
     dtrain__flight_leave(comm->world, now);
     dtrain__flight_fail(comm->world, result);
@@ -7862,7 +8086,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
@@ -7947,7 +8171,7 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__comm_enter(comm), record = work->record;
+    const uint64_t entered = dtrain__comm_enter(comm, "wait"), record = work->record;
     const dtrain_result result = comm->ops->wait(work);
     if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
     return dtrain__comm_leave(comm, entered, result);
@@ -7960,7 +8184,7 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, "test");
     const dtrain_result result = comm->ops->test(work, done);
     if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
     return dtrain__comm_leave(comm, entered, result);
@@ -8641,6 +8865,10 @@ DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code
 
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
+
+/* device/plan.c: floating-point operations of the matrix products, attention and convolutions that a
+ * plan device was given; a multiplication and an addition are two. */
+DTRAIN__PRIVATE double dtrain__plan_device_flops(const dtrain_device *device);
 
 /* The kernels in the order of dtrain_device_ops. */
 /* clang-format off */
@@ -12155,10 +12383,9 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
  * step that fails for a missing gradient has made the same collectives as one that succeeds, and
  * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
  * because they read the shards that will be updated. */
-DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+static dtrain_result dtrain__finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
     const dtrain__layout *layout = &strategy->layout;
     const bool last = !strategy->more;
     dtrain_result result = dtrain__walk_back(strategy, 0);
@@ -12174,6 +12401,17 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
     dtrain__rewind(strategy, last);
     return missing;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__finish(strategy);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
@@ -15300,6 +15538,8 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
         info->staged_bytes += one.staged_bytes;
         info->inside_seconds += one.inside_seconds;
         info->flight_seconds += one.flight_seconds;
+        for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+            info->kind_bytes[kind] += one.kind_bytes[kind];
     }
 }
 
@@ -15813,6 +16053,7 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
+    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
     const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
@@ -15927,6 +16168,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    if (!tape->planning) tape->world = world ? world : strategy ? strategy->world : NULL;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
@@ -16700,8 +16942,12 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     tape->pass.state = DTRAIN__TAPE_DONE;
-    return dtrain__tape_stick(tape, dtrain__backward_run(tape, loss, scale));
+    const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
 }
 
 /* ---- Gradients of tensors
@@ -19165,15 +19411,11 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
 
 /* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
  * and clips them. */
-static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
-                                             float loss_scale, float max_norm, float *norm,
-                                             float *factor)
+static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale, float max_norm,
+                                     float *norm, float *factor)
 {
     double total;
     float clip = 1;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!norm || !factor)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
@@ -19185,6 +19427,22 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
     return DTRAIN_OK;
+}
+
+/* Measure norm and factor for a public call, in a span. */
+static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
+                                             float loss_scale, float max_norm, float *norm,
+                                             float *factor)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!norm || !factor)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__norm_of(strategy, loss_scale, max_norm, norm, factor);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
@@ -19358,12 +19616,19 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const dtrain_result result = optimizer->offloaded
-                                     ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                                     : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
-    optimizer->step_count++;
-    return dtrain_strategy_publish(optimizer->strategy);
+    dtrain_world *world = optimizer->strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
+    dtrain_result result = optimizer->offloaded
+                               ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                               : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(optimizer->strategy, result); /* others await its values */
+    if (result == DTRAIN_OK) {
+        optimizer->step_count++;
+        result = dtrain_strategy_publish(optimizer->strategy);
+    }
+    dtrain__span_end(world, span);
+    return result;
 }
 
 /* Compute what changes from step to step for a group, for the step that comes next. */
@@ -21609,10 +21874,10 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
  * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
  * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
  *
- *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 6 words
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
  *
- * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
+ * The all-gather carries every rank's loss and figures. It comes last so that the times are whole,
  * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
  * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
  * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
@@ -21633,14 +21898,11 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
  * The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
  * queued step (queued_step.c). */
 
-/* What a rank tells the others each step. */
+/* What a rank tells the others each step: its figures, and behind them */
 enum {
-    DTRAIN__WORD_LOSS,
-    DTRAIN__WORD_STEP,
-    DTRAIN__WORD_COMM,
-    DTRAIN__WORD_EXPOSED,
+    DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
+    DTRAIN__WORD_COMM, /* seconds that an operation was in flight */
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
-    DTRAIN__WORD_DATA, /* seconds in next_batch */
     DTRAIN__WORD_COUNT
 };
 
@@ -21662,10 +21924,11 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
-    double data;       /* seconds that this call of step has spent in next_batch */
-    float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute;   /* (ranks) seconds, for the median */
-    int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
+    double saving;     /* seconds in checkpoints until the end of the last step */
+    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
+    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute; /* (ranks) seconds, for the median */
+    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
     int slow_steps;
     bool *named;                 /* (ranks) warned about already */
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
@@ -21691,11 +21954,22 @@ DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
                                                     dtrain_tensor **loss);
 
+/* train/plan.c */
+DTRAIN__PRIVATE dtrain_result dtrain__plan_step(dtrain_world *world,
+                                                const dtrain_trainer_desc *desc,
+                                                dtrain_memory *memory, double *flops);
+
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
 DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record);
+
+/* Where a step begins and ends. */
+typedef struct dtrain__mark {
+    double seconds, spans[DTRAIN_SPAN_KINDS];
+    dtrain_comm_info comm;
+} dtrain__mark;
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
@@ -21707,40 +21981,34 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
                                             dtrain_step_record *record);
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
                                               double *mean);
+static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__mark *mark);
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__mark *before,
+                                    const dtrain__mark *after, float *own);
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
- * and then the record. */
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
+ * make the record. */
+static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
     dtrain_step_record full;
-    dtrain_comm_info before, after;
+    dtrain__mark before, after;
     float own[DTRAIN__WORD_COUNT];
     memset(&full, 0, sizeof full);
     full.step = trainer->step;
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
-    const double start = dtrain_seconds();
-    trainer->data = 0;
+    dtrain__trainer_mark(trainer, &before);
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
-    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
-
-    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
-    const double exposed = after.inside_seconds - before.inside_seconds;
-    const double flight = after.flight_seconds - before.flight_seconds;
+    dtrain__trainer_mark(trainer, &after);
+    full.comm_bytes = after.comm.wire_bytes - before.comm.wire_bytes;
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        full.kind_bytes[kind] = after.comm.kind_bytes[kind] - before.comm.kind_bytes[kind];
+    dtrain__trainer_figures(trainer, &before, &after, own);
     own[DTRAIN__WORD_LOSS] = (float)full.loss;
-    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
-    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
-    own[DTRAIN__WORD_DATA] = (float)trainer->data;
-    full.comm_bytes = after.wire_bytes - before.wire_bytes;
     DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
+    trainer->saving = after.spans[DTRAIN_SPAN_CHECKPOINT];
     trainer->step++;
     trainer->tokens = full.tokens;
     const uint32_t every = trainer->desc.verify_every;
@@ -21748,6 +22016,19 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
+}
+
+/* Take one step, in a span. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
+    const dtrain_result result = dtrain__trainer_step(trainer, record);
+    dtrain__span_end(trainer->world, span);
+    return result;
 }
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
@@ -21772,7 +22053,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
+    dtrain__span_end(trainer->world, span);
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
@@ -21781,12 +22064,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     return result;
 }
 
-/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
-    const double start = dtrain_seconds();
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
-    trainer->data += dtrain_seconds() - start;
+    dtrain__span_end(trainer->world, span);
     return result;
 }
 
@@ -21862,6 +22146,82 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)trainer->step, record->grad_norm, advice);
 }
 
+/* Note where the clock, the communicators and the spans are. */
+static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__mark *mark)
+{
+    dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
+    for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
+        mark->spans[kind] = dtrain_span_seconds(trainer->world, (dtrain_span_kind)kind);
+    mark->seconds = dtrain_seconds();
+}
+
+/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight by the cost of the
+ * calls: exposed stays a part. Without a byte or a second in flight there is no bandwidth. */
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__mark *before,
+                                    const dtrain__mark *after, float *own)
+{
+    static const struct {
+        dtrain_figure figure;
+        dtrain_span_kind kind;
+    } parts[] = {{DTRAIN_FIGURE_DATA, DTRAIN_SPAN_DATA},
+                 {DTRAIN_FIGURE_FORWARD, DTRAIN_SPAN_FORWARD},
+                 {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
+                 {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
+                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER}};
+    const dtrain_device *device = trainer->desc.strategy->device;
+    const uint64_t bytes = after->comm.wire_bytes - before->comm.wire_bytes;
+    const double exposed = after->spans[DTRAIN_SPAN_COMM] - before->spans[DTRAIN_SPAN_COMM];
+    double flight = after->comm.flight_seconds - before->comm.flight_seconds;
+    dtrain_tape_info tape;
+    dtrain_tape_query(trainer->tape, &tape);
+    if (flight < exposed) flight = exposed;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        own[parts[i].figure] = (float)(after->spans[parts[i].kind] - before->spans[parts[i].kind]);
+    own[DTRAIN_FIGURE_STEP] = (float)(after->seconds - before->seconds);
+    own[DTRAIN_FIGURE_HIDDEN_COMM] = (float)(flight - exposed);
+    own[DTRAIN_FIGURE_CHECKPOINT] = (float)(after->spans[DTRAIN_SPAN_CHECKPOINT] - trainer->saving);
+    own[DTRAIN__WORD_COMM] = (float)flight;
+    own[DTRAIN_FIGURE_BUS] = (float)(bytes && flight > 0 ? (double)bytes / flight : DTRAIN__NAN);
+    own[DTRAIN_FIGURE_MEMORY] = (float)(device->allocated_bytes + device->comm_bytes);
+    own[DTRAIN_FIGURE_MEMORY_PEAK] = (float)device->peak_bytes;
+    own[DTRAIN_FIGURE_ACTIVATIONS] = (float)(tape.activation_bytes + tape.gradient_bytes);
+    memcpy(own + DTRAIN_FIGURE_GPU_UTILIZATION, trainer->gpu, sizeof trainer->gpu);
+}
+
+/* Reduce a figure over the ranks that know it, in rank order. */
+static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int figure)
+{
+    dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1};
+    double sum = 0;
+    int known = 0;
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float word = trainer->words[r * DTRAIN__WORD_COUNT + figure];
+        const double value = (double)word;
+        if (!dtrain_is_finite(word)) continue;
+        if (known == 0 || value < all.min) {
+            all.min = value;
+            all.min_rank = dtrain__world_rank(trainer->comm, r);
+        }
+        if (known == 0 || value > all.max) {
+            all.max = value;
+            all.max_rank = dtrain__world_rank(trainer->comm, r);
+        }
+        sum += value;
+        known++;
+    }
+    if (known) all.mean = sum / known;
+    return all;
+}
+
+DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
+                                        dtrain_figure figure)
+{
+    for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
+        if (dtrain__world_rank(trainer->comm, r) == rank && (uint32_t)figure < DTRAIN_FIGURE_COUNT)
+            return (double)trainer->words[r * DTRAIN__WORD_COUNT + (int)figure];
+    return DTRAIN__NAN;
+}
+
 /* Complete the record from the words of all ranks, which come to the same verdict here: all losses
  * and the norm finite, or the same error on each; and all loss scales move alike. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
@@ -21869,14 +22229,13 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
 {
     const bool overflow = !dtrain_is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT], seconds = 0, data = 0;
+    double mean[DTRAIN__WORD_COUNT];
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
-    for (int r = 0; r < trainer->ranks; r++) {
-        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
-        if ((double)words[DTRAIN__WORD_DATA] > data) data = (double)words[DTRAIN__WORD_DATA];
-    }
+    record->ranks = trainer->ranks;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
+        record->figures[f] = dtrain__trainer_spread(trainer, f);
+    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
     record->skipped_steps = trainer->skipped;
     if (trainer->scaling) {
         record->loss_scale = (double)scaler->scale;
@@ -21891,8 +22250,8 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;
     record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
-    record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
-    record->data_ms = 1e3 * data;
+    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
+    record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
     record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;
@@ -21927,7 +22286,7 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
     int slowest = 0;
     for (int r = 0; r < trainer->ranks; r++, words += DTRAIN__WORD_COUNT) {
         const double seconds =
-            (double)words[DTRAIN__WORD_STEP] - (double)words[DTRAIN__WORD_EXPOSED];
+            (double)words[DTRAIN_FIGURE_STEP] - (double)words[DTRAIN_FIGURE_EXPOSED_COMM];
         if (r == 0 || seconds > most) {
             most = seconds;
             slowest = r;
@@ -21964,7 +22323,10 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     float loss = 0;
     if (next_batch) DTRAIN__TRY(next_batch(user));
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain_tape_error(trainer->tape));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *sum += (double)loss;
@@ -21985,8 +22347,9 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         const dtrain_result result = dtrain__evaluate_one(trainer, next_batch, user, &sum);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
-    float own[DTRAIN__WORD_COUNT] = {0};
+    float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
+    memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
     own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
@@ -22017,6 +22380,9 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
+    trainer->saving = dtrain_span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
+    for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
+        trainer->gpu[i] = (float)DTRAIN__NAN;
     dtrain_loss_scaler_desc none;
     memset(&none, 0, sizeof none);
     const bool given = memcmp(&desc->loss_scaling, &none, sizeof none) != 0;
@@ -22308,7 +22674,8 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
  * well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                              const dtrain__layout *layout, dtrain_memory *memory)
+                                              const dtrain__layout *layout, dtrain_memory *memory,
+                                              double *flops)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
@@ -22334,6 +22701,7 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
     dtrain_tape_query(tape, &info);
     dtrain_tape_destroy(tape);
+    *flops = dtrain__plan_device_flops(device);
     dtrain_device_destroy(device);
     DTRAIN__TRY(result);
     memory->activations = info.activation_bytes;
@@ -22348,8 +22716,17 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     if (!world || !desc || !memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: world, desc or memory is NULL");
-    DTRAIN__TRY(dtrain__plan_activations(world, desc,
-                                         desc->strategy ? &desc->strategy->layout : NULL, memory));
+    double flops;
+    return dtrain__plan_step(world, desc, memory, &flops);
+}
+
+/* Count besides the floating-point operations of one micro-batch on this rank. */
+DTRAIN__PRIVATE dtrain_result dtrain__plan_step(dtrain_world *world,
+                                                const dtrain_trainer_desc *desc,
+                                                dtrain_memory *memory, double *flops)
+{
+    DTRAIN__TRY(dtrain__plan_activations(
+        world, desc, desc->strategy ? &desc->strategy->layout : NULL, memory, flops));
     if (desc->strategy) {
         dtrain_strategy_info strategy;
         dtrain_strategy_query(desc->strategy, &strategy);
@@ -22383,8 +22760,10 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
 {
     const dtrain_trainer_desc *trainer = plan->desc->trainer;
     dtrain_memory memory;
+    double flops;
     DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
-    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory));
+    DTRAIN__TRY(
+        dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory, &flops));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
@@ -23587,12 +23966,10 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                        (long long)step);
 }
 
-DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
-                                                double metric)
+/* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
+static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    dtrain_checkpoint *c = checkpoint;
     int64_t same[2] = {step, ~step};
-    if (!c) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
@@ -23619,6 +23996,18 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     const dtrain_result result =
         c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c);
     c->info.stall_seconds = dtrain_seconds() - start;
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
+                                                double metric)
+{
+    if (!checkpoint)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "save", step);
+    const dtrain_result result = dtrain__save(checkpoint, step, metric);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -23923,7 +24312,12 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 {
     if (!checkpoint)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_wait: checkpoint is NULL");
-    return dtrain__save_settle(checkpoint);
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "wait for save", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__save_settle(checkpoint);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
@@ -28545,9 +28939,11 @@ DTRAIN_API dtrain_result dtrain_device_ops_by_name(const char *name, const dtrai
 
 /* The plan device
  *
- * Addresses without memory: an allocation is a step of a counter that lives in device->state.
- * Kernels do nothing, so a model runs at the speed of its bookkeeping, and peak_bytes is the
- * answer. */
+ * Addresses without memory: an allocation is a step of a counter. Kernels do nothing, so a model
+ * runs at the speed of its bookkeeping, and peak_bytes is the answer. Those that do nearly all of a
+ * step's arithmetic are counted: matrix products, attention, convolutions. What checkpointing
+ * computes again counts again; of attention, keys that a mask or key_lengths hide count, and those
+ * behind the query of a causal one do not. */
 
 /* ================================================================================================
  * src/device/cpu/cpu_internal.h
@@ -28937,25 +29333,48 @@ DTRAIN__PRIVATE int64_t dtrain__gemm_slot(bool partial);
 DTRAIN__KERNEL_LIST(DTRAIN__CPU_LAUNCHER)
 #undef DTRAIN__CPU_LAUNCHER
 
+typedef struct dtrain__plan_state {
+    dtrain_allocator allocator;
+    uintptr_t next; /* address */
+    double flops;
+} dtrain__plan_state;
+
 static dtrain_result dtrain__plan_create(const dtrain_device_desc *desc, dtrain_device *device)
 {
-    (void)desc;
-    device->state = (void *)(uintptr_t)4096;
+    const dtrain_allocator allocator = dtrain__resolve_allocator(&desc->allocator);
+    dtrain__plan_state *state =
+        (dtrain__plan_state *)dtrain__alloc(&allocator, 1, sizeof *state, "a plan");
+    if (!state) return DTRAIN_ERROR_MEMORY;
+    device->state = state;
+    state->allocator = allocator;
+    state->next = 4096;
     return DTRAIN_OK;
 }
 
-static void dtrain__plan_destroy(dtrain_device *device) { device->state = NULL; }
+static void dtrain__plan_destroy(dtrain_device *device)
+{
+    dtrain__plan_state *state = (dtrain__plan_state *)device->state;
+    const dtrain_allocator allocator = state->allocator;
+    dtrain__free(&allocator, state, 1, sizeof *state);
+    device->state = NULL;
+}
+
+DTRAIN__PRIVATE double dtrain__plan_device_flops(const dtrain_device *device)
+{
+    return ((const dtrain__plan_state *)device->state)->flops;
+}
 
 static dtrain_result dtrain__plan_alloc(dtrain_device *device, size_t bytes, void **memory)
 {
-    const uintptr_t at = (uintptr_t)device->state;
+    dtrain__plan_state *state = (dtrain__plan_state *)device->state;
+    const uintptr_t at = state->next;
     *memory = NULL;
     if (bytes > UINTPTR_MAX - at - 128)
         return dtrain_fail(DTRAIN_ERROR_MEMORY, "no addresses left for %llu bytes",
                            (unsigned long long)bytes);
     DTRAIN__TRY(dtrain_device_check_limit(device, bytes));
     *memory = (void *)at;
-    device->state = (void *)(at + ((uintptr_t)bytes + 64) / 64 * 64); /* 0 bytes move it as well */
+    state->next = at + ((uintptr_t)bytes + 64) / 64 * 64; /* 0 bytes move it as well */
     dtrain_device_account(device, &device->allocated_bytes, bytes);
     return DTRAIN_OK;
 }
@@ -28991,11 +29410,71 @@ static dtrain_result dtrain__plan_host_alloc(dtrain_device *device, size_t bytes
                        device->ops->name, bytes);
 }
 
+/* Floating-point operations of a launch. Kernels without a function have 0. */
+static double dtrain__gemm_flops(const dtrain_gemm_args *args)
+{
+    return 2.0 * (double)args->m * (double)args->n * (double)args->k;
+}
+
+/* Two products of d elements for each pair of a query and a key that it sees: scores and values. */
+static double dtrain__attention_flops(const dtrain_attention_args *args)
+{
+    const double keys = (double)args->keys, queries = (double)args->queries;
+    double pairs = queries * keys;
+    if (args->causal && queries <= keys) pairs = queries * (queries + 1) / 2;
+    else if (args->causal) pairs = keys * (keys + 1) / 2 + (queries - keys) * keys;
+    return 4.0 * (double)args->batch * (double)args->heads * (double)args->d * pairs;
+}
+
+/* Five products: scores again, d_v, d_scores, d_q, d_k. */
+static double dtrain__attention_backward_flops(const dtrain_attention_backward_args *args)
+{
+    return 2.5 * dtrain__attention_flops(&args->forward);
+}
+
+static double dtrain__windows_flops(const dtrain_windows2d *w, int64_t out_channels, int64_t groups)
+{
+    const double taps = (double)w->kernel[0] * (double)w->kernel[1] * (double)w->channels;
+    const double windows = (double)w->batch * (double)w->out_height * (double)w->out_width;
+    return 2.0 * windows * taps / (double)groups * (double)out_channels;
+}
+
+static double dtrain__conv2d_flops(const dtrain_conv2d_args *args)
+{
+    return dtrain__windows_flops(&args->windows, args->out_channels, args->groups);
+}
+
+static double dtrain__conv2d_backward_flops(const dtrain_conv2d_backward_args *args)
+{
+    return ((args->d_x ? 1 : 0) + (args->d_weight ? 1 : 0)) *
+           dtrain__windows_flops(&args->windows, args->out_channels, args->groups);
+}
+
+enum {
+#define DTRAIN__PLAN_NUMBER(op) DTRAIN__OP_##op,
+    DTRAIN__KERNEL_LIST(DTRAIN__PLAN_NUMBER)
+#undef DTRAIN__PLAN_NUMBER
+};
+
+static double dtrain__kernel_flops(int op, const void *args)
+{
+    switch (op) {
+    case DTRAIN__OP_gemm: return dtrain__gemm_flops((const dtrain_gemm_args *)args);
+    case DTRAIN__OP_attention: return dtrain__attention_flops((const dtrain_attention_args *)args);
+    case DTRAIN__OP_attention_backward:
+        return dtrain__attention_backward_flops((const dtrain_attention_backward_args *)args);
+    case DTRAIN__OP_conv2d: return dtrain__conv2d_flops((const dtrain_conv2d_args *)args);
+    case DTRAIN__OP_conv2d_backward:
+        return dtrain__conv2d_backward_flops((const dtrain_conv2d_backward_args *)args);
+    default: return 0;
+    }
+}
+
 #define DTRAIN__PLAN_KERNEL(op)                                                                   \
     static dtrain_result dtrain__plan_##op(dtrain_device *device, const dtrain_##op##_args *args) \
     {                                                                                             \
-        (void)device;                                                                             \
-        (void)args;                                                                               \
+        ((dtrain__plan_state *)device->state)->flops +=                                           \
+            dtrain__kernel_flops(DTRAIN__OP_##op, args);                                          \
         return DTRAIN_OK;                                                                         \
     }
 DTRAIN__KERNEL_LIST(DTRAIN__PLAN_KERNEL)

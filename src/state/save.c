@@ -52,12 +52,10 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                        (long long)step);
 }
 
-DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
-                                                double metric)
+/* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
+static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    dtrain_checkpoint *c = checkpoint;
     int64_t same[2] = {step, ~step};
-    if (!c) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
@@ -84,6 +82,18 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     const dtrain_result result =
         c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c);
     c->info.stall_seconds = dtrain_seconds() - start;
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
+                                                double metric)
+{
+    if (!checkpoint)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "save", step);
+    const dtrain_result result = dtrain__save(checkpoint, step, metric);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -388,7 +398,12 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 {
     if (!checkpoint)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_wait: checkpoint is NULL");
-    return dtrain__save_settle(checkpoint);
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "wait for save", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__save_settle(checkpoint);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,

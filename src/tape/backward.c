@@ -89,8 +89,12 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     tape->pass.state = DTRAIN__TAPE_DONE;
-    return dtrain__tape_stick(tape, dtrain__backward_run(tape, loss, scale));
+    const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
 }
 
 /* ---- Gradients of tensors

@@ -23,6 +23,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    if (!tape->planning) tape->world = world ? world : strategy ? strategy->world : NULL;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;

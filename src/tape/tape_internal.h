@@ -146,6 +146,7 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
+    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
     const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;

@@ -16,6 +16,7 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "device/device.h"
 
@@ -154,6 +155,7 @@ struct dtrain_world {
     struct dtrain__engine *comms;  /* this rank's communicators, newest first */
     int64_t comm_count;            /* every communicator made so far has a smaller number */
     struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
+    dtrain__timeline timeline;     /* its spans, see timeline.c */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
