@@ -12,19 +12,19 @@
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
-static void dtrain__csv_header(dtrain__text *text)
+static void dtrain__csv_header(dtrain__line *text)
 {
     const dtrain_metric *table = dtrain__metric_table();
-    dtrain__text_add(text, "step");
+    dtrain__line_add(text, "step");
     for (int i = 0; i < DTRAIN__METRIC_COUNT; i++)
-        if (!(table[i].flags & DTRAIN_METRIC_FIXED)) dtrain__text_add(text, ",%s", table[i].name);
-    dtrain__text_add(text, "\r\n");
+        if (!(table[i].flags & DTRAIN_METRIC_FIXED)) dtrain__line_add(text, ",%s", table[i].name);
+    dtrain__line_add(text, "\r\n");
 }
 
 /* Compare the first line of a file with the header. */
-static dtrain_result dtrain__csv_same(const char *path, const dtrain__text *header)
+static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *header)
 {
-    char line[DTRAIN__TEXT_ROOM];
+    char line[DTRAIN__LINE_SPACE];
     const int reader = open(path, O_RDONLY | O_CLOEXEC);
     const ssize_t got = reader < 0 ? -1 : pread(reader, line, header->used, 0);
     if (reader >= 0) close(reader);
@@ -39,39 +39,39 @@ static dtrain_result dtrain__csv_same(const char *path, const dtrain__text *head
 static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_run *run)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__text text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
     dtrain__csv_header(&text);
-    DTRAIN__TRY(dtrain__file_open(&metrics->csv, metrics->desc.csv_path, run->append));
+    DTRAIN__TRY(dtrain__records_open(&metrics->csv, metrics->desc.csv_path, run->append));
     if (run->append && metrics->csv.size > 0)
         return dtrain__csv_same(metrics->desc.csv_path, &text);
-    return dtrain__file_record(&metrics->csv, text.text, text.used);
+    return dtrain__records_append(&metrics->csv, text.text, text.used);
 }
 
 static dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__text text = {metrics->scratch, 0, sizeof metrics->scratch, false};
-    dtrain__text_add(&text, "%lld", (long long)sample->step);
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line_add(&text, "%lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
-        dtrain__text_add(&text, ",");
+        dtrain__line_add(&text, ",");
         if (!sample->known[i]) continue;
-        if (dtrain_is_finite64(sample->values[i]))
-            dtrain__text_number(&text, sample->values[i], sample->metrics[i].flags);
+        if (dtrain__finite(sample->values[i]))
+            dtrain__line_number(&text, sample->values[i], sample->metrics[i].flags);
         else
-            dtrain__text_add(&text, "%s",
+            dtrain__line_add(&text, "%s",
                              sample->values[i] > 0   ? "inf"
                              : sample->values[i] < 0 ? "-inf"
                                                      : "nan");
     }
-    dtrain__text_add(&text, "\r\n");
-    return dtrain__file_record(&metrics->csv, text.text, text.used);
+    dtrain__line_add(&text, "\r\n");
+    return dtrain__records_append(&metrics->csv, text.text, text.used);
 }
 
 static dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summary)
 {
     (void)summary;
-    return dtrain__file_close(&((dtrain_metrics *)user)->csv);
+    return dtrain__records_close(&((dtrain_metrics *)user)->csv);
 }
 
 DTRAIN__PRIVATE bool dtrain__csv_sink(dtrain_metrics *metrics, dtrain__sink *sink)

@@ -11,7 +11,7 @@
 #include "core/result.h"
 #include "monitor/monitor_internal.h"
 
-DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ...)
+DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
@@ -26,14 +26,14 @@ DTRAIN__PRIVATE void dtrain__text_add(dtrain__text *text, const char *format, ..
 /* Add a finite number with nine digits, which give an fp32 back exactly, or an integer whole. The
  * host's locale may have another decimal point, of several bytes even: what no number contains
  * becomes a point. */
-DTRAIN__PRIVATE void dtrain__text_number(dtrain__text *text, double value, uint32_t flags)
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags)
 {
     char number[64];
     bool other = false;
     snprintf(number, sizeof number, flags & DTRAIN_METRIC_INTEGER ? "%.0f" : "%.9g", value);
     for (const char *at = number; *at; at++) {
         const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
-        if (usual || !other) dtrain__text_add(text, "%c", usual ? *at : '.');
+        if (usual || !other) dtrain__line_add(text, "%c", usual ? *at : '.');
         other = !usual;
     }
 }
@@ -90,7 +90,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
 
 /* Cut what follows the last line end off a file that is to be appended to: the run before may have
  * been killed while it wrote a line. */
-static dtrain_result dtrain__file_mend(dtrain__file *file)
+static dtrain_result dtrain__records_mend(dtrain__records *file)
 {
     char block[4096];
     const int reader = open(file->path, O_RDONLY | O_CLOEXEC);
@@ -111,7 +111,8 @@ static dtrain_result dtrain__file_mend(dtrain__file *file)
 
 /* Open a file to append records to. Not blocking: a pipe that nobody reads must not hold training
  * up. */
-DTRAIN__PRIVATE dtrain_result dtrain__file_open(dtrain__file *file, const char *path, bool append)
+DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
+                                                   bool append)
 {
     struct stat status;
     const int how = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK;
@@ -124,12 +125,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__file_open(dtrain__file *file, const char *
                            "dtrain_metrics_create: the file %s cannot be opened: %s", path,
                            errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
     if (fstat(file->fd, &status) == 0 && S_ISREG(status.st_mode)) file->size = status.st_size;
-    return file->size > 0 ? dtrain__file_mend(file) : DTRAIN_OK;
+    return file->size > 0 ? dtrain__records_mend(file) : DTRAIN_OK;
 }
 
 /* Append a record; on failure nothing of it stays, or the file is torn. */
-DTRAIN__PRIVATE dtrain_result dtrain__file_record(dtrain__file *file, const void *data,
-                                                  size_t bytes)
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
+                                                     size_t bytes)
 {
     size_t written = 0;
     if (file->fd < 0) return dtrain_fail(DTRAIN_ERROR_FILE, "%s is not open", file->path);
@@ -148,7 +149,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__file_record(dtrain__file *file, const void
 }
 
 /* Close the file; network file systems report a failed write here. */
-DTRAIN__PRIVATE dtrain_result dtrain__file_close(dtrain__file *file)
+DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
 {
     if (file->fd < 0) return DTRAIN_OK;
     const bool closed = close(file->fd) == 0 || errno == EINTR;

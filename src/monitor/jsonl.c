@@ -11,30 +11,30 @@
 #include "monitor/monitor_internal.h"
 
 /* Add `, "key": value`. */
-static void dtrain__json_add(dtrain__text *text, const char *key, double value, uint32_t flags)
+static void dtrain__json_add(dtrain__line *text, const char *key, double value, uint32_t flags)
 {
-    dtrain__text_add(text, ", \"%s\": ", key);
-    if (dtrain_is_finite64(value)) dtrain__text_number(text, value, flags);
-    else dtrain__text_add(text, "null");
+    dtrain__line_add(text, ", \"%s\": ", key);
+    if (dtrain__finite(value)) dtrain__line_number(text, value, flags);
+    else dtrain__line_add(text, "null");
 }
 
-static dtrain_result dtrain__jsonl_write(dtrain_metrics *metrics, dtrain__text *text)
+static dtrain_result dtrain__jsonl_write(dtrain_metrics *metrics, dtrain__line *text)
 {
-    dtrain__text_add(text, "}\n");
-    return dtrain__file_record(&metrics->jsonl, text->text, text->used);
+    dtrain__line_add(text, "}\n");
+    return dtrain__records_append(&metrics->jsonl, text->text, text->used);
 }
 
 static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_run *run)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    return dtrain__file_open(&metrics->jsonl, metrics->desc.jsonl_path, run->append);
+    return dtrain__records_open(&metrics->jsonl, metrics->desc.jsonl_path, run->append);
 }
 
 static dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__text text = {metrics->scratch, 0, sizeof metrics->scratch, false};
-    dtrain__text_add(&text, "{\"step\": %lld", (long long)sample->step);
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line_add(&text, "{\"step\": %lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++)
         if (sample->known[i] && !(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
             dtrain__json_add(&text, sample->metrics[i].name, sample->values[i],
@@ -47,11 +47,11 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const dtrain_metric *table = dtrain__metric_table();
     const uint32_t integer = DTRAIN_METRIC_INTEGER;
-    dtrain__text text = {metrics->scratch, 0, sizeof metrics->scratch, false};
-    dtrain__text_add(&text, "{\"final\": true");
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line_add(&text, "{\"final\": true");
     dtrain__json_add(&text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(&text, "loss", s->last_loss, 0);
-    if (dtrain_is_finite64(s->val_loss)) dtrain__json_add(&text, "val_loss", s->val_loss, 0);
+    if (dtrain__finite(s->val_loss)) dtrain__json_add(&text, "val_loss", s->val_loss, 0);
     dtrain__json_add(&text, "steps", (double)s->steps, integer);
     dtrain__json_add(&text, "tokens", (double)s->tokens, integer);
     dtrain__json_add(&text, "first_loss", s->first_loss, 0);
@@ -68,7 +68,7 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
         if (metrics->known[i] && (table[i].flags & DTRAIN_METRIC_FIXED))
             dtrain__json_add(&text, table[i].name, metrics->values[i], table[i].flags);
     const dtrain_result result = dtrain__jsonl_write(metrics, &text);
-    const dtrain_result closed = dtrain__file_close(&metrics->jsonl);
+    const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
     return result == DTRAIN_OK ? closed : result;
 }
 

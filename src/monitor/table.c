@@ -10,6 +10,7 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "comm/comm.h"
+#include "comm/comm_internal.h"
 #include "strategy/memory.h"
 #include "strategy/strategy.h"
 #include "strategy/strategy_internal.h"
@@ -39,7 +40,7 @@ static void dtrain__set(dtrain_metrics *metrics, int id, double value)
 /* Set a value unless it is NaN, which figures use for what was not measured. */
 static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
 {
-    if (dtrain_is_finite((float)value)) dtrain__set(metrics, id, value);
+    if (dtrain__finite(value)) dtrain__set(metrics, id, value);
 }
 
 /* The times of which a rank's part is a figure: metrics ID_MIN to ID_RANK follow each other. */
@@ -56,7 +57,7 @@ static const struct {
     {DTRAIN_FIGURE_CHECKPOINT, DTRAIN__METRIC_CHECKPOINT_MIN, DTRAIN__METRIC_CHECKPOINT},
 };
 
-/* The other figures: the metric, and its value of every rank, or -1; how ranks are reduced. */
+/* The other figures, and how ranks are reduced. */
 enum { DTRAIN__TAKE_MEAN, DTRAIN__TAKE_MAX };
 static const struct {
     int figure, id, take;
@@ -79,8 +80,7 @@ static int dtrain__figure_of(int id, double *unit)
 {
     *unit = 1e3;
     for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__times); i++)
-        if (id == dtrain__times[i].first + 1 || id == dtrain__times[i].mean)
-            return dtrain__times[i].figure;
+        if (id == dtrain__times[i].mean) return dtrain__times[i].figure;
     if (id == DTRAIN__METRIC_STEP) return DTRAIN_FIGURE_STEP;
     if (id == DTRAIN__METRIC_DATA) return DTRAIN_FIGURE_DATA;
     if (id == DTRAIN__METRIC_EXPOSED) return DTRAIN_FIGURE_EXPOSED_COMM;
@@ -89,12 +89,6 @@ static int dtrain__figure_of(int id, double *unit)
         if (id == dtrain__gauges[i].id) return dtrain__gauges[i].figure;
     if (id == DTRAIN__METRIC_GPU_THROTTLE) return DTRAIN_FIGURE_GPU_THROTTLE;
     return id == DTRAIN__METRIC_GPU_ECC ? (int)DTRAIN_FIGURE_GPU_ECC : -1;
-}
-
-DTRAIN__PRIVATE bool dtrain__is_of_ranks(int id)
-{
-    double unit;
-    return dtrain__figure_of(id, &unit) >= 0;
 }
 
 /* Return a metric of one rank, in the metric's unit; NaN: not measured, or it has none. */
@@ -119,8 +113,8 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
         const int rank = trainer->comm ? dtrain__world_rank(trainer->comm, r) : r;
         const double one = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
         const double lost = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
-        if (dtrain_is_finite((float)one) && one >= 0) bits |= (uint64_t)one;
-        if (dtrain_is_finite((float)lost)) errors += lost;
+        if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;
+        if (dtrain__finite(lost)) errors += lost;
     }
     if (throttle->max_rank >= 0)
         dtrain__set(metrics, DTRAIN__METRIC_GPU_THROTTLE, trainer ? (double)bits : throttle->max);

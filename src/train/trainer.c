@@ -40,10 +40,10 @@
 #include "train/trainer_internal.h"
 
 /* Where a step begins and ends. */
-typedef struct dtrain__mark {
+typedef struct dtrain__step_mark {
     double seconds, spans[DTRAIN_SPAN_KINDS];
     dtrain_comm_info comm;
-} dtrain__mark;
+} dtrain__step_mark;
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
@@ -55,9 +55,9 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
                                             dtrain_step_record *record);
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
                                               double *mean);
-static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__mark *mark);
-static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__mark *before,
-                                    const dtrain__mark *after, float *own);
+static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark);
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
+                                    const dtrain__step_mark *after, float *own);
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
@@ -66,7 +66,7 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
     dtrain_step_record full;
-    dtrain__mark before, after;
+    dtrain__step_mark before, after;
     float own[DTRAIN__WORD_COUNT];
     memset(&full, 0, sizeof full);
     full.step = trainer->step;
@@ -221,7 +221,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
 }
 
 /* Note where the clock, the communicators and the spans are. */
-static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__mark *mark)
+static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark)
 {
     dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
     for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
@@ -229,10 +229,10 @@ static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__mark *ma
     mark->seconds = dtrain_seconds();
 }
 
-/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight by the cost of the
- * calls: exposed stays a part. Without a byte or a second in flight there is no bandwidth. */
-static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__mark *before,
-                                    const dtrain__mark *after, float *own)
+/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight by the cost of
+ * the calls: exposed stays a part. Without a byte or a second in flight there is no bandwidth. */
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
+                                    const dtrain__step_mark *after, float *own)
 {
     static const struct {
         dtrain_figure figure;

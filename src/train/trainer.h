@@ -61,9 +61,9 @@ typedef struct dtrain_trainer_desc {
 } dtrain_trainer_desc;
 
 /* What every rank measures in a step and tells all others. The parts of its time are those of spans
- * (world/timeline.h), which do not overlap: forward has no communication in it, and data + forward +
- * backward + exposed_comm + optimizer is the step without what the trainer itself takes. On a GPU,
- * where calls queue work, they say where the host was; a graph has only the step. */
+ * (world/timeline.h), which do not overlap: forward has no communication in it, and data + forward
+ * + backward + exposed_comm + optimizer is the step without what the trainer itself takes. On a
+ * GPU, where calls queue work, they say where the host was; a graph has only the step. */
 typedef enum dtrain_figure {
     DTRAIN_FIGURE_STEP = 0,         /* seconds from the first batch to the end of the update */
     DTRAIN_FIGURE_DATA = 1,         /* in next_batch */
@@ -153,8 +153,8 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
-/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank knows
- * those of all ranks, as fp32. */
+/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
+ * knows those of all ranks, as fp32. */
 DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
                                         dtrain_figure figure);
 /* Return the trainer's tape, for passes of the host's own between two steps. */
