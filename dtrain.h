@@ -2842,7 +2842,7 @@ typedef struct dtrain_metrics_run {
 } dtrain_metrics_run;
 
 /* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
- * order open, then step and event, then finish, once, also after failures. An error of open is
+ * order open, then step and event, then finish, once, if open succeeded. An error of open is
  * dtrain_metrics_create's. Later ones are counted, the first is a warning with the error's sentence
  * (or the code's, where dtrain_last_error is empty), and the sink is called again in the next step:
  * training goes on whatever a sink does. */
@@ -28734,8 +28734,8 @@ static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result 
     if (result == DTRAIN_OK) metrics->infos[i].written++;
     else if (metrics->infos[i].lost++ == 0)
         dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "%s: %s; training goes on without the %s that are lost",
-                   dtrain__sink_name(metrics, i), why[0] ? why : dtrain_result_text(result),
+                   "metrics, %s: %s; training goes on without the %s that are lost",
+                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result),
                    metrics->sinks[i].unit);
 }
 
@@ -28822,8 +28822,8 @@ static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
         const dtrain_result result =
             sink->table.open ? sink->table.open(sink->table.user, &run) : DTRAIN_OK;
         metrics->busy = false;
-        sink->opened = true; /* finish is called after a failure, too */
-        if (result == DTRAIN_OK) continue;
+        sink->opened = result == DTRAIN_OK;
+        if (sink->opened) continue;
         if (!dtrain_last_error()[0])
             (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
                               metrics->infos[i].name, dtrain_result_text(result));
@@ -28887,6 +28887,9 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!world || !desc || !out || (desc->sink_count && !desc->sinks))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: world, desc, desc's sinks or out is NULL");
+    if (desc->run_name && strlen(desc->run_name) > 200)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: run_name has more than 200 bytes");
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, sizeof *metrics, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
@@ -28907,6 +28910,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     }
     char text[DTRAIN__ERROR_BYTES]; /* what stands is why it could not be created */
     snprintf(text, sizeof text, "%s", dtrain_last_error());
+    for (size_t i = 0; i < metrics->sink_count; i++) /* ours have nothing to say of this run */
+        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].opened = false;
     dtrain_metrics_destroy(metrics);
     dtrain__set_last_error(text);
     return result;
@@ -29124,6 +29129,9 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
         return;
     }
     (void)dtrain_metrics_finish(metrics);
+    (void)dtrain__records_close(&metrics->jsonl);
+    (void)dtrain__records_close(&metrics->csv);
+    (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);
     dtrain__prometheus_free(metrics);
@@ -30042,7 +30050,11 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
                                "When the last step was reported.", false, p->wall_time);
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        if (metrics->known[id])
+        if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
+            if (dtrain__finite(metrics->summary.val_loss))
+                dtrain__prometheus_one(metrics, p, table[id].base, table[id].help, false,
+                                       metrics->summary.val_loss);
+        } else if (metrics->known[id])
             dtrain__prometheus_one(metrics, p, table[id].base, table[id].help,
                                    (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,
                                    metrics->values[id] * table[id].base_scale);

@@ -37,8 +37,8 @@ static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result 
     if (result == DTRAIN_OK) metrics->infos[i].written++;
     else if (metrics->infos[i].lost++ == 0)
         dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "%s: %s; training goes on without the %s that are lost",
-                   dtrain__sink_name(metrics, i), why[0] ? why : dtrain_result_text(result),
+                   "metrics, %s: %s; training goes on without the %s that are lost",
+                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result),
                    metrics->sinks[i].unit);
 }
 
@@ -125,8 +125,8 @@ static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
         const dtrain_result result =
             sink->table.open ? sink->table.open(sink->table.user, &run) : DTRAIN_OK;
         metrics->busy = false;
-        sink->opened = true; /* finish is called after a failure, too */
-        if (result == DTRAIN_OK) continue;
+        sink->opened = result == DTRAIN_OK;
+        if (sink->opened) continue;
         if (!dtrain_last_error()[0])
             (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
                               metrics->infos[i].name, dtrain_result_text(result));
@@ -190,6 +190,9 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     if (!world || !desc || !out || (desc->sink_count && !desc->sinks))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_metrics_create: world, desc, desc's sinks or out is NULL");
+    if (desc->run_name && strlen(desc->run_name) > 200)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: run_name has more than 200 bytes");
     dtrain_metrics *metrics =
         (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, sizeof *metrics, "metrics");
     if (!metrics) return DTRAIN_ERROR_MEMORY;
@@ -210,6 +213,8 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     }
     char text[DTRAIN__ERROR_BYTES]; /* what stands is why it could not be created */
     snprintf(text, sizeof text, "%s", dtrain_last_error());
+    for (size_t i = 0; i < metrics->sink_count; i++) /* ours have nothing to say of this run */
+        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].opened = false;
     dtrain_metrics_destroy(metrics);
     dtrain__set_last_error(text);
     return result;
@@ -427,6 +432,9 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
         return;
     }
     (void)dtrain_metrics_finish(metrics);
+    (void)dtrain__records_close(&metrics->jsonl);
+    (void)dtrain__records_close(&metrics->csv);
+    (void)dtrain__records_close(&metrics->tensorboard.file);
     dtrain__nvml_close(metrics);
     dtrain__histograms_destroy(metrics);
     dtrain__prometheus_free(metrics);

@@ -131,7 +131,7 @@ typedef struct dtrain_metrics_run {
 } dtrain_metrics_run;
 
 /* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
- * order open, then step and event, then finish, once, also after failures. An error of open is
+ * order open, then step and event, then finish, once, if open succeeded. An error of open is
  * dtrain_metrics_create's. Later ones are counted, the first is a warning with the error's sentence
  * (or the code's, where dtrain_last_error is empty), and the sink is called again in the next step:
  * training goes on whatever a sink does. */

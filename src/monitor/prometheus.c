@@ -122,7 +122,11 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
                                "When the last step was reported.", false, p->wall_time);
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
-        if (metrics->known[id])
+        if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
+            if (dtrain__finite(metrics->summary.val_loss))
+                dtrain__prometheus_one(metrics, p, table[id].base, table[id].help, false,
+                                       metrics->summary.val_loss);
+        } else if (metrics->known[id])
             dtrain__prometheus_one(metrics, p, table[id].base, table[id].help,
                                    (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,
                                    metrics->values[id] * table[id].base_scale);
