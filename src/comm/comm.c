@@ -92,7 +92,9 @@ static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *
 {
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
-    comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
+    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
+    comm->info.wire_bytes += bytes;
+    comm->info.kind_bytes[what->kind] += bytes;
     if (!comm->flight_since) comm->flight_since = now;
 }
 
