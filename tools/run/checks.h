@@ -169,6 +169,8 @@ static int check_devices(const run_settings *s)
         return BAD("--offload needs a GPU (--device cuda): the cpu's memory is the host's");
     if (cpu && (s->graph || s->tune_gemm))
         return BAD("%s needs a GPU (--device cuda)", s->graph ? "--graph" : "--tune-gemm");
+    if (s->histograms && !s->tensorboard)
+        return BAD("--histograms does nothing without --tensorboard DIR");
     if (s->accum && s->global_batch)
         return BAD("--accum and --global-batch: the second chooses the first; use one of them");
     if (s->deterministic && s->auto_batch && !s->memory_limit)

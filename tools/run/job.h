@@ -372,21 +372,34 @@ cleanup:
     return result;
 }
 
+static dtrain_result open_metrics(dtrain_world *world, run_job *j)
+{
+    char *const texts = (char *)malloc(2 * MONITOR_TEXT);
+    if (!texts) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the text of the flags");
+    dtrain_metrics_desc desc = metrics_desc(j->s, texts);
+    desc.append = j->resumed.step >= 0;
+    desc.first_step = j->resumed.step > 0 ? j->resumed.step : 0;
+    desc.total_steps = j->steps;
+    desc.progress = j->program->own_table ? NULL : stdout;
+    desc.progress_every = j->steps >= 200 ? (uint32_t)(j->steps / 20) : 1;
+    desc.trainer = j->trainer;
+    const dtrain_result result = dtrain_metrics_create(world, &desc, &j->metrics);
+    free(texts);
+    return result;
+}
+
 /* Make everything of a run. After a failure close_job frees what is there. */
 static dtrain_result open_job(dtrain_world *world, run_job *j)
 {
     dtrain_result result = DTRAIN_OK;
     dtrain_compression_desc compression;
     dtrain_strategy_desc strategy = strategy_desc(j->s, &compression);
-    dtrain_metrics_desc metrics;
     TRY(plan_job(world, j, &strategy));
     TRY(j->program->open_data(world, j));
     TRY(open_trainer(world, j, &strategy));
     TRY(resume_job(world, j));
     TRY(open_checkpoints(world, j));
-    metrics =
-        metrics_desc(j->s, j->steps, j->resumed.step >= 0, j->program->own_table ? NULL : stdout);
-    TRY(dtrain_metrics_create(world, &metrics, &j->metrics));
+    TRY(open_metrics(world, j));
 cleanup:
     return result;
 }

@@ -270,6 +270,13 @@ static const flag checkpoint_flags[] = {
 
 static const flag monitor_flags[] = {
     {"--log", 's', &run_flags.log, 0, 0, "file for one JSON object per step", NULL},
+    {"--tensorboard", 's', &run_flags.tensorboard, 0, 0,
+     "directory for TensorBoard's event files: scalars, the flags, and --histograms", NULL},
+    {"--prometheus", 's', &run_flags.prometheus, 0, 0,
+     "FILE.prom in the directory of node_exporter's textfile collector", NULL},
+    {"--csv", 's', &run_flags.csv, 0, 0, "file for a table, a row a step", NULL},
+    {"--histograms", 'i', &run_flags.histograms, 0, 1e9,
+     "steps between histograms of weights and gradients for --tensorboard; 0 = never", NULL},
     {"--trace", 's', &run_flags.trace, 0, 0,
      "FILE for a timeline, for ui.perfetto.dev; rank r writes one with .rank<r> before the "
      "extension",
