@@ -1,7 +1,7 @@
 # switches.awk: a random command line for a training program: awk -v seed=N -v program=train_gpt -v tmp=DIR -f switches.awk
 # Values lie in and around what makes sense, so that combinations that cannot be are drawn as well.
 function pick(list,    words) { return words[1 + int(rand() * split(list, words, " "))] }
-function maybe(share, text) { if (rand() < share) printf " %s", text }
+function maybe(share, text) { if (rand() < 0.6 * share) printf " %s", text }
 BEGIN {
     srand(seed)
     ranks = pick("1 1 2 2 2 3 4")
@@ -61,6 +61,11 @@ BEGIN {
     maybe(0.15, "--deterministic")
     maybe(0.1, "--thread-ranks")
     maybe(0.2, "--log " tmp "/run.jsonl")
+    maybe(0.1, "--csv " tmp "/run.csv")
+    maybe(0.1, "--prometheus " tmp "/run.prom")
+    maybe(0.1, "--trace " tmp "/run.json")
+    if (rand() < 0.1) { printf " --tensorboard %s/events", tmp; maybe(0.5, "--histograms 1") }
+    maybe(0.02, "--histograms 1")
     maybe(0.05, "--workers " pick("0 2"))
     maybe(0.03, "--graph")
     maybe(0.03, "--offload optimizer")

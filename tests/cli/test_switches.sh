@@ -31,7 +31,7 @@ for program in train_gpt resnet_cifar; do
     esac
     while [ $run -lt "$runs" ]; do
         line=$(awk -v seed=$((seed + run)) -v program=$program -v tmp="$tmp" -f tests/cli/switches.awk)
-        rm -rf "$tmp/checkpoints" "$tmp/config" "$tmp/run.jsonl"
+        rm -rf "$tmp/checkpoints" "$tmp/events" "$tmp/config" "$tmp"/run.*
         timeout 100 "$build/$program" $own $line --config-out "$tmp/config" >"$tmp/out" 2>"$tmp/err"
         status=$?
         why=
@@ -39,6 +39,10 @@ for program in train_gpt resnet_cifar; do
             made=$((made + 1))
             grep -q 'over 2 steps' "$tmp/out" || why="no two steps"
             case $line in *--log*) [ "$(wc -l <"$tmp/run.jsonl")" -ge 3 ] || why="no log" ;; esac
+            case $line in *--csv*) [ "$(wc -l <"$tmp/run.csv")" -ge 3 ] || why="no table" ;; esac
+            case $line in *--prometheus*) grep -q '^dtrain_loss' "$tmp/run.prom" || why="no metrics" ;; esac
+            case $line in *--trace*) grep -q backward "$tmp/run.rank0.json" || why="no trace" ;; esac
+            case $line in *--tensorboard*) ls "$tmp"/events/events.* >/dev/null || why="no events" ;; esac
             in_force >"$tmp/force" || why=$(cat "$tmp/force")
         else
             refused=$((refused + 1))
@@ -51,6 +55,7 @@ for program in train_gpt resnet_cifar; do
         fi
         run=$((run + 1))
     done
+    seed=$((seed + runs)) # the other program gets others
     [ $wrong -eq 0 ] && [ $made -gt $((runs / 10)) ] && [ $refused -gt 0 ]
     result "$program: $made random combinations train, $refused are refused by a flag's name" $?
 done
