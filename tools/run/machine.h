@@ -1,6 +1,6 @@
 /* machine.h: how fast this machine is, for forecasts: measured in a fraction of a second, or assumed and said so.
  *
- *     products    the largest product or convolution of the model, cut to some milliseconds
+ *     products    the largest product, or convolution with its gradients, of the model, cut to some milliseconds
  *     memory      y = x + y over arrays that no cache of a core holds
  *     a call      the same over 16 elements
  *     links       an all-reduce between two ranks here; between nodes what --emulate says, or an assumption */
@@ -30,6 +30,10 @@ static dtrain_result call_conv2d(dtrain_device *device, const void *args)
 {
     return device->ops->conv2d(device, (const dtrain_conv2d_args *)args);
 }
+static dtrain_result call_conv2d_backward(dtrain_device *device, const void *args)
+{
+    return device->ops->conv2d_backward(device, (const dtrain_conv2d_backward_args *)args);
+}
 static dtrain_result call_axpby(dtrain_device *device, const void *args)
 {
     return device->ops->axpby(device, (const dtrain_axpby_args *)args);
@@ -53,9 +57,9 @@ cleanup:
     return result;
 }
 
-enum { OPERANDS = 3 };
+enum { OPERANDS = 5 };
 
-/* Give three arrays, zeroed, to a call and time it. */
+/* Give arrays, zeroed, to a call and time it. */
 static dtrain_result time_arrays(dtrain_device *device, timed_fn call, void *args,
                                  const void **places[OPERANDS], const size_t *bytes,
                                  double *seconds)
@@ -93,10 +97,10 @@ static dtrain_result time_gemm(dtrain_device *device, dtrain_gemm_args a, machin
     a.aux = NULL;
     a.activation = DTRAIN_ACTIVATION_NONE;
     a.alpha = 1, a.beta = 0;
-    const void **places[OPERANDS] = {&a.a, &a.b, (const void **)(uintptr_t)&a.c};
+    const void **places[OPERANDS] = {&a.a, &a.b, (const void **)(uintptr_t)&a.c, NULL, NULL};
     const size_t bytes[OPERANDS] = {(size_t)(a.m * a.k) * dtrain_dtype_bytes(a.a_dtype),
                                     (size_t)(a.k * a.n) * dtrain_dtype_bytes(a.b_dtype),
-                                    (size_t)(a.m * a.n) * dtrain_dtype_bytes(a.c_dtype)};
+                                    (size_t)(a.m * a.n) * dtrain_dtype_bytes(a.c_dtype), 0, 0};
     const dtrain_result result = time_arrays(device, call_gemm, &a, places, bytes, &seconds);
     rates->flops = row * (double)a.m / seconds;
     snprintf(rates->product, sizeof rates->product, "a product %lld x %lld x %lld, %s",
@@ -105,22 +109,43 @@ static dtrain_result time_gemm(dtrain_device *device, dtrain_gemm_args a, machin
     return result;
 }
 
+/* Time both gradients of a convolution whose arrays have these bytes. */
+static dtrain_result time_conv2d_backward(dtrain_device *device, const dtrain_conv2d_args *forward,
+                                          const size_t *forward_bytes, double *seconds)
+{
+    dtrain_conv2d_backward_args a;
+    memset(&a, 0, sizeof a);
+    a.windows = forward->windows;
+    a.out_channels = forward->out_channels;
+    a.groups = forward->groups;
+    a.dtype = forward->dtype;
+    a.x_dtype = forward->dtype;
+    const size_t whole = forward_bytes[1] / dtrain_dtype_bytes(a.dtype) * sizeof(float);
+    const void **places[OPERANDS] = {&a.x, &a.weight, &a.d_y, (const void **)(uintptr_t)&a.d_x,
+                                     (const void **)(uintptr_t)&a.d_weight};
+    const size_t bytes[OPERANDS] = {forward_bytes[0], forward_bytes[1], forward_bytes[2],
+                                    forward_bytes[0], whole};
+    return time_arrays(device, call_conv2d_backward, &a, places, bytes, seconds);
+}
+
 static dtrain_result time_conv2d(dtrain_device *device, dtrain_conv2d_args a, machine_rates *rates)
 {
     dtrain_windows2d *w = &a.windows;
     const double image = conv2d_flops(w, a.out_channels, a.groups) / (double)w->batch;
-    double seconds;
+    double seconds, backward_seconds = 0;
     if (image * (double)w->batch > TIMED_FLOPS)
         w->batch = image > TIMED_FLOPS ? 1 : (int64_t)(TIMED_FLOPS / image);
     a.bias = NULL;
     const size_t unit = dtrain_dtype_bytes(a.dtype);
-    const void **places[OPERANDS] = {&a.x, &a.weight, (const void **)(uintptr_t)&a.y};
+    const void **places[OPERANDS] = {&a.x, &a.weight, (const void **)(uintptr_t)&a.y, NULL, NULL};
     const size_t bytes[OPERANDS] = {
         (size_t)images(w) * unit,
         (size_t)(a.out_channels * w->channels / a.groups * w->kernel[0] * w->kernel[1]) * unit,
-        (size_t)windows(w, a.out_channels) * unit};
-    const dtrain_result result = time_arrays(device, call_conv2d, &a, places, bytes, &seconds);
+        (size_t)windows(w, a.out_channels) * unit, 0, 0};
+    dtrain_result result = time_arrays(device, call_conv2d, &a, places, bytes, &seconds);
+    if (result == DTRAIN_OK) result = time_conv2d_backward(device, &a, bytes, &backward_seconds);
     rates->flops = image * (double)w->batch / seconds;
+    sim_layers.backward_cost = backward_seconds / 2 / seconds; /* it has two products */
     snprintf(rates->product, sizeof rates->product,
              "a convolution %lld x %lld of %lld channels, %lld images of %lld x %lld",
              (long long)w->kernel[0], (long long)w->kernel[1], (long long)w->channels,
@@ -136,9 +161,8 @@ static dtrain_result time_memory(dtrain_device *device, int64_t count, double *s
     a.accumulate = true;
     a.a = a.b = 1;
     a.dtype = DTRAIN_DTYPE_F32;
-    const void *unused = NULL;
-    const void **places[OPERANDS] = {&a.x, (const void **)(uintptr_t)&a.y, &unused};
-    const size_t bytes[OPERANDS] = {(size_t)count * 4, (size_t)count * 4, 0};
+    const void **places[OPERANDS] = {&a.x, (const void **)(uintptr_t)&a.y, NULL, NULL, NULL};
+    const size_t bytes[OPERANDS] = {(size_t)count * 4, (size_t)count * 4, 0, 0, 0};
     return time_arrays(device, call_axpby, &a, places, bytes, seconds);
 }
 

@@ -12,13 +12,14 @@
 #include "tools/simulate/simulate_device.h"
 
 /* exp and its like are polynomials of about ten terms, at a fraction of a product's rate. */
-#define FUNCTION_FLOPS 40.0
+#define FUNCTION_FLOPS 100.0
 
 static struct sim_layers {
     double call_seconds;                 /* of any kernel */
     double products, others;             /* seconds of the compute stream */
     double flops;                        /* of products */
     double largest_gemm, largest_conv2d; /* flops */
+    double backward_cost;                /* of a convolution's flops, in those of forward; 0: 1 */
     dtrain_gemm_args gemm;
     dtrain_conv2d_args conv2d;
 } sim_layers;
@@ -82,7 +83,8 @@ static dtrain_result sim_conv2d(dtrain_device *device, const dtrain_conv2d_args 
 static dtrain_result sim_conv2d_backward(dtrain_device *device,
                                          const dtrain_conv2d_backward_args *a)
 {
-    const double flops = conv2d_flops(&a->windows, a->out_channels, a->groups);
+    const double flops = conv2d_flops(&a->windows, a->out_channels, a->groups) *
+                         (sim_layers.backward_cost > 0 ? sim_layers.backward_cost : 1);
     const double each =
         width(a->dtype) * (images(&a->windows) + windows(&a->windows, a->out_channels));
     (void)device;
@@ -177,14 +179,14 @@ static const dtrain_device_ops *sim_layer_ops(void)
     USE(conv2d)
     USE(conv2d_backward)
     USE(attention)
-    USE(attention_backward) USE(activation_backward) USE(layernorm) USE(layernorm_backward)
-        USE(embedding) USE(embedding_backward) USE(cross_entropy) USE(cross_entropy_backward)
-            USE(softmax) USE(softmax_backward) USE(batchnorm_moments) USE(batchnorm)
-                USE(batchnorm_sums) USE(batchnorm_backward) USE(pointwise) USE(pointwise_backward)
-                    USE(dropout) USE(rotary) USE(permute) USE(pool2d) USE(pool2d_backward) USE(lion)
-                        USE(muon)
+    USE(attention_backward)
+    USE(activation_backward) USE(layernorm) USE(layernorm_backward) USE(embedding)
+        USE(embedding_backward) USE(cross_entropy) USE(cross_entropy_backward) USE(softmax)
+            USE(softmax_backward) USE(batchnorm_moments) USE(batchnorm) USE(batchnorm_sums)
+                USE(batchnorm_backward) USE(pointwise) USE(pointwise_backward) USE(dropout)
+                    USE(rotary) USE(permute) USE(pool2d) USE(pool2d_backward) USE(lion) USE(muon)
 #undef USE
-                            ops.gemm = sim_layer_gemm;
+                        ops.gemm = sim_layer_gemm;
     return &ops;
 }
 
