@@ -82,7 +82,7 @@ endif
 LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            tests/cli/test_examples.sh
-LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh test_documents.sh test_weights.sh test_models.sh) \
+LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh test_documents.sh test_weights.sh test_models.sh test_monitor.sh) \
            tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
@@ -93,9 +93,9 @@ FAST     = $(filter $(ALL),$(LONGEST)) $(filter-out $(LONGEST),$(ALL)) $(filter-
 programs: $(filter-out $(BUILD)/simulate,$(EXAMPLES)) $(filter $(BUILD)/%,$(ALL))
 test: programs
 	@$(RUN) $(FAST)
-test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits) $(EMU_BENCH) $(MPIS)
+test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
-test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
+test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
 	@DTRAIN_TEST_FULL=1 $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
