@@ -8,10 +8,6 @@
 /* device/device.c */
 DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
 
-/* device/plan.c: floating-point operations of the matrix products, attention and convolutions that a
- * plan device was given; a multiplication and an addition are two. */
-DTRAIN__PRIVATE double dtrain__plan_device_flops(const dtrain_device *device);
-
 /* The kernels in the order of dtrain_device_ops. */
 /* clang-format off */
 #define DTRAIN__KERNEL_LIST(X)                                                               \

@@ -30,7 +30,10 @@ DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint3
 {
     char number[64];
     bool other = false;
-    snprintf(number, sizeof number, flags & DTRAIN_METRIC_INTEGER ? "%.0f" : "%.9g", value);
+    const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
+                         : fabs(value) < 1e18             ? "%.0f"
+                                                          : "%.17g";
+    snprintf(number, sizeof number, format, value);
     for (const char *at = number; *at; at++) {
         const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
         if (usual || !other) dtrain__line_add(text, "%c", usual ? *at : '.');

@@ -340,7 +340,7 @@ DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metri
     info->sink_count = metrics->sink_count;
     info->sinks = metrics->infos;
     info->no_gpu = metrics->nvml.reason;
-    info->no_flops = metrics->no_flops;
+    info->no_plan = metrics->no_plan;
 }
 
 /* Say why a metric of the table is not known. */
@@ -352,9 +352,7 @@ static const char *dtrain__why_unknown(const dtrain_metrics *metrics, int id)
     if (strcmp(row->group, "gpu") == 0 && metrics->nvml.reason[0]) return metrics->nvml.reason;
     if (id == DTRAIN__METRIC_PEAK_SHARE && !(metrics->desc.peak_flops > 0))
         return "desc's peak_flops is 0";
-    if ((id == DTRAIN__METRIC_FLOPS || strncmp(row->name, "predicted_", 10) == 0) &&
-        metrics->no_flops[0])
-        return metrics->no_flops;
+    if (strncmp(row->name, "predicted_", 10) == 0 && metrics->no_plan[0]) return metrics->no_plan;
     return "it was not measured in the last step";
 }
 

@@ -31,11 +31,11 @@
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
  *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
  *                      reduce, send, all_to_all; where it is not 0
- *     flops_per_second of all ranks; from here on with desc.trainer
+ *     flops_per_second of all ranks: operations that the tape launched, see dtrain_tape_info
  *     peak_share       of desc.peak_flops
  *     memory_bytes, memory_peak_bytes  of the rank's device: counted by the library where it
  *                      allocates, now and the most so far; the rank that holds most
- *     memory_activation_bytes          of it, the tape's: the largest pass so far; this rank
+ *     memory_activation_bytes          of it, the tape's: the largest pass so far; likewise
  *     gpu_utilization  0 to 1; this and what follows by NVML, mean over ranks' GPUs
  *     gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
  *     gpu_temperature_celsius          the hottest
@@ -173,9 +173,9 @@ typedef struct dtrain_metrics_desc {
     int64_t first_step;          /* of a run that goes on: TensorBoard drops later steps of the
                                      run before; 0 = from the start */
     double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
-    dtrain_trainer *trainer;     /* whose records are reported; it must outlive the metrics. Its
-                                     loss is planned once, as by dtrain_trainer_plan, to count
-                                     FLOPs and predict memory. NULL = records alone */
+    dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
+                                each rank, histograms, and what ranks hold; its loss is planned
+                                once, as by dtrain_trainer_plan. NULL = records alone */
     const dtrain_metrics_sink *sinks; /* (sink_count) the host's; NULL = none */
     size_t sink_count;
 } dtrain_metrics_desc;
@@ -210,7 +210,7 @@ typedef struct dtrain_metrics_info {
     size_t sink_count;
     const dtrain_metrics_sink_info *sinks; /* (sink_count) */
     const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
-    const char *no_flops;                  /* why there are no FLOPs; "" where there are */
+    const char *no_plan;                   /* why memory is not predicted; "" where it is */
 } dtrain_metrics_info;
 /* Show all metrics of the last step, on any rank. The arrays are the stream's, and change with the
  * next step; zeros for NULL. */

@@ -263,8 +263,7 @@ struct dtrain_metrics {
 
     double values[DTRAIN__METRIC_COUNT]; /* of the last step */
     bool known[DTRAIN__METRIC_COUNT];
-    double flops; /* of a step on this rank; 0: unknown */
-    char no_flops[300];
+    char no_plan[300]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
 

@@ -33,7 +33,9 @@ static void dtrain__prometheus_flush(dtrain__prometheus *p)
 
 static void dtrain__prometheus_number(dtrain__prometheus *p, double value)
 {
-    if (dtrain__finite(value)) dtrain__line_number(&p->text, value, 0);
+    const bool whole = value == floor(value) && fabs(value) < 9e15;
+    if (dtrain__finite(value))
+        dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0);
     else dtrain__line_add(&p->text, "%s", value > 0 ? "+Inf" : value < 0 ? "-Inf" : "NaN");
     dtrain__line_add(&p->text, "\n");
     if (p->text.used > sizeof((dtrain_metrics *)0)->scratch / 2) dtrain__prometheus_flush(p);

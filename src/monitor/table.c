@@ -184,47 +184,45 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     }
     dtrain__fill_figures(metrics, record);
     const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
-    if (!(metrics->flops > 0 && seconds > 0)) return;
-    const double rate = metrics->flops * record->ranks / seconds;
+    const double flops = record->figures[DTRAIN_FIGURE_FLOPS].mean;
+    if (!(flops > 0 && seconds > 0)) return;
+    const double rate = flops * record->ranks / seconds;
     dtrain__set(metrics, DTRAIN__METRIC_FLOPS, rate);
     if (metrics->desc.peak_flops > 0)
         dtrain__set(metrics, DTRAIN__METRIC_PEAK_SHARE,
                     rate / (record->ranks * metrics->desc.peak_flops));
 }
 
-/* Count a step's FLOPs and predict its memory, and note what the rank holds. A loss that cannot be
- * planned costs those metrics and nothing else. */
+/* Note what the rank holds, and predict its memory. A loss that cannot be planned costs the
+ * prediction and nothing else. */
 DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
 {
-    dtrain_trainer *trainer = metrics->desc.trainer;
+    const dtrain_trainer *trainer = metrics->desc.trainer;
+    dtrain_strategy_info held;
     dtrain_memory plan;
-    double flops = 0;
-    const char *why = "desc has no trainer";
-    if (trainer) {
-        const dtrain_trainer_desc *desc = &trainer->desc;
-        const dtrain_optimizer *optimizer = desc->optimizer;
-        dtrain_strategy_info held;
-        dtrain_strategy_query(desc->strategy, &held);
-        const double state = optimizer ? (double)optimizer->block_bytes : 0;
-        const bool offloaded = optimizer && optimizer->offloaded;
-        dtrain__set(metrics, DTRAIN__METRIC_MEMORY_PARAM, (double)held.value_bytes);
-        dtrain__set(metrics, DTRAIN__METRIC_MEMORY_GRAD, (double)held.grad_bytes);
-        dtrain__set(metrics, DTRAIN__METRIC_MEMORY_BUFFER, (double)held.buffer_bytes);
-        dtrain__set(metrics, DTRAIN__METRIC_MEMORY_OPTIMIZER, offloaded ? 0 : state);
-        dtrain__set(metrics, DTRAIN__METRIC_MEMORY_HOST,
-                    (double)held.host_bytes + (offloaded ? state : 0));
-        if (dtrain__plan_step(metrics->world, desc, &plan, &flops) == DTRAIN_OK) {
-            dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_PARAM, (double)plan.params);
-            dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_GRAD, (double)plan.grads);
-            dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_OPTIMIZER, (double)plan.optimizer);
-            dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_BUFFER, (double)plan.buffers);
-            dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_HOST, (double)plan.host);
-            dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_ACTIVATION,
-                        (double)(plan.activations + plan.activation_grads));
-            dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)plan.total);
-            metrics->flops = flops * desc->micro_batches;
-            why = flops > 0 ? "" : "the loss has no matrix product";
-        } else why = dtrain_last_error();
-    }
-    snprintf(metrics->no_flops, sizeof metrics->no_flops, "%s", why);
+    snprintf(metrics->no_plan, sizeof metrics->no_plan, "desc has no trainer");
+    if (!trainer) return;
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    const dtrain_optimizer *optimizer = desc->optimizer;
+    const double state = optimizer ? (double)optimizer->block_bytes : 0;
+    const bool offloaded = optimizer && optimizer->offloaded;
+    dtrain_strategy_query(desc->strategy, &held);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_PARAM, (double)held.value_bytes);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_GRAD, (double)held.grad_bytes);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_BUFFER, (double)held.buffer_bytes);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_OPTIMIZER, offloaded ? 0 : state);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_HOST,
+                (double)held.host_bytes + (offloaded ? state : 0));
+    const dtrain_result planned = dtrain_trainer_plan(metrics->world, desc, &plan);
+    snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s",
+             planned == DTRAIN_OK ? "" : dtrain_last_error());
+    if (planned != DTRAIN_OK) return;
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_PARAM, (double)plan.params);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_GRAD, (double)plan.grads);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_OPTIMIZER, (double)plan.optimizer);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_BUFFER, (double)plan.buffers);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_HOST, (double)plan.host);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_ACTIVATION,
+                (double)(plan.activations + plan.activation_grads));
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)plan.total);
 }

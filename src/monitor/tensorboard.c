@@ -318,15 +318,15 @@ static void dtrain__hparams_experiment(dtrain_metrics *metrics, const char *line
     dtrain__hparam h;
     dtrain__hparams_begin(metrics, "_hparams_/experiment", open);
     const size_t experiment = dtrain__pb_begin(metrics, 2);
-    dtrain__pb_double(metrics, 4, now);
+    dtrain__pb_double(metrics, 3, now);
     while (dtrain__hparam_next(&lines, &h)) {
-        const size_t info = dtrain__pb_begin(metrics, 5);
+        const size_t info = dtrain__pb_begin(metrics, 4);
         dtrain__pb_bytes(metrics, 1, h.name, h.name_bytes);
         dtrain__pb_integer(metrics, 4, h.kind);
         dtrain__pb_end(metrics, info);
     }
     for (size_t i = 0; i < sizeof shown / sizeof *shown; i++) {
-        const size_t info = dtrain__pb_begin(metrics, 6);
+        const size_t info = dtrain__pb_begin(metrics, 5);
         const size_t name = dtrain__pb_begin(metrics, 1);
         dtrain__pb_text(metrics, 2, shown[i]);
         dtrain__pb_end(metrics, name);

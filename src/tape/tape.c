@@ -299,6 +299,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     if (!tape) return;
     info->node_count = tape->pass.node_count;
     info->tensor_count = tape->pass.tensor_count;
+    info->flops = tape->flops;
     info->recomputed_count = tape->pass.recomputed_count;
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
     for (int i = DTRAIN__ARENA_DATA; i < DTRAIN__ARENAS; i++)

@@ -153,6 +153,7 @@ struct dtrain_tape {
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
+    double flops;  /* see tape/launch.c */
     dtrain__bump arenas[DTRAIN__ARENAS];
     struct { /* what dtrain_tape_begin sets to zero */
         uint32_t state, flags;
@@ -202,6 +203,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_
 DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t count, const void *x,
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
+
+/* tape/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
+DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
+                                                        const dtrain_attention_args *args);
+DTRAIN__PRIVATE dtrain_result
+dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args);
+DTRAIN__PRIVATE dtrain_result dtrain__counted_conv2d(dtrain_op *op, const dtrain_conv2d_args *args);
+DTRAIN__PRIVATE dtrain_result
+dtrain__counted_conv2d_backward(dtrain_op *op, const dtrain_conv2d_backward_args *args);
 
 /* tape/layers.c */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,

@@ -30,14 +30,12 @@
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 #include "device/device.h"
-#include "device/device_internal.h"
 
 /* Count the memory of activations, with a strategy's layout or without. On the plan device the tape
  * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
  * well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                              const dtrain__layout *layout, dtrain_memory *memory,
-                                              double *flops)
+                                              const dtrain__layout *layout, dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
@@ -63,7 +61,6 @@ static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_
     if (result == DTRAIN_OK) result = dtrain_tape_backward(tape, desc->loss(tape, desc->user), 1);
     dtrain_tape_query(tape, &info);
     dtrain_tape_destroy(tape);
-    *flops = dtrain__plan_device_flops(device);
     dtrain_device_destroy(device);
     DTRAIN__TRY(result);
     memory->activations = info.activation_bytes;
@@ -78,17 +75,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     if (!world || !desc || !memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: world, desc or memory is NULL");
-    double flops;
-    return dtrain__plan_step(world, desc, memory, &flops);
-}
-
-/* Count besides the floating-point operations of one micro-batch on this rank. */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_step(dtrain_world *world,
-                                                const dtrain_trainer_desc *desc,
-                                                dtrain_memory *memory, double *flops)
-{
-    DTRAIN__TRY(dtrain__plan_activations(
-        world, desc, desc->strategy ? &desc->strategy->layout : NULL, memory, flops));
+    DTRAIN__TRY(dtrain__plan_activations(world, desc,
+                                         desc->strategy ? &desc->strategy->layout : NULL, memory));
     if (desc->strategy) {
         dtrain_strategy_info strategy;
         dtrain_strategy_query(desc->strategy, &strategy);
@@ -122,10 +110,8 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
 {
     const dtrain_trainer_desc *trainer = plan->desc->trainer;
     dtrain_memory memory;
-    double flops;
     DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
-    DTRAIN__TRY(
-        dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory, &flops));
+    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }

@@ -42,7 +42,7 @@
 
 /* Where a step begins and ends. */
 typedef struct dtrain__step_mark {
-    double seconds, spans[DTRAIN_SPAN_KINDS];
+    double seconds, flops, spans[DTRAIN_SPAN_KINDS];
     dtrain_comm_info comm;
 } dtrain__step_mark;
 
@@ -232,6 +232,7 @@ static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mar
     dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
     for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
         mark->spans[kind] = dtrain_span_seconds(trainer->world, (dtrain_span_kind)kind);
+    mark->flops = trainer->tape->flops;
     mark->seconds = dtrain_seconds();
 }
 
@@ -265,6 +266,7 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain_
     own[DTRAIN_FIGURE_MEMORY] = (float)(device->allocated_bytes + device->comm_bytes);
     own[DTRAIN_FIGURE_MEMORY_PEAK] = (float)device->peak_bytes;
     own[DTRAIN_FIGURE_ACTIVATIONS] = (float)(tape.activation_bytes + tape.gradient_bytes);
+    own[DTRAIN_FIGURE_FLOPS] = (float)(after->flops - before->flops);
     memcpy(own + DTRAIN_FIGURE_GPU_UTILIZATION, trainer->gpu, sizeof trainer->gpu);
 }
 

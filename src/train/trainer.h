@@ -80,15 +80,16 @@ typedef enum dtrain_figure {
     DTRAIN_FIGURE_MEMORY = 9, /* bytes of the device that the library has allocated, now ... */
     DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
     DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
+    DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
     /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
-    DTRAIN_FIGURE_GPU_UTILIZATION = 12, /* 0 to 1 */
-    DTRAIN_FIGURE_GPU_MEMORY = 13,      /* bytes in use, by all processes */
-    DTRAIN_FIGURE_GPU_CLOCK = 14,       /* Hz */
-    DTRAIN_FIGURE_GPU_POWER = 15,       /* W */
-    DTRAIN_FIGURE_GPU_TEMPERATURE = 16, /* degrees Celsius */
-    DTRAIN_FIGURE_GPU_THROTTLE = 17,    /* NVML's bits of why clocks are low */
-    DTRAIN_FIGURE_GPU_ECC = 18,         /* uncorrected errors since the driver was loaded */
-    DTRAIN_FIGURE_COUNT = 19
+    DTRAIN_FIGURE_GPU_UTILIZATION = 13, /* 0 to 1 */
+    DTRAIN_FIGURE_GPU_MEMORY = 14,      /* bytes in use, by all processes */
+    DTRAIN_FIGURE_GPU_CLOCK = 15,       /* Hz */
+    DTRAIN_FIGURE_GPU_POWER = 16,       /* W */
+    DTRAIN_FIGURE_GPU_TEMPERATURE = 17, /* degrees Celsius */
+    DTRAIN_FIGURE_GPU_THROTTLE = 18,    /* NVML's bits of why clocks are low */
+    DTRAIN_FIGURE_GPU_ECC = 19,         /* uncorrected errors since the driver was loaded */
+    DTRAIN_FIGURE_COUNT = 20
 } dtrain_figure;
 
 /* A figure of all ranks; NaN and -1 where no rank has measured it. */

@@ -62,6 +62,7 @@ typedef struct dtrain__queue {
     size_t pinned_bytes;          /* of both */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
+    double flops;                 /* of the graph */
 } dtrain__queue;
 
 /* Unknown. A bit pattern instead of NAN survives -ffast-math. */
@@ -72,11 +73,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
                                                     dtrain_tensor **loss);
-
-/* train/plan.c */
-DTRAIN__PRIVATE dtrain_result dtrain__plan_step(dtrain_world *world,
-                                                const dtrain_trainer_desc *desc,
-                                                dtrain_memory *memory, double *flops);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
