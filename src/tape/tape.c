@@ -103,7 +103,9 @@ static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, cha
         if (at < same)
             for (same = at; same > 0 && first[same] != '.';) same--;
     }
-    if (first && same) snprintf(name, DTRAIN__TRACE_NAME, "%.*s", (int)same, first);
+    if (first && !same)
+        same = strcspn(first, "."); /* nothing in common: the first stands for all */
+    if (first) snprintf(name, DTRAIN__TRACE_NAME, "%.*s", (int)same, first);
     else snprintf(name, DTRAIN__TRACE_NAME, "unit");
 }
 

@@ -12,8 +12,8 @@
  *
  * Events are held back until a span that is in no other one ends and half of the memory is used or
  * a second has passed: then they are written at once, 64 KiB a call. When memory is full before,
- * they are written where the rank is, and what that took is an event itself. An event costs 0.1 us
- * when it is made, and about 1.5 us when it is written.
+ * they are written where the rank is, and what that took is an event itself. A span
+ * and its event cost 0.8 us, the writing included (Xeon; without a trace 0.16 us).
  *
  * Collectives overlap and events of a track may not, so each gets the first lane that is free.
  *

@@ -4,7 +4,7 @@
 
 #include "events.h"
 
-enum { DRAW_LEFT = 120, DRAW_WIDTH = 860, DRAW_ROW = 18, DRAW_LEVELS = 3, DRAW_LANES = 8 };
+enum { DRAW_LEFT = 120, DRAW_WIDTH = 860, DRAW_ROW = 18, DRAW_LEVELS = 3, DRAW_LANES = 12 };
 
 typedef struct drawing {
     FILE *out;
@@ -105,7 +105,7 @@ static void draw_axis(drawing *d)
         snprintf(text, sizeof text, "%g ms", at);
         fprintf(d->out, "<line x1=\"%.1f\" y1=\"24\" x2=\"%.1f\" y2=\"%d\" class=\"grid\"/>\n", x,
                 x, d->y);
-        draw_text(d, x + 2, 34, "row", text);
+        if (x < DRAW_LEFT + DRAW_WIDTH - 30) draw_text(d, x + 2, 34, "row", text);
     }
 }
 
