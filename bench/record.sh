@@ -14,7 +14,7 @@
 #   CIFAR=FOLDER  CIFAR-10's binary files, or a part of them: what accuracy is measured on
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build} machine= folder= quick=
-known="gemm conv resnet data collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator"
+known="gemm conv resnet data collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator forecast"
 fail() { echo "record.sh: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in
@@ -68,6 +68,8 @@ run() {
     case $program in bench_train | bench_strategies | bench_scaling | bench_comm)
         make -s BUILD="$build" "$build/train_gpt" "$build/resnet_cifar" || exit 1
         set -- --program "$build/train_gpt" "$@" ;;
+        bench_forecast) make -s BUILD="$build" "$build/train_gpt" "$build/resnet_cifar" || exit 1
+            set -- --program "$build/train_gpt" --images "$build/resnet_cifar" "$@" ;;
         bench_resnet) make -s BUILD="$build" "$build/resnet_cifar" || exit 1; set -- --program "$build/resnet_cifar" "$@" ;;
     esac
     shown=$path
@@ -118,6 +120,7 @@ record() {
             run bench_comm --parts train --train-models baby,gpt2 ;;
         loss) run bench_comm --parts loss --data "$DATA" ;;
         checkpoint) run bench_checkpoint --params 124 --reps 5 ;;
+        forecast) run bench_forecast --rounds 5 ;;
         simulator) run simulate --check tools/simulate/published.txt ;;
     esac
 }

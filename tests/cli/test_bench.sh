@@ -60,6 +60,8 @@ else skip "bench_strategies, PyTorch" "torch is not installed"; fi
 grep -q "^no rows of PyTorch: .*not found" "$tmp/out"; verdict $? "bench_strategies says that there is no PyTorch" "no line says so"
 check "bench_scaling" "^ +12 +full_shard .* same +yes +yes" '"strategy": "full_shard", "ranks": 2' "$bench/bench_scaling" $trainer --quick \
     --flags "$small"
+check "bench_forecast" "^resnet20 +full_shard +2 .* yes" '"model": "tiny", "strategy": "ddp".*"ratio": [0-9]' "$bench/bench_forecast" $trainer --quick \
+    --images "$build/resnet_cifar"
 check "bench_comm" "top-k 0.1 % .* yes" '"method": "hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' \
     "$bench/bench_comm" $trainer --quick --shrink 2 --svg "$tmp/comm.svg"
 grep -q "^</svg>" "$tmp/comm.svg" && [ "$(grep -c '<polyline' "$tmp/comm.svg")" -eq 5 ]
@@ -72,7 +74,7 @@ if [ -x "$build/emu/bench_kernels" ]; then
             --steps 20 --precision $precision --flags "--lr 1e-2"
     done
 else skip "GPU benchmarks" "no emulated GPU"; fi
-for program in gemm conv resnet collectives links checkpoint sparse kernels train strategies scaling comm; do
+for program in gemm conv resnet collectives links checkpoint sparse kernels train strategies scaling comm forecast; do
     refuse "bench_$program refuses an unknown flag" 'unknown flag "--fast"' "$bench/bench_$program" --quick --fast
 done
 refuse "llmc.sh without llm.c" 'is no checkout of llm.c' sh bench/llmc.sh "$tmp"

@@ -213,7 +213,7 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
 static dtrain_result name_error(dtrain_result result, const char *name, const char *value)
 {
     char text[512];
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    snprintf(text, sizeof text, "%.500s", dtrain_last_error());
     return dtrain_fail(result, "%s%s%s: %s", name, *value ? " " : "", value, text);
 }
 

@@ -126,7 +126,7 @@ static bool plan_fits(tuner *t, candidate *c)
 {
     const double limit = tune_limit(t);
     if (launch_virtual(plan_candidate, t) != DTRAIN_OK) {
-        snprintf(c->verdict, sizeof c->verdict, "refused: %s", run_error());
+        snprintf(c->verdict, sizeof c->verdict, "refused: %.380s", run_error());
         return false;
     }
     c->accum = (long)t->planned.accum;
@@ -149,7 +149,7 @@ static void measure(tuner *t, candidate *c)
     launch.trace.path = NULL;
     launch.catch_signals = false;
     if (dtrain_launch(&launch, tune_rank, t->shared, NULL) != DTRAIN_OK || !t->shared->steps) {
-        snprintf(c->verdict, sizeof c->verdict, "failed: %s", run_error());
+        snprintf(c->verdict, sizeof c->verdict, "failed: %.380s", run_error());
         return;
     }
     c->step_ms = t->shared->step_ms;

@@ -1,4 +1,5 @@
-/* simulate_comm.h: a virtual communicator: one rank of N, whose collectives only take time. Behind dtrain.h.
+/* simulate_comm.h: a virtual communicator: one rank of N, whose collectives only take time. Include it
+ * behind dtrain.h.
  *
  * This process is one rank of N; the others are assumed to do the same at the same time. So values stay
  * what they are (means of equal values), and agreement is always reached. */

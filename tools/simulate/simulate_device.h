@@ -1,4 +1,5 @@
-/* simulate_device.h: a virtual device: addresses without memory, kernels that only move a virtual clock. Behind dtrain.h.
+/* simulate_device.h: a virtual device: addresses without memory, kernels that only move a virtual clock. Include it
+ * behind dtrain.h.
  *
  * How to read it: the clock -> memory -> kernels of strategies and optimizers -> the table. Kernels of layers are in
  * simulate_kernels.h, for programs that run their own. */

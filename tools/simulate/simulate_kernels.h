@@ -1,8 +1,8 @@
-/* simulate_kernels.h: the kernels of layers on the virtual device, so that a program's own loss, backward and trainer run
- * on it. Behind dtrain.h.
+/* simulate_kernels.h: the kernels of layers on the virtual device, so that a program's own loss, backward and trainer
+ * run on it. Include it behind dtrain.h.
  *
- * A kernel takes the longer of flops / rate and bytes / bandwidth, and what any call costs. Bytes are of arrays read and
- * written once. What elementary functions cost beside memory is in FUNCTION_FLOPS.
+ * A kernel takes the longer of flops / rate and bytes / bandwidth, and what any call costs. Bytes are of arrays read
+ * and written once. What elementary functions cost beside memory is in FUNCTION_FLOPS.
  *
  * The largest product and the largest convolution are kept: whoever wants to know the rate of a machine for this
  * model times those (tools/run/machine.h). */
@@ -175,6 +175,7 @@ static const dtrain_device_ops *sim_layer_ops(void)
 {
     static dtrain_device_ops ops;
     ops = *sim_device_ops();
+    /* clang-format off */
 #define USE(op) ops.op = sim_##op;
     USE(conv2d)
     USE(conv2d_backward)
@@ -186,7 +187,8 @@ static const dtrain_device_ops *sim_layer_ops(void)
                 USE(batchnorm_backward) USE(pointwise) USE(pointwise_backward) USE(dropout)
                     USE(rotary) USE(permute) USE(pool2d) USE(pool2d_backward) USE(lion) USE(muon)
 #undef USE
-                        ops.gemm = sim_layer_gemm;
+        /* clang-format on */
+        ops.gemm = sim_layer_gemm;
     return &ops;
 }
 
