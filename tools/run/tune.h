@@ -31,11 +31,15 @@ typedef struct candidate {
     char verdict[400];
 } candidate;
 
-/* Memory that ranks share with the process that launches them. */
+/* Memory that ranks share with the process that launches them. Under another launcher each rank has its own, and what
+ * is decided from must be the same in all of them: times of records, and the clock of rank 0. */
 typedef struct tune_shared {
     const run_program *program;
+    double begun,
+        elapsed; /* of this process's clock; on rank 0's, when a candidate had last been measured */
     double step_ms;
     int steps;
+    bool first; /* rank 0 was launched from here */
 } tune_shared;
 
 typedef struct tuner {
@@ -46,7 +50,6 @@ typedef struct tuner {
     candidate rows[TUNE_ROWS];
     int count, best;   /* best: -1 */
     bool same_buckets; /* equal numbers of buckets are equal candidates */
-    double begun;
 } tuner;
 
 /* The median; the values are sorted. */
@@ -67,7 +70,7 @@ static int tune_rank(dtrain_world *world, void *user)
     dtrain_compression_desc compression;
     dtrain_strategy_desc strategy = strategy_desc(&run_flags, &compression);
     run_job j = new_job(&run_flags, shared->program, calloc(1, shared->program->own_bytes));
-    double times[TUNE_STEPS], sum = 0;
+    double times[TUNE_STEPS], sum = 0, elapsed[DTRAIN_MAX_RANKS];
     int count = 0;
     dtrain_result result = j.own ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory");
     if (result != DTRAIN_OK) return 1;
@@ -80,8 +83,14 @@ static int tune_rank(dtrain_world *world, void *user)
         TRY(dtrain_trainer_step(j.trainer, &record));
         sum += times[count++] = record.step_ms;
     }
-    if (dtrain_world_rank(world) == 0 || !run_flags.thread_ranks)
-        shared->step_ms = middle(times, count), shared->steps = count;
+    sum = dtrain_seconds() - shared->begun;
+    TRY(dtrain_world_all_gather(world, &sum, sizeof sum, elapsed));
+    if (dtrain_world_rank(world) == 0) shared->first = true;
+    if (dtrain_world_rank(world) == 0 || !run_flags.thread_ranks) {
+        shared->elapsed = elapsed[0];
+        shared->step_ms = middle(times, count);
+        shared->steps = count;
+    }
 cleanup:
     close_job(&j);
     free(j.own);
@@ -148,6 +157,8 @@ static void measure(tuner *t, candidate *c)
     launch.restarts = 0;
     launch.trace.path = NULL;
     launch.catch_signals = false;
+    if (launch.timeout_ms > 1000 * (uint32_t)TUNE_SECONDS) /* a candidate that hangs has failed */
+        launch.timeout_ms = 1000 * (uint32_t)TUNE_SECONDS;
     if (dtrain_launch(&launch, tune_rank, t->shared, NULL) != DTRAIN_OK || !t->shared->steps) {
         snprintf(c->verdict, sizeof c->verdict, "failed: %.380s", run_error());
         return;
@@ -170,7 +181,7 @@ static double try_candidate(tuner *t, candidate c)
     c.buckets = 0;
     c.too_large = false;
     apply_candidate(t->s, &c);
-    if (dtrain_seconds() - t->begun > TUNE_SECONDS)
+    if (t->shared->elapsed > TUNE_SECONDS)
         snprintf(c.verdict, sizeof c.verdict, "not tried: the time is up");
     else if (plan_fits(t, &c)) {
         if (t->same_buckets && c.buckets == t->rows[t->best].buckets)
@@ -308,18 +319,19 @@ static int tune(run_settings *s, const run_program *program)
     t.plan.s = s;
     t.plan.program = program;
     t.best = -1;
-    t.begun = dtrain_seconds();
     void *const memory =
         mmap(NULL, sizeof *t.shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return BAD("--tune: %s", strerror(errno));
     t.shared = (tune_shared *)memory;
     t.shared->program = program;
+    t.shared->begun = dtrain_seconds();
     if (choose_machine(&t.plan)) return 2;
     uint32_t each, accum;
     if (s->global_batch && dtrain_trainer_split_batch((uint64_t)s->global_batch, 1, t.plan.ranks,
                                                       &each, &accum) != DTRAIN_OK)
         return BAD("--global-batch: %s", run_error());
     search(&t);
+    if (t.best >= 0 && !t.shared->first) return 0; /* another process tells */
     print_rows(&t);
     if (t.best < 0) return BAD("--tune: no candidate could be measured; see the table above");
     return print_choice(&t) == DTRAIN_OK ? 0 : BAD("--tune: %s", run_error());
