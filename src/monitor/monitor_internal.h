@@ -263,7 +263,7 @@ struct dtrain_metrics {
 
     double values[DTRAIN__METRIC_COUNT]; /* of the last step */
     bool known[DTRAIN__METRIC_COUNT];
-    char no_plan[300]; /* why memory is not predicted; "" */
+    char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
 
