@@ -1012,6 +1012,27 @@ static void gpus(const char *answers, const char *library, training *t, uint32_t
               dtrain_last_error());
 }
 
+/* Without a trainer a rank knows its own GPU. */
+static int own_gpu_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    dtrain_step_record r;
+    double celsius;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    memset(&r, 0, sizeof r);
+    desc.nvml_path = stub[0];
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    CHECK(dtrain_metrics_value(metrics, "gpu_temperature_celsius", -1, &celsius) ==
+          DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    CHECK(dtrain_metrics_value(metrics, "gpu_temperature_celsius", -1, &celsius) == DTRAIN_OK &&
+          celsius == 60 + dtrain_world_rank(world));
+    dtrain_metrics_destroy(metrics);
+    return 0;
+}
+
 static void test_gpus(void)
 {
     training *t = training_create();
@@ -1027,6 +1048,7 @@ static void test_gpus(void)
     }
     CHECK(t->gpu_result == DTRAIN_OK && t->no_gpu[0] == 0);
     CHECK_CLOSE(t->gpu, 0.51, 1e-6);
+    CHECK(with_ranks(2, DTRAIN_LAUNCH_THREADS, NULL, own_gpu_rank, NULL) == DTRAIN_OK);
     /* what a GPU cannot tell is unknown, the rest is there */
     gpus("utilization=3,ecc=3,reasons=4", stub[0], t, 1);
     CHECK(t->gpu_result == DTRAIN_ERROR_UNSUPPORTED && isnan(t->got[0][DTRAIN_FIGURE_GPU_ECC]));
