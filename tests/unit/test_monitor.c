@@ -711,8 +711,8 @@ static int full_rank(dtrain_world *world, void *user)
         setrlimit(RLIMIT_FSIZE, &old);
     }
     dtrain_metrics_query(metrics, &info);
-    CHECK(info.sinks[0].lost > 0 && info.sinks[1].lost > 0 && info.sinks[3].lost > 0);
-    CHECK_MSG(warnings >= 3 && warnings <= 4, "%d warnings", warnings);
+    CHECK(info.sinks[0].lost > 0 && info.sinks[3].lost > 0);
+    CHECK_MSG(warnings >= 2 && warnings <= 4, "%d warnings", warnings); /* one a sink */
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
     const int steps = 12 - (int)info.sinks[3].lost, lines = 12 - (int)info.sinks[0].lost;
     dtrain_metrics_destroy(metrics);
