@@ -2789,7 +2789,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
- *     predicted_bytes (their sum) */
+ *     predicted_bytes (with the process itself) */
 
 typedef struct dtrain_metrics dtrain_metrics;
 
@@ -29298,11 +29298,10 @@ static inline bool dtrain__finite(double value)
 
 /* ---- Text and files ---------------------------------------------------------------------------*/
 
-/* Text in memory that does not grow: what does not fit is cut, and noted. */
+/* Text in memory that does not grow: what does not fit is cut, which no line here comes near. */
 typedef struct dtrain__line {
     char *text;
     size_t used, room;
-    bool cut;
 } dtrain__line;
 
 #define DTRAIN__LINE_SPACE 16384 /* all metrics of a step, as JSON or CSV: 5 KB */
@@ -29345,9 +29344,7 @@ typedef struct dtrain__tensorboard {
     size_t path_bytes;
     void *record; /* (room) the record under way; owned, grows for long texts */
     size_t used, room;
-    bool overflow;       /* no memory for the record */
-    const char *session; /* the run's name */
-    bool fixed_done;     /* FIXED metrics are written */
+    bool overflow; /* no memory for the record */
 } dtrain__tensorboard;
 
 /* Steps that medians look back on, of: */
@@ -29400,7 +29397,7 @@ struct dtrain_metrics {
 
     double values[DTRAIN__METRIC_COUNT]; /* of the last step */
     bool known[DTRAIN__METRIC_COUNT];
-    char no_plan[300]; /* why memory is not predicted; "" */
+    char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
 
@@ -29698,8 +29695,8 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 {
     DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
     dtrain__summary_add(metrics, record);
-    dtrain__metrics_fill(metrics, record);
     dtrain__nvml_sample(metrics);
+    dtrain__metrics_fill(metrics, record);
     const dtrain_metrics_sample sample = {
         record->step,    dtrain__wall_seconds(), DTRAIN__METRIC_COUNT, dtrain__metric_table(),
         metrics->values, metrics->known,         &metrics->last};
@@ -29820,7 +29817,7 @@ DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, con
 static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
 {
     char lost[DTRAIN__ERROR_BYTES] = "";
-    dtrain__line text = {lost, 0, sizeof lost, false};
+    dtrain__line text = {lost, 0, sizeof lost};
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *info = &metrics->infos[i];
         if (info->lost)
@@ -29863,7 +29860,11 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
                    "dtrain_metrics_destroy: a sink must not destroy the metrics that call it");
         return;
     }
+    char
+        text[DTRAIN__ERROR_BYTES]; /* a run that has failed ends here: why is what the host reads */
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
     (void)dtrain_metrics_finish(metrics);
+    dtrain__set_last_error(text);
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->csv);
     (void)dtrain__records_close(&metrics->tensorboard.file);
@@ -29988,6 +29989,17 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
         dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, trainer ? errors : ecc->max);
 }
 
+/* Set what this rank's GPU said, where no trainer carries it to the others. */
+static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
+{
+    static const int ids[] = {DTRAIN__METRIC_GPU_UTILIZATION, DTRAIN__METRIC_GPU_MEMORY,
+                              DTRAIN__METRIC_GPU_CLOCK,       DTRAIN__METRIC_GPU_POWER,
+                              DTRAIN__METRIC_GPU_TEMPERATURE, DTRAIN__METRIC_GPU_THROTTLE,
+                              DTRAIN__METRIC_GPU_ECC};
+    for (int i = 0; i < DTRAIN__COUNT_OF(ids); i++)
+        dtrain__set_measured(metrics, ids[i], (double)metrics->nvml.figures[i]);
+}
+
 /* Set what comes from the figures of all ranks. */
 static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
@@ -30043,6 +30055,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     for (int i = 0; i < DTRAIN__COUNT_OF(kinds); i++)
         if (record->kind_bytes[kinds[i][0]])
             dtrain__set(metrics, kinds[i][1], (double)record->kind_bytes[kinds[i][0]]);
+    if (!metrics->desc.trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {
         dtrain__set(metrics, DTRAIN__METRIC_STRAGGLER, record->straggler_score);
@@ -30112,7 +30125,6 @@ DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ..
     const int length = vsnprintf(text->text + text->used, room, format, args);
     va_end(args);
     if (length < 0) return;
-    if ((size_t)length >= room) text->cut = true;
     text->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 
@@ -30325,7 +30337,7 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
     const int64_t done = r->step + 1, total = metrics->desc.total_steps;
     dtrain__console *console = &metrics->console;
     char bytes[DTRAIN__LINE_ROOM];
-    dtrain__line line = {bytes, 0, sizeof bytes, false};
+    dtrain__line line = {bytes, 0, sizeof bytes};
     size_t bar_at = 0, bar_end = 0;
     struct winsize size;
     dtrain__line_add(&line, "step %lld", (long long)done);
@@ -30384,9 +30396,8 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
     const int64_t done = r->step + 1;
     const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
     char words[3][64];
-    dtrain__line rate = {words[0], 0, sizeof words[0], false},
-                 left = {words[1], 0, sizeof words[1], false},
-                 val = {words[2], 0, sizeof words[2], false};
+    dtrain__line rate = {words[0], 0, sizeof words[0]}, left = {words[1], 0, sizeof words[1]},
+                 val = {words[2], 0, sizeof words[2]};
     dtrain_result result = DTRAIN_OK;
     if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
         done != metrics->desc.total_steps)
@@ -30531,7 +30542,7 @@ static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_run *ru
 static dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__line_add(&text, "{\"step\": %lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++)
         if (sample->known[i] && !(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
@@ -30545,7 +30556,7 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const dtrain_metric *table = dtrain__metric_table();
     const uint32_t integer = DTRAIN_METRIC_INTEGER;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__line_add(&text, "{\"final\": true");
     dtrain__json_add(&text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(&text, "loss", s->last_loss, 0);
@@ -30620,7 +30631,7 @@ static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *head
 static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_run *run)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__csv_header(&text);
     DTRAIN__TRY(dtrain__records_open(&metrics->csv, metrics->desc.csv_path, run->append));
     if (run->append && metrics->csv.size > 0)
@@ -30631,7 +30642,7 @@ static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_run *run)
 static dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__line_add(&text, "%lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
@@ -30807,7 +30818,7 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
 {
     dtrain__prometheus *p = &metrics->prometheus;
     const char *path = metrics->desc.prometheus_path;
-    const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     p->text = text;
     p->result = DTRAIN_OK;
     p->fd = open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
@@ -31751,6 +31762,8 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
     const char *asked = metrics->desc.nvml_path ? metrics->desc.nvml_path : getenv("DTRAIN_NVML");
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
     const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
+    for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
+        nvml->figures[i] = (float)DTRAIN__NAN;
     if (metrics->desc.no_gpu) dtrain__nvml_reason(nvml, "desc's no_gpu is set");
     else if (!gpu && (!asked || !asked[0]))
         dtrain__nvml_reason(nvml, "the ranks compute on the CPU");

@@ -74,7 +74,7 @@ static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
     const int64_t done = r->step + 1, total = metrics->desc.total_steps;
     dtrain__console *console = &metrics->console;
     char bytes[DTRAIN__LINE_ROOM];
-    dtrain__line line = {bytes, 0, sizeof bytes, false};
+    dtrain__line line = {bytes, 0, sizeof bytes};
     size_t bar_at = 0, bar_end = 0;
     struct winsize size;
     dtrain__line_add(&line, "step %lld", (long long)done);
@@ -133,9 +133,8 @@ static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
     const int64_t done = r->step + 1;
     const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
     char words[3][64];
-    dtrain__line rate = {words[0], 0, sizeof words[0], false},
-                 left = {words[1], 0, sizeof words[1], false},
-                 val = {words[2], 0, sizeof words[2], false};
+    dtrain__line rate = {words[0], 0, sizeof words[0]}, left = {words[1], 0, sizeof words[1]},
+                 val = {words[2], 0, sizeof words[2]};
     dtrain_result result = DTRAIN_OK;
     if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
         done != metrics->desc.total_steps)

@@ -39,7 +39,7 @@ static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *head
 static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_run *run)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__csv_header(&text);
     DTRAIN__TRY(dtrain__records_open(&metrics->csv, metrics->desc.csv_path, run->append));
     if (run->append && metrics->csv.size > 0)
@@ -50,7 +50,7 @@ static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_run *run)
 static dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__line_add(&text, "%lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++) {
         if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;

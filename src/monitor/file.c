@@ -19,7 +19,6 @@ DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ..
     const int length = vsnprintf(text->text + text->used, room, format, args);
     va_end(args);
     if (length < 0) return;
-    if ((size_t)length >= room) text->cut = true;
     text->used += (size_t)dtrain__min(length, (int64_t)room - 1);
 }
 

@@ -33,7 +33,7 @@ static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_run *ru
 static dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
 {
     dtrain_metrics *metrics = (dtrain_metrics *)user;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__line_add(&text, "{\"step\": %lld", (long long)sample->step);
     for (size_t i = 0; i < sample->count; i++)
         if (sample->known[i] && !(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
@@ -47,7 +47,7 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
     dtrain_metrics *metrics = (dtrain_metrics *)user;
     const dtrain_metric *table = dtrain__metric_table();
     const uint32_t integer = DTRAIN_METRIC_INTEGER;
-    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     dtrain__line_add(&text, "{\"final\": true");
     dtrain__json_add(&text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(&text, "loss", s->last_loss, 0);

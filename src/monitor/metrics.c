@@ -264,8 +264,8 @@ DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
 {
     DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
     dtrain__summary_add(metrics, record);
-    dtrain__metrics_fill(metrics, record);
     dtrain__nvml_sample(metrics);
+    dtrain__metrics_fill(metrics, record);
     const dtrain_metrics_sample sample = {
         record->step,    dtrain__wall_seconds(), DTRAIN__METRIC_COUNT, dtrain__metric_table(),
         metrics->values, metrics->known,         &metrics->last};
@@ -386,7 +386,7 @@ DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, con
 static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
 {
     char lost[DTRAIN__ERROR_BYTES] = "";
-    dtrain__line text = {lost, 0, sizeof lost, false};
+    dtrain__line text = {lost, 0, sizeof lost};
     for (size_t i = 0; i < metrics->sink_count; i++) {
         const dtrain_metrics_sink_info *info = &metrics->infos[i];
         if (info->lost)
@@ -429,7 +429,11 @@ DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
                    "dtrain_metrics_destroy: a sink must not destroy the metrics that call it");
         return;
     }
+    char
+        text[DTRAIN__ERROR_BYTES]; /* a run that has failed ends here: why is what the host reads */
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
     (void)dtrain_metrics_finish(metrics);
+    dtrain__set_last_error(text);
     (void)dtrain__records_close(&metrics->jsonl);
     (void)dtrain__records_close(&metrics->csv);
     (void)dtrain__records_close(&metrics->tensorboard.file);

@@ -48,7 +48,7 @@
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
- *     predicted_bytes (their sum) */
+ *     predicted_bytes (with the process itself) */
 
 #pragma once
 

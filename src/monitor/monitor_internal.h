@@ -161,11 +161,10 @@ static inline bool dtrain__finite(double value)
 
 /* ---- Text and files ---------------------------------------------------------------------------*/
 
-/* Text in memory that does not grow: what does not fit is cut, and noted. */
+/* Text in memory that does not grow: what does not fit is cut, which no line here comes near. */
 typedef struct dtrain__line {
     char *text;
     size_t used, room;
-    bool cut;
 } dtrain__line;
 
 #define DTRAIN__LINE_SPACE 16384 /* all metrics of a step, as JSON or CSV: 5 KB */
@@ -208,9 +207,7 @@ typedef struct dtrain__tensorboard {
     size_t path_bytes;
     void *record; /* (room) the record under way; owned, grows for long texts */
     size_t used, room;
-    bool overflow;       /* no memory for the record */
-    const char *session; /* the run's name */
-    bool fixed_done;     /* FIXED metrics are written */
+    bool overflow; /* no memory for the record */
 } dtrain__tensorboard;
 
 /* Steps that medians look back on, of: */
@@ -263,7 +260,7 @@ struct dtrain_metrics {
 
     double values[DTRAIN__METRIC_COUNT]; /* of the last step */
     bool known[DTRAIN__METRIC_COUNT];
-    char no_plan[300]; /* why memory is not predicted; "" */
+    char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
     dtrain__nvml nvml;
     struct dtrain__histograms *histograms; /* NULL: none are made */
 

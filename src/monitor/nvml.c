@@ -129,6 +129,8 @@ DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
     const char *asked = metrics->desc.nvml_path ? metrics->desc.nvml_path : getenv("DTRAIN_NVML");
     const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
     const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
+    for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
+        nvml->figures[i] = (float)DTRAIN__NAN;
     if (metrics->desc.no_gpu) dtrain__nvml_reason(nvml, "desc's no_gpu is set");
     else if (!gpu && (!asked || !asked[0]))
         dtrain__nvml_reason(nvml, "the ranks compute on the CPU");

@@ -143,7 +143,7 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
 {
     dtrain__prometheus *p = &metrics->prometheus;
     const char *path = metrics->desc.prometheus_path;
-    const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch, false};
+    const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     p->text = text;
     p->result = DTRAIN_OK;
     p->fd = open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);

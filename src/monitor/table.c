@@ -122,6 +122,17 @@ static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record 
         dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, trainer ? errors : ecc->max);
 }
 
+/* Set what this rank's GPU said, where no trainer carries it to the others. */
+static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
+{
+    static const int ids[] = {DTRAIN__METRIC_GPU_UTILIZATION, DTRAIN__METRIC_GPU_MEMORY,
+                              DTRAIN__METRIC_GPU_CLOCK,       DTRAIN__METRIC_GPU_POWER,
+                              DTRAIN__METRIC_GPU_TEMPERATURE, DTRAIN__METRIC_GPU_THROTTLE,
+                              DTRAIN__METRIC_GPU_ECC};
+    for (int i = 0; i < DTRAIN__COUNT_OF(ids); i++)
+        dtrain__set_measured(metrics, ids[i], (double)metrics->nvml.figures[i]);
+}
+
 /* Set what comes from the figures of all ranks. */
 static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
@@ -177,6 +188,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     for (int i = 0; i < DTRAIN__COUNT_OF(kinds); i++)
         if (record->kind_bytes[kinds[i][0]])
             dtrain__set(metrics, kinds[i][1], (double)record->kind_bytes[kinds[i][0]]);
+    if (!metrics->desc.trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {
         dtrain__set(metrics, DTRAIN__METRIC_STRAGGLER, record->straggler_score);

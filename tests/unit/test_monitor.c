@@ -696,19 +696,23 @@ static int full_rank(dtrain_world *world, void *user)
     dtrain_metrics *metrics;
     struct rlimit old, small;
     (void)user;
+    char events[8][300];
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    CHECK(event_files(desc.tensorboard_dir, events) == 1);
     getrlimit(RLIMIT_FSIZE, &old);
     for (int step = 0; step < 12; step++) {
         dtrain_step_record r = random_record(step);
         small = old;
-        small.rlim_cur = 2000 + draw(2000);
+        struct stat file; /* one of them is cut inside of its next record */
+        if (stat(step % 2 ? desc.jsonl_path : events[0], &file) == 0)
+            small.rlim_cur = (rlim_t)file.st_size + 1 + draw(400);
         if (step >= 4 && step < 9) setrlimit(RLIMIT_FSIZE, &small);
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
         setrlimit(RLIMIT_FSIZE, &old);
     }
     dtrain_metrics_query(metrics, &info);
-    CHECK(info.sinks[0].lost > 0 && info.sinks[1].lost > 0 && info.sinks[3].lost > 0);
-    CHECK_MSG(warnings >= 3 && warnings <= 4, "%d warnings", warnings);
+    CHECK(info.sinks[0].lost > 0 && info.sinks[3].lost > 0);
+    CHECK_MSG(warnings >= 2 && warnings <= 4, "%d warnings", warnings); /* one a sink */
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
     const int steps = 12 - (int)info.sinks[3].lost, lines = 12 - (int)info.sinks[0].lost;
     dtrain_metrics_destroy(metrics);
@@ -821,9 +825,7 @@ static dtrain_result count_events(void *user, const dtrain_metrics_event *event)
     double sum = 0;
     for (size_t i = 0; i < event->histogram->bucket_count; i++) sum += event->histogram->buckets[i];
     CHECK(sum == (double)event->histogram->count && event->histogram->nonfinite == 0);
-    CHECK(event->histogram->count ==
-              (strstr(event->tag, "weight") && strchr(event->tag, '.') ? IN * OUT : OUT) ||
-          event->histogram->count == IN * OUT || event->histogram->count == OUT);
+    CHECK(event->histogram->count == (strchr(event->tag, '/')[1] == 'w' ? IN * OUT : OUT));
     (*(uint64_t *)user)++;
     return DTRAIN_OK;
 }
@@ -1012,6 +1014,27 @@ static void gpus(const char *answers, const char *library, training *t, uint32_t
               dtrain_last_error());
 }
 
+/* Without a trainer a rank knows its own GPU. */
+static int own_gpu_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    dtrain_step_record r;
+    double celsius;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    memset(&r, 0, sizeof r);
+    desc.nvml_path = stub[0];
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    CHECK(dtrain_metrics_value(metrics, "gpu_temperature_celsius", -1, &celsius) ==
+          DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    CHECK(dtrain_metrics_value(metrics, "gpu_temperature_celsius", -1, &celsius) == DTRAIN_OK &&
+          celsius == 60 + dtrain_world_rank(world));
+    dtrain_metrics_destroy(metrics);
+    return 0;
+}
+
 static void test_gpus(void)
 {
     training *t = training_create();
@@ -1027,6 +1050,7 @@ static void test_gpus(void)
     }
     CHECK(t->gpu_result == DTRAIN_OK && t->no_gpu[0] == 0);
     CHECK_CLOSE(t->gpu, 0.51, 1e-6);
+    CHECK(with_ranks(2, DTRAIN_LAUNCH_THREADS, NULL, own_gpu_rank, NULL) == DTRAIN_OK);
     /* what a GPU cannot tell is unknown, the rest is there */
     gpus("utilization=3,ecc=3,reasons=4", stub[0], t, 1);
     CHECK(t->gpu_result == DTRAIN_ERROR_UNSUPPORTED && isnan(t->got[0][DTRAIN_FIGURE_GPU_ECC]));

@@ -757,7 +757,7 @@ static void test_trainer_arguments(void)
 
 static int lines_with(const char *path, const char *text)
 {
-    char line[2048];
+    char line[8192];
     int count = 0;
     FILE *file = fopen(path, "r");
     if (!CHECK(file != NULL)) return -1;
