@@ -5,7 +5,7 @@
  *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/resnet_cifar.c dtrain_cuda.cu -lcublasLt -o resnet_cifar
  *   run:     ./resnet_cifar --data FOLDER      which holds data_batch_1.bin to _5.bin and test_batch.bin
  *            ./resnet_cifar --epochs 3         the same on images that it draws itself
- *            ./resnet_cifar --checkpoint run --save-every 50 --restarts 3 --resume auto
+ *            ./resnet_cifar --epochs 1 --checkpoint run --save-every 5 --restarts 3 --resume auto
  *   flags:   --data, --epochs or --steps in its place, --sync-batchnorm, and the switches of all training programs
  *            (tools/run): --ranks --batch --threads --seed --strategy --precision --log ...; --help lists them
  *   expect   of ./resnet_cifar --ranks 2 --epochs 3 --batch 32, in half a minute of two cores:
