@@ -31,6 +31,7 @@
        src/core/dtype.h                     Data types and random numbers
        src/device/device.h                  Devices
        src/world/world.h                    World and launch
+       src/world/timeline.h                 Timeline
        src/comm/comm.h                      Communicators
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
@@ -42,11 +43,11 @@
        src/optim/optimizer.h                Optimizers and learning rates
        src/train/data.h                     Data: samplers, datasets, loaders
        src/train/trainer.h                  Trainer
-       src/train/metrics.h                  Metrics
        src/state/state.h                    State
        src/state/storage.h                  Storage
        src/state/checkpoint.h               Checkpoints
        src/state/export.h                   Whole weights
+       src/monitor/metrics.h                Metrics
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
        src/comm/backend.h                   For authors of communicators: the communicator table
@@ -59,6 +60,10 @@
        src/core/random.c                    Random numbers: Philox4x32-10
        src/world/world.c                    World
        src/world/world_internal.h           The world's shared state: what the other rooms may know of it
+       src/world/timeline_internal.h        Spans as the library opens them: see world/timeline.c
+       src/world/timeline.c                 Spans: what a rank does when
+       src/world/trace_internal.h           A trace: events of a rank, and the file that they are written to. See world/trace.c
+       src/world/trace.c                    Traces: what a rank did when, for Perfetto
        src/world/control.c                  The control page: how ranks end, wait for each other and gather
        src/world/link_internal.h            The link: how ranks that another launcher has started hear of each other
        src/world/environment_internal.h     The result of reading the environment
@@ -107,6 +112,7 @@
        src/tape/tape_internal.h             The tape's structures
        src/tape/staging.c                   Page-locked staging of inputs
        src/tape/op.c                        Running an operation
+       src/tape/launch.c                    Launches that are counted
        src/tape/backward.c                  Backward
        src/tape/layers.c                    Layers: linear, normalisation, embedding
        src/tape/attention.c                 Attention, and what belongs to it: rotary position embedding, softmax
@@ -135,7 +141,6 @@
        src/train/trainer_internal.h         The trainer's structure
        src/train/queued_step.c              A step without the host: recorded and replayed
        src/train/plan.c                     Planning: memory of a step, largest batch
-       src/train/metrics.c                  Metrics
        src/state/state.c                    State: the list of what must survive
        src/state/state_internal.h           The structure of a state, for checkpoints
        src/state/write.c                    Writing a rank's files
@@ -156,6 +161,17 @@
        src/state/crc32c_internal.h          CRC-32C: the checksum of checkpoints
        src/state/storage.c                  Storage: the table of the file system, and whole reads and writes over any table
        src/state/kept.c                     Storage in the launcher's memory: files that outlive the ranks, not the machine
+       src/monitor/metrics.c                The stream of metrics
+       src/monitor/monitor_internal.h       The stream of metrics and its writers
+       src/monitor/table.c                  The table of metrics, and the values of a step
+       src/monitor/file.c                   Text, and files that cannot stop a training
+       src/monitor/console.c                Progress for people
+       src/monitor/jsonl.c                  JSON lines
+       src/monitor/csv.c                    CSV by RFC 4180
+       src/monitor/prometheus.c             A text file for Prometheus
+       src/monitor/tensorboard.c            Event files for TensorBoard
+       src/monitor/histogram.c              Histograms of weights and gradients
+       src/monitor/nvml.c                   GPUs, by NVML
        src/device/device.c                  Devices: creation, copies, tables by name
        src/device/plan.c                    The plan device
        src/device/cpu/cpu_internal.h        The CPU device's state
@@ -202,7 +218,7 @@
        unscale, norm, clip                            optim/scaler.h
        optimizer on this rank's shards                optim/optimizer.h
        publish the new parameters                     strategy/strategy.h
-       record                                         train/trainer.h, train/metrics.h
+       record                                         train/trainer.h, monitor/metrics.h
        now and then: save all that must survive       state/state.h, state/checkpoint.h
 
    ------------------------------------------------------------------------------------------------
@@ -701,6 +717,22 @@ typedef struct dtrain_emulation {
     double latency_us;          /* of a message between nodes */
 } dtrain_emulation;
 
+/* A trace: what every rank does when, in the Trace Event Format, for ui.perfetto.dev or
+ * chrome://tracing. Rank r writes a file of its own, with ".rank<r>" before the extension of path:
+ * passes, units and operations by name, waits, the update, checkpoints, and every collective with
+ * its bytes and the bucket that asked for it. build/trace brings the files of all ranks together.
+ * What is seen of a device that queues its work, a GPU, is when the host queued it.
+ *
+ * Memory is taken at the start and files are written between steps; a file that cannot be created
+ * is an error of the rank, and one that later cannot be written a warning: training goes on. */
+typedef struct dtrain_trace_desc {
+    const char *path;     /* NULL = no trace */
+    uint64_t first_step;  /* of a trainer: what is before it is left out */
+    uint64_t step_count;  /* so many of a trainer's steps; 0 = all */
+    uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
+    uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
+} dtrain_trace_desc;
+
 /* Zero means default. */
 typedef struct dtrain_launch_desc {
     uint32_t rank_count;       /* of the world; 0 = the launcher's number, and without a launcher
@@ -739,6 +771,7 @@ typedef struct dtrain_launch_desc {
     const char *flight_directory; /* every rank whose run fails writes its last collectives there,
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
+    dtrain_trace_desc trace;      /* all zero = none */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -895,6 +928,47 @@ dtrain_log(dtrain_world *world, dtrain_log_level level, const char *format, ...)
 DTRAIN_API void dtrain_process_memory(uint64_t *now_bytes, uint64_t *peak_bytes);
 
 /* ================================================================================================
+ * src/world/timeline.h
+ * ==============================================================================================*/
+
+/* Timeline
+ *
+ * A span is a stretch of time of a rank's own thread: a pass, an update, a wait. The library opens
+ * and closes spans where it works, and a program those of its own. Each is of a kind, and the time
+ * of a kind is what was spent in spans of that kind and not in one inside of them:
+ *
+ *     step         |---------------------------------------------------------|
+ *     other, data  |-|--data--|                                              |
+ *     forward                 |---------|                                    |
+ *     backward                          |-----|   |--------|   |            |
+ *     comm: waits                             |---|        |---|             |
+ *     optimizer                                                |-------------|
+ *
+ * So the kinds divide the time of a rank: their sum is the time since the world was made. A span
+ * costs 0.16 us, half of it two looks at the clock; nothing is allocated. */
+
+typedef enum dtrain_span_kind {
+    DTRAIN_SPAN_OTHER = 0,      /* in no span: the program's own time */
+    DTRAIN_SPAN_DATA = 1,       /* the trainer waits for next_batch */
+    DTRAIN_SPAN_FORWARD = 2,    /* the trainer's call of loss */
+    DTRAIN_SPAN_BACKWARD = 3,   /* dtrain_tape_backward, dtrain_strategy_finish */
+    DTRAIN_SPAN_COMM = 4,       /* calls of communicators: exposed communication */
+    DTRAIN_SPAN_OPTIMIZER = 5,  /* unscaling, clipping, the update */
+    DTRAIN_SPAN_CHECKPOINT = 6, /* dtrain_checkpoint_save and _wait, and ranks' waits in them */
+    DTRAIN_SPAN_KINDS = 7
+} dtrain_span_kind;
+
+/* Open a span of a program's own, inside of the one that is open now: of a host with a backward of
+ * its own, or of a phase that should have a name. `name` lives until the span is closed. Only the
+ * thread that runs rank_main may call it. */
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name);
+/* Close the innermost span that is open; with none, do nothing. */
+DTRAIN_API void dtrain_span_end(dtrain_world *world);
+/* Return the seconds that this rank has spent in a kind since its world was made; differences give
+ * a step's share. 0 for a kind that does not exist. */
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind);
+
+/* ================================================================================================
  * src/comm/comm.h
  * ==============================================================================================*/
 
@@ -939,6 +1013,8 @@ typedef enum dtrain_collective_kind {
     DTRAIN_COLLECTIVE_SPLIT = 9,
     DTRAIN_COLLECTIVE_ALL_TO_ALL = 10
 } dtrain_collective_kind;
+
+#define DTRAIN_COLLECTIVE_KINDS 11 /* entries of a table by kind; [0] is unused */
 
 /* Reduce send (count) over all ranks into recv (count) of every rank. */
 DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
@@ -1013,6 +1089,7 @@ typedef struct dtrain_comm_info {
     double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */
     double flight_seconds;  /* at least one operation was under way */
     const int *world_ranks; /* (size) in the world; owned by the communicator */
+    uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* of wire_bytes, by dtrain_collective_kind */
 } dtrain_comm_info;
 /* Tell what a communicator has done; all zero for a comm of NULL. */
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);
@@ -1582,6 +1659,8 @@ typedef struct dtrain_tape_info {
     uint64_t activation_bytes;  /* arenas, and what checkpointing drops into; largest pass so far */
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
+    double flops; /* floating-point operations that it has launched so far, in matrix products,
+                     attention and convolutions; not those of operations of a program's own */
 } dtrain_tape_info;
 /* Count the operations and the memory of a tape. */
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);
@@ -2099,8 +2178,8 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
  *
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of six
- *     numbers per rank, from which every rank makes the same record */
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of some
+ *     twenty numbers per rank, from which every rank makes the same record */
 
 typedef struct dtrain_trainer dtrain_trainer;
 
@@ -2141,6 +2220,44 @@ typedef struct dtrain_trainer_desc {
     void *user;
 } dtrain_trainer_desc;
 
+/* What every rank measures in a step and tells all others. The parts of its time are those of spans
+ * (world/timeline.h), which do not overlap: forward has no communication in it, and data + forward
+ * + backward + exposed_comm + optimizer is the step without what the trainer itself takes. On a
+ * GPU, where calls queue work, they say where the host was; a graph has only the step. */
+typedef enum dtrain_figure {
+    DTRAIN_FIGURE_STEP = 0,         /* seconds from the first batch to the end of the update */
+    DTRAIN_FIGURE_DATA = 1,         /* in next_batch */
+    DTRAIN_FIGURE_FORWARD = 2,      /* in loss, without communication, as in all of them */
+    DTRAIN_FIGURE_BACKWARD = 3,     /* in dtrain_tape_backward and dtrain_strategy_finish */
+    DTRAIN_FIGURE_EXPOSED_COMM = 4, /* in calls of communicators */
+    DTRAIN_FIGURE_HIDDEN_COMM = 5,  /* an operation was in flight, and the rank elsewhere */
+    DTRAIN_FIGURE_OPTIMIZER = 6,    /* in norm, clipping and update */
+    DTRAIN_FIGURE_CHECKPOINT = 7,   /* in saving since the step before, ranks' waits included */
+    DTRAIN_FIGURE_TIMES = 8,        /* how many of them are seconds */
+    /* Bytes that this rank sent by the ring formula / seconds in flight: the bus bandwidth of
+     * nccl-tests, busbw = S / t * 2 (n - 1) / n for an all-reduce of S bytes in n ranks. */
+    DTRAIN_FIGURE_BUS = 8,
+    DTRAIN_FIGURE_MEMORY = 9, /* bytes of the device that the library has allocated, now ... */
+    DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
+    DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
+    DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
+    /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
+    DTRAIN_FIGURE_GPU_UTILIZATION = 13, /* 0 to 1 */
+    DTRAIN_FIGURE_GPU_MEMORY = 14,      /* bytes in use, by all processes */
+    DTRAIN_FIGURE_GPU_CLOCK = 15,       /* Hz */
+    DTRAIN_FIGURE_GPU_POWER = 16,       /* W */
+    DTRAIN_FIGURE_GPU_TEMPERATURE = 17, /* degrees Celsius */
+    DTRAIN_FIGURE_GPU_THROTTLE = 18,    /* NVML's bits of why clocks are low */
+    DTRAIN_FIGURE_GPU_ECC = 19,         /* uncorrected errors since the driver was loaded */
+    DTRAIN_FIGURE_COUNT = 20
+} dtrain_figure;
+
+/* A figure of all ranks; NaN and -1 where no rank has measured it. */
+typedef struct dtrain_spread {
+    double min, mean, max;
+    int min_rank, max_rank; /* in the world; the lowest of equal ones */
+} dtrain_spread;
+
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
     int64_t step;     /* from 0 */
@@ -2159,6 +2276,9 @@ typedef struct dtrain_step_record {
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
     uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
     int slowest_rank;
+    int ranks; /* that the figures come from; 0: a record without figures */
+    dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
+    uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;
@@ -2194,6 +2314,10 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
+/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
+ * knows those of all ranks, as fp32. */
+DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
+                                        dtrain_figure figure);
 /* Return the trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 
@@ -2240,54 +2364,6 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
 DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
                                                     int ranks, uint32_t *batch_each,
                                                     uint32_t *micro_batches);
-
-/* ================================================================================================
- * src/train/metrics.h
- * ==============================================================================================*/
-
-/* Metrics
- *
- * Report a run: a line on the terminal, a file of JSON lines, and a summary. Call
- * dtrain_metrics_step with each record of the trainer, and dtrain_metrics_finish at the end. */
-
-typedef struct dtrain_metrics dtrain_metrics;
-
-typedef struct dtrain_metrics_desc {
-    uint32_t progress_every; /* steps between lines when progress is no terminal; 0 = 10 */
-    int64_t total_steps;     /* for the bar and the time left; 0 = unknown */
-    FILE *progress;          /* a live line on a terminal, a table otherwise; NULL = none */
-    const char *jsonl_path;  /* a file of one JSON object a step; NULL = none */
-    bool append;             /* to what is in it, as a run that was resumed does */
-} dtrain_metrics_desc;
-
-/* Create the report of a run. Only rank 0 writes; every rank keeps the summary. A log file that
- * cannot be opened is an error; one that later cannot be written is one warning, and training goes
- * on. Local. */
-DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
-                                               dtrain_metrics **out);
-/* Report one step. Keys of the JSON object: step, loss, val_loss (when evaluated), grad_norm, lr,
- * tokens, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, comm_bytes; with loss
- * scaling loss_scale, skipped_steps. Numbers that are not finite are written as null. */
-DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
-                                             const dtrain_step_record *record);
-
-typedef struct dtrain_summary {
-    int64_t steps;
-    uint64_t tokens;
-    double first_loss, last_loss, val_loss;   /* NaN where unknown */
-    double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
-    double step_ms, comm_ms, exposed_comm_ms; /* medians */
-    double data_ms;                           /* median */
-    double scaling;                           /* (step - exposed) / step: an upper estimate */
-    uint64_t comm_bytes;                      /* of all steps, this rank */
-} dtrain_summary;
-/* Tell what the run has come to so far, on any rank. */
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
-/* End the progress line, write a last JSON object with the summary and "final": true, and close
- * the file. DTRAIN_ERROR_FILE when lines were lost on the way. */
-DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
-/* Finish, if that was not done, and free; NULL is ignored. */
-DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* ================================================================================================
  * src/state/state.h
@@ -2658,6 +2734,234 @@ typedef struct dtrain_import_info {
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
                                                   const dtrain_import_desc *desc,
                                                   dtrain_import_info *info);
+
+/* ================================================================================================
+ * src/monitor/metrics.h
+ * ==============================================================================================*/
+
+/* Metrics
+ *
+ * One stream of metrics, several writers. Call dtrain_metrics_step with each record of the trainer,
+ * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines, CSV,
+ * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
+ *
+ * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key and
+ * the CSV column, group/name is TensorBoard's tag, and Prometheus has dtrain_ and the name in base
+ * units. What was not measured is left out, and what is measured and not finite is null in JSON,
+ * nan or inf elsewhere. The keys of a JSON line, in this order:
+ *
+ *     step             from 0
+ *     loss             mean over micro-batches and ranks
+ *     val_loss         of the steps in which the host has evaluated
+ *     grad_norm, lr
+ *     tokens           of all ranks since the start
+ *     tokens_per_second
+ *     step_ms          slowest rank
+ *     comm_ms          an operation was in flight; mean over ranks
+ *     exposed_comm_ms  of that, ranks waited; mean over ranks
+ *     data_ms          in wait for batches; slowest rank
+ *     comm_bytes       that this rank sent, by the ring formula
+ *     loss_scale, skipped_steps      with loss scaling, or where a step was skipped
+ *     straggler_score, slowest_rank  of compute time; two ranks or more
+ *     forward_ms, backward_ms, hidden_comm_ms, optimizer_ms, checkpoint_ms
+ *                      means over ranks; the checkpoint is the one saved before this step
+ *     PART_ms_min, PART_ms_mean, PART_ms_max, PART_ms_rank
+ *                      over ranks, and which has the largest, for PART = step, data, forward,
+ *                      backward, exposed_comm, hidden_comm, optimizer, checkpoint; two ranks or
+ *                      more
+ *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
+ *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
+ *                      reduce, send, all_to_all; where it is not 0
+ *     flops_per_second of all ranks: operations that the tape launched, see dtrain_tape_info
+ *     peak_share       of desc.peak_flops
+ *     memory_bytes, memory_peak_bytes  of the rank's device: counted by the library where it
+ *                      allocates, now and the most so far; the rank that holds most
+ *     memory_activation_bytes          of it, the tape's: the largest pass so far; likewise
+ *     gpu_utilization  0 to 1; this and what follows by NVML, mean over ranks' GPUs
+ *     gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
+ *     gpu_temperature_celsius          the hottest
+ *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
+ *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
+ *
+ * The last line has "final": true, step, loss, val_loss, steps, tokens, first_loss, last_loss,
+ * seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling, comm_bytes, and
+ * with desc.trainer what a rank holds and what was predicted (dtrain_trainer_plan):
+ *
+ *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
+ *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
+ *     predicted_bytes (with the process itself) */
+
+typedef struct dtrain_metrics dtrain_metrics;
+
+typedef struct dtrain_summary {
+    int64_t steps;
+    uint64_t tokens;
+    double first_loss, last_loss, val_loss;   /* NaN where unknown */
+    double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
+    double step_ms, comm_ms, exposed_comm_ms; /* medians */
+    double data_ms;                           /* median */
+    double scaling;                           /* (step - exposed) / step: an upper estimate */
+    uint64_t comm_bytes;                      /* of all steps, this rank */
+} dtrain_summary;
+
+#define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
+#define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
+#define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
+#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own: dtrain_metrics_value */
+
+/* A row of the table of metrics. */
+typedef struct dtrain_metric {
+    uint32_t flags;
+    const char *name, *group, *help;
+    const char *base;  /* the name in base units, "step_seconds" for "step_ms" */
+    double base_scale; /* value * base_scale is in base units */
+} dtrain_metric;
+
+/* What a step has come to. Everything in it is valid during the call. */
+typedef struct dtrain_metrics_sample {
+    int64_t step;
+    double wall_time; /* seconds since 1970 */
+    size_t count;
+    const dtrain_metric *metrics; /* (count) */
+    const double *values;         /* (count) */
+    const bool *known;            /* (count): false: not measured in this step */
+    const dtrain_step_record *record;
+} dtrain_metrics_sample;
+
+/* The distribution of a tensor. Bucket i holds values from limits[i-1] (included; -inf before the
+ * first) to limits[i] (excluded). Values that are not finite are counted apart. */
+typedef struct dtrain_histogram {
+    double min, max, sum, sum_squares;
+    uint64_t count, nonfinite;
+    size_t bucket_count;
+    const double *limits, *buckets; /* (bucket_count) */
+} dtrain_histogram;
+
+typedef enum dtrain_metrics_event_kind {
+    DTRAIN_METRICS_TEXT = 1,
+    DTRAIN_METRICS_HISTOGRAM = 2
+} dtrain_metrics_event_kind;
+
+/* Something beside the numbers of a step. */
+typedef struct dtrain_metrics_event {
+    uint32_t kind; /* dtrain_metrics_event_kind */
+    int64_t step;
+    double wall_time;
+    const char *tag;                   /* "gradients/w", "config" */
+    const char *text;                  /* of a text, or NULL */
+    const dtrain_histogram *histogram; /* of a histogram, or NULL */
+} dtrain_metrics_event;
+
+/* What a sink is told when it is opened. */
+typedef struct dtrain_metrics_run {
+    int rank, size;
+    const char *name;    /* desc.run_name */
+    int64_t first_step;  /* of a run that goes on; 0 */
+    bool append;         /* to what an earlier run has written */
+    const char *config;  /* or NULL */
+    const char *hparams; /* lines of NAME=VALUE, or NULL */
+    size_t count;
+    const dtrain_metric *metrics; /* (count): all that there are */
+} dtrain_metrics_run;
+
+/* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
+ * order open, then step and event, then finish, once, if open succeeded. An error of open is
+ * dtrain_metrics_create's. Later ones are counted, the first is a warning with the error's sentence
+ * (or the code's, where dtrain_last_error is empty), and the sink is called again in the next step:
+ * training goes on whatever a sink does. */
+typedef struct dtrain_metrics_sink {
+    bool every_rank; /* false: rank 0 alone */
+    const char *name;
+    dtrain_result (*open)(void *user, const dtrain_metrics_run *run);
+    dtrain_result (*step)(void *user, const dtrain_metrics_sample *sample);
+    dtrain_result (*event)(void *user, const dtrain_metrics_event *event);
+    dtrain_result (*finish)(void *user, const dtrain_summary *summary);
+    void *user;
+} dtrain_metrics_sink;
+
+/* Every zero is the default written beside the field. Texts are copied. */
+typedef struct dtrain_metrics_desc {
+    uint32_t progress_every;     /* steps between lines when progress is no terminal; 0 = 10 */
+    int64_t total_steps;         /* for the bar and the time left; 0 = unknown */
+    FILE *progress;              /* a live line on a terminal, a table otherwise; NULL = none. On a
+                                terminal NO_COLOR is respected, and TERM=dumb gets the table */
+    const char *jsonl_path;      /* a file of one JSON object a step; NULL = none */
+    bool append;                 /* to what is in the files, as a run that was resumed does */
+    const char *csv_path;        /* RFC 4180, one row a step, a column for every metric that is not
+                                FIXED; appending to a file with other columns is an error. NULL =
+                                none */
+    const char *prometheus_path; /* NAME.prom in the directory of node_exporter's textfile
+                                     collector, replaced at most once a second; NULL = none */
+    const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
+    uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
+                                     TensorBoard and for sinks with event; needs trainer, and the
+                                     same number on all ranks: dtrain_metrics_step is collective
+                                     in these steps. 0 = never */
+    uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
+    bool no_gpu;                 /* do not load NVML */
+    const char *nvml_path;       /* NULL = DTRAIN_NVML of the environment, else
+                                     libnvidia-ml.so.1 */
+    const char *run_name;        /* a label; NULL = "dtrain" */
+    const char *config;          /* text for TensorBoard, such as the configuration file; NULL */
+    const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
+    int64_t first_step;          /* of a run that goes on: TensorBoard drops later steps of the
+                                     run before; 0 = from the start */
+    double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
+    dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
+                                each rank, histograms, and what ranks hold; its loss is planned
+                                once, as by dtrain_trainer_plan. NULL = records alone */
+    const dtrain_metrics_sink *sinks; /* (sink_count) the host's; NULL = none */
+    size_t sink_count;
+} dtrain_metrics_desc;
+
+/* Create the stream of a run. Rank 0 alone writes, apart from sinks with every_rank; every rank
+ * keeps the summary. A file that cannot be opened, or a sink, is an error. Later no failure stops
+ * the training: it is counted, and the first of each sink is a warning. Local. */
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out);
+/* Report one step. Local, except for histograms; the only errors are those of arguments and of
+ * histograms' collectives. */
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record);
+/* Send a text to the sinks that take events: a sample, a note. Local. */
+DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
+                                             const char *text);
+/* Tell what the run has come to so far, on any rank. */
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
+
+/* How a sink has fared. */
+typedef struct dtrain_metrics_sink_info {
+    const char *name;       /* "json lines" */
+    const char *path;       /* "" for the host's sinks */
+    uint64_t written, lost; /* calls that succeeded and failed */
+} dtrain_metrics_sink_info;
+
+typedef struct dtrain_metrics_info {
+    size_t count;
+    const dtrain_metric *metrics; /* (count) the table */
+    const double *values;         /* (count) of the last step */
+    const bool *known;            /* (count) */
+    size_t sink_count;
+    const dtrain_metrics_sink_info *sinks; /* (sink_count) */
+    const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
+    const char *no_plan;                   /* why memory is not predicted; "" where it is */
+} dtrain_metrics_info;
+/* Show all metrics of the last step, on any rank. The arrays are the stream's, and change with the
+ * next step; zeros for NULL. */
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
+/* Look up one metric of the last step by its name; rank -1 for all ranks together, or a rank for
+ * those with DTRAIN_METRIC_RANKS. *value is NaN when it was not measured, and the result is
+ * DTRAIN_ERROR_UNSUPPORTED with a sentence that says why; an unknown name is
+ * DTRAIN_ERROR_ARGUMENT. */
+DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
+                                              int rank, double *value);
+/* Print the summary as a table for people; the parts of a step with the ranks that take longest. */
+DTRAIN_API void dtrain_metrics_print_summary(const dtrain_metrics *metrics, FILE *file);
+/* End the progress line, let every sink write its end (JSON: a last object with the summary and
+ * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
+/* Finish, if that was not done, and free; NULL is ignored. */
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);
 
 /* What an author of an operation or a backend needs besides. */
 
@@ -3456,7 +3760,7 @@ typedef struct dtrain_collective {
     void *recv;
 } dtrain_collective;
 
-#define DTRAIN_COMM_ABI 6u
+#define DTRAIN_COMM_ABI 7u
 
 /* What all backends have in common; a backend's own struct begins with it. A backend that makes one
  * fills ops to world_ranks, and keeps in_flight and outstanding right. */
@@ -4135,6 +4439,46 @@ DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream,
  *
  * Behind the page come the arenas, one per rank, from which shared memory is handed out. */
 
+/* ================================================================================================
+ * src/world/timeline_internal.h
+ * ==============================================================================================*/
+
+/* Spans as the library opens them: see world/timeline.c. */
+
+#define DTRAIN__SPAN_DEPTH 32u /* deeper ones count to the span that they are in */
+#define DTRAIN__UNNUMBERED INT64_MIN
+#define DTRAIN__NO_SPAN UINT32_MAX
+
+/* A span that is open. */
+typedef struct dtrain__open_span {
+    uint64_t begin_ns;
+    const char *name, *text; /* text: of what, for a trace; or NULL */
+    int64_t number;          /* of its kind of thing: step, unit, ...; or DTRAIN__UNNUMBERED */
+    uint32_t kind, outer;    /* its kind, and that of the span around it */
+} dtrain__open_span;
+
+/* The spans of a rank. Only the thread of rank_main uses it. */
+typedef struct dtrain__timeline {
+    uint64_t spent_ns[DTRAIN_SPAN_KINDS];
+    uint64_t since_ns;           /* up to then, spent_ns is complete */
+    uint32_t kind;               /* of what has gone on since */
+    uint32_t depth;              /* spans that are open */
+    bool traced;                 /* events are taken for the trace */
+    struct dtrain__trace *trace; /* NULL: none is asked for, see trace.c */
+    dtrain__open_span open[DTRAIN__SPAN_DEPTH];
+} dtrain__timeline;
+
+/* world/timeline.c */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                               int64_t number, uint64_t now);
+DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now);
+DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
+                                            int64_t number);
+DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark);
+DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
+                                              const char *text);
+DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark);
+
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -4267,10 +4611,13 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
+    int64_t clock_offset_ns;       /* what makes this rank's clock rank 0's, see link.c ... */
+    uint64_t clock_error_ns;       /* ... and by how much that may be wrong */
     int told_by;                   /* 1 + the rank whose failure this one was told of; 0: none */
     struct dtrain__engine *comms;  /* this rank's communicators, newest first */
     int64_t comm_count;            /* every communicator made so far has a smaller number */
     struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
+    dtrain__timeline timeline;     /* its spans, see timeline.c */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 
@@ -4393,6 +4740,526 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
 }
 
 /* ================================================================================================
+ * src/world/timeline.c
+ * ==============================================================================================*/
+
+/* Spans: what a rank does when
+ *
+ * One stack of open spans per rank, and one sum per kind. A look at the clock at the begin and at
+ * the end of a span moves what has passed since the look before to the kind that was on top:
+ *
+ *     looks         0       3     5        9    10
+ *     stack         forward comm  (end)    backward
+ *     to whom       other 0 fwd 3 comm 2   fwd 4
+ *
+ * So every nanosecond counts once, and nothing is searched, allocated or written. A function marks
+ * the depth when it opens a span, and closes down to that mark: what a callback of the host, or an
+ * early return, has left open is closed with it. */
+
+/* ================================================================================================
+ * src/world/trace_internal.h
+ * ==============================================================================================*/
+
+/* A trace: events of a rank, and the file that they are written to. See world/trace.c. */
+
+#define DTRAIN__TRACE_NAME 40
+#define DTRAIN__TRACE_EVENTS 8192u /* held back by default: 1.5 MiB */
+#define DTRAIN__TRACE_TEXT 65536u  /* written at once */
+#define DTRAIN__TRACE_LINE 1024u   /* of one event, at most */
+#define DTRAIN__TRACE_PATH 1100u   /* of a file's name, with what is put into it */
+#define DTRAIN__TRACE_LANES 32u    /* collectives that are under way at once */
+#define DTRAIN__TRACE_TRACKS 128u  /* numbers of tracks are smaller */
+
+/* Rows of a rank in the viewer. Spans of one row lie inside of each other or apart. */
+enum {
+    DTRAIN__TRACK_RANK = 1,       /* spans of the thread of rank_main */
+    DTRAIN__TRACK_COLLECTIVE = 2, /* and those behind it: one for each of those under way */
+    DTRAIN__TRACK_CHECKPOINT = DTRAIN__TRACK_COLLECTIVE + DTRAIN__TRACE_LANES, /* its thread */
+    DTRAIN__TRACK_READ /* batches that are read ahead, and those behind it */
+};
+
+/* What has been: names are copies, because who gave them may be gone when they are written. */
+typedef struct dtrain__trace_event {
+    uint64_t begin_ns, end_ns;
+    char name[DTRAIN__TRACE_NAME], text[DTRAIN__TRACE_NAME];
+    int64_t number; /* or DTRAIN__UNNUMBERED */
+    uint32_t track, kind;
+    /* of collectives alone, which have a sequence number or a comm */
+    uint64_t count, bytes, sequence, flow;
+    int64_t comm;
+    const char *dtype, *op; /* literals */
+} dtrain__trace_event;
+
+typedef struct dtrain__trace {
+    int file;                            /* -1: closed */
+    uint32_t room, used;                 /* of events */
+    uint64_t lost;                       /* collectives for which there was no lane */
+    uint64_t written_ns, bytes;          /* of the file */
+    uint64_t lanes[DTRAIN__TRACE_LANES]; /* when the last collective in each ended */
+    bool named[DTRAIN__TRACE_TRACKS];
+    uint64_t first_step, end_step, file_bytes;
+    size_t text_bytes;
+    char path[DTRAIN__TRACE_PATH];
+    char text[DTRAIN__TRACE_TEXT];
+    dtrain__trace_event events[1]; /* (room) */
+} dtrain__trace;
+
+/* world/trace.c */
+DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
+                                                   const dtrain_trace_desc *desc);
+DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world);
+DTRAIN__PRIVATE void dtrain__trace_put(dtrain_world *world, const dtrain__trace_event *event);
+DTRAIN__PRIVATE void dtrain__trace_span(dtrain_world *world, uint32_t track, uint32_t kind,
+                                        const char *name, const char *text, int64_t number,
+                                        uint64_t begin_ns, uint64_t end_ns);
+DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step);
+DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now);
+
+/* Count the time since the last look to what was going on. */
+static void dtrain__span_look(dtrain__timeline *timeline, uint64_t now)
+{
+    if (now > timeline->since_ns) timeline->spent_ns[timeline->kind] += now - timeline->since_ns;
+    timeline->since_ns = now;
+}
+
+/* Open a span at a look at the clock that was taken anyway, and return the mark with which it is
+ * closed. What ranks wait for each other inside of a checkpoint is part of it. */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kind, const char *name,
+                                               int64_t number, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    const uint32_t mark = timeline->depth++;
+    dtrain__span_look(timeline, now);
+    if (mark >= DTRAIN__SPAN_DEPTH) return mark;
+    dtrain__open_span *span = &timeline->open[mark];
+    span->begin_ns = now;
+    span->name = name;
+    span->text = NULL;
+    span->number = number;
+    span->outer = timeline->kind;
+    if (kind == DTRAIN_SPAN_COMM && timeline->kind == DTRAIN_SPAN_CHECKPOINT)
+        kind = DTRAIN_SPAN_CHECKPOINT;
+    span->kind = timeline->kind = kind;
+    return mark;
+}
+
+/* Close all spans from a mark on. */
+DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uint64_t now)
+{
+    dtrain__timeline *timeline = &world->timeline;
+    dtrain__span_look(timeline, now);
+    while (timeline->depth > mark) {
+        const dtrain__open_span *span = &timeline->open[--timeline->depth];
+        if (timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
+        timeline->kind = span->outer;
+        if (timeline->traced)
+            dtrain__trace_span(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
+                               span->number, span->begin_ns, now);
+    }
+    if (timeline->depth == 0) dtrain__trace_pause(world, now);
+}
+
+/* Open a span now; in a tape without a world, nothing happens. */
+DTRAIN__PRIVATE uint32_t dtrain__span_begin(dtrain_world *world, uint32_t kind, const char *name,
+                                            int64_t number)
+{
+    return world ? dtrain__span_begin_at(world, kind, name, number, dtrain__now_ns()) : 0;
+}
+
+DTRAIN__PRIVATE void dtrain__span_end(dtrain_world *world, uint32_t mark)
+{
+    if (world) dtrain__span_end_at(world, mark, dtrain__now_ns());
+}
+
+/* Open a span that is only of interest in a trace, and of the kind of the one around it; without
+ * one, nothing happens, not even a look at the clock. */
+DTRAIN__PRIVATE uint32_t dtrain__detail_begin(dtrain_world *world, const char *name,
+                                              const char *text)
+{
+    if (!world || !world->timeline.traced) return DTRAIN__NO_SPAN;
+    const uint32_t mark = dtrain__span_begin(world, world->timeline.kind, name, DTRAIN__UNNUMBERED);
+    if (mark < DTRAIN__SPAN_DEPTH) world->timeline.open[mark].text = text;
+    return mark;
+}
+
+DTRAIN__PRIVATE void dtrain__detail_end(dtrain_world *world, uint32_t mark)
+{
+    if (mark != DTRAIN__NO_SPAN) dtrain__span_end(world, mark);
+}
+
+/* ---- Public calls -----------------------------------------------------------------------------*/
+
+DTRAIN_API void dtrain_span_begin(dtrain_world *world, dtrain_span_kind kind, const char *name)
+{
+    const bool known = (uint32_t)kind < DTRAIN_SPAN_KINDS;
+    (void)dtrain__span_begin(world, known ? (uint32_t)kind : (uint32_t)DTRAIN_SPAN_OTHER,
+                             name ? name : "span", DTRAIN__UNNUMBERED);
+}
+
+DTRAIN_API void dtrain_span_end(dtrain_world *world)
+{
+    if (world && world->timeline.depth) dtrain__span_end(world, world->timeline.depth - 1);
+}
+
+DTRAIN_API double dtrain_span_seconds(const dtrain_world *world, dtrain_span_kind kind)
+{
+    if (!world || (uint32_t)kind >= DTRAIN_SPAN_KINDS) return 0;
+    const dtrain__timeline *timeline = &world->timeline;
+    uint64_t ns = timeline->spent_ns[kind];
+    if (timeline->kind == (uint32_t)kind) ns += dtrain__now_ns() - timeline->since_ns;
+    return 1e-9 * (double)ns;
+}
+
+/* ================================================================================================
+ * src/world/trace.c
+ * ==============================================================================================*/
+
+/* Traces: what a rank did when, for Perfetto
+ *
+ *     spans (timeline.c) ----------+
+ *     collectives (flight.c) ------+--> events, in memory --> text, 64 KiB --> FILE.rank3.json
+ *     what other threads have done +    of a fixed size
+ *
+ * The file is an array of events as in the Trace Event Format (Google, "Trace Event Format", 2016):
+ * complete events ("X") with times in microseconds; the process is the rank, the thread a track;
+ * flow arrows ("s", "f") from where a bucket's collective is started to the collective; metadata
+ * ("M") with names, and with what has to be added to times to make them rank 0's. Each event is a
+ * line, and the array's end may be missing: a rank that is killed leaves a file that viewers open.
+ *
+ * Events are held back until a span that is in no other one ends and half of the memory is used or
+ * a second has passed: then they are written at once, 64 KiB a call. When memory is full before,
+ * they are written where the rank is, and what that took is an event itself. A span
+ * and its event cost 0.8 us, the writing included (Xeon; without a trace 0.16 us).
+ *
+ * Collectives overlap and events of a track may not, so each gets the first lane that is free.
+ *
+ * There is no lock. The threads that write checkpoints and read data ahead note their times where
+ * they leave their results, and the rank's thread makes the events when it takes those. */
+
+static const char *const dtrain__span_names[] = {"other", "data",      "forward",   "backward",
+                                                 "comm",  "optimizer", "checkpoint"};
+
+/* ---- Text -------------------------------------------------------------------------------------*/
+
+/* Write what there is. The first failure ends the trace, with a warning; the run goes on. */
+static void dtrain__trace_write(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    size_t at = 0;
+    int error = 0;
+    while (trace->file >= 0 && at < trace->text_bytes && !error) {
+        const ssize_t wrote = write(trace->file, trace->text + at, trace->text_bytes - at);
+        if (wrote > 0) at += (size_t)wrote;
+        else if (wrote < 0 && errno != EINTR) error = errno;
+    }
+    trace->bytes += at;
+    trace->text_bytes = 0;
+    if (!error) return;
+    close(trace->file);
+    trace->file = -1;
+    world->timeline.traced = false;
+    dtrain_log(world, DTRAIN_LOG_WARNING, "the trace %s ends here, it cannot be written: %s",
+               trace->path, strerror(error));
+}
+
+/* Append a piece of an event, which as a whole has no more than DTRAIN__TRACE_LINE bytes. */
+DTRAIN__PRINTF(2, 3)
+static void dtrain__trace_print(dtrain__trace *trace, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    trace->text_bytes += (size_t)vsnprintf(trace->text + trace->text_bytes,
+                                           sizeof trace->text - trace->text_bytes, format, args);
+    va_end(args);
+}
+
+/* Append a JSON string. What is not ASCII becomes a question mark, as in flight records. */
+static void dtrain__trace_string(dtrain__trace *trace, const char *text)
+{
+    char *at = trace->text + trace->text_bytes;
+    *at++ = '"';
+    for (; *text; text++) {
+        const unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\') *at++ = '\\';
+        *at++ = c < 32 || c > 126 ? '?' : (char)c;
+    }
+    *at++ = '"';
+    trace->text_bytes = (size_t)(at - trace->text);
+}
+
+/* Begin an event: there is room for all of it. */
+static void dtrain__trace_line(dtrain_world *world, const char *phase, uint32_t track)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (trace->text_bytes > sizeof trace->text - DTRAIN__TRACE_LINE) dtrain__trace_write(world);
+    dtrain__trace_print(trace, ",\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u", phase, world->rank,
+                        track);
+}
+
+static void dtrain__trace_time(dtrain__trace *trace, const char *key, uint64_t ns)
+{
+    dtrain__trace_print(trace, ",\"%s\":%llu.%03u", key, (unsigned long long)(ns / 1000u),
+                        (unsigned)(ns % 1000u));
+}
+
+/* Name a track before its first event. Viewers sort by the index: in the order of the numbers. */
+static void dtrain__trace_track(dtrain_world *world, uint32_t track)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    char name[40] = "rank thread";
+    if (trace->named[track]) return;
+    trace->named[track] = true;
+    if (track == DTRAIN__TRACK_COLLECTIVE) snprintf(name, sizeof name, "communication");
+    else if (track == DTRAIN__TRACK_CHECKPOINT) snprintf(name, sizeof name, "checkpoint writer");
+    else if (track >= DTRAIN__TRACK_READ)
+        snprintf(name, sizeof name, "data %u", track - DTRAIN__TRACK_READ);
+    else if (track > DTRAIN__TRACK_COLLECTIVE)
+        snprintf(name, sizeof name, "communication %u", track - DTRAIN__TRACK_COLLECTIVE + 1);
+    dtrain__trace_line(world, "M", track);
+    dtrain__trace_print(trace, ",\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}", name);
+    dtrain__trace_line(world, "M", track);
+    dtrain__trace_print(trace, ",\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%u}}",
+                        track);
+}
+
+/* Write an arrow from where a collective was started to where it is shown. */
+static void dtrain__trace_flow(dtrain_world *world, const dtrain__trace_event *event,
+                               const char *phase, uint32_t track)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    dtrain__trace_line(world, phase, track);
+    dtrain__trace_time(trace, "ts", event->begin_ns);
+    dtrain__trace_print(trace, ",\"id\":%llu,\"cat\":\"flow\",\"name\":\"started\"%s}",
+                        (unsigned long long)event->flow, *phase == 'f' ? ",\"bp\":\"e\"" : "");
+}
+
+static void dtrain__trace_event_write(dtrain_world *world, const dtrain__trace_event *event)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    const bool collective = event->dtype != NULL;
+    const char *separator = "";
+    dtrain__trace_track(world, event->track);
+    dtrain__trace_line(world, "X", event->track);
+    dtrain__trace_time(trace, "ts", event->begin_ns);
+    dtrain__trace_time(trace, "dur", event->end_ns - event->begin_ns);
+    dtrain__trace_print(trace, ",\"cat\":\"%s\",\"name\":",
+                        collective ? "collective" : dtrain__span_names[event->kind]);
+    dtrain__trace_string(trace, event->name);
+    dtrain__trace_print(trace, ",\"args\":{");
+    if (event->number != DTRAIN__UNNUMBERED) {
+        dtrain__trace_print(trace, "\"number\":%lld", (long long)event->number);
+        separator = ",";
+    }
+    if (event->text[0]) {
+        dtrain__trace_print(trace, "%s\"of\":", separator);
+        dtrain__trace_string(trace, event->text);
+        separator = ",";
+    }
+    if (collective)
+        dtrain__trace_print(trace,
+                            "%s\"bytes\":%llu,\"count\":%llu,\"dtype\":\"%s\",\"op\":\"%s\","
+                            "\"communicator\":%lld,\"sequence\":%llu",
+                            separator, (unsigned long long)event->bytes,
+                            (unsigned long long)event->count, event->dtype, event->op,
+                            (long long)event->comm, (unsigned long long)event->sequence);
+    dtrain__trace_print(trace, "}}");
+    if (!event->flow) return;
+    dtrain__trace_flow(world, event, "s", DTRAIN__TRACK_RANK);
+    dtrain__trace_flow(world, event, "f", event->track);
+}
+
+/* ---- Events -----------------------------------------------------------------------------------*/
+
+/* End the array and close the file: a trace that is whole. */
+static void dtrain__trace_close(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    world->timeline.traced = false;
+    if (trace->file < 0) return;
+    if (trace->lost) {
+        dtrain__trace_line(world, "M", DTRAIN__TRACK_RANK);
+        dtrain__trace_print(trace, ",\"name\":\"dtrain_lost\",\"args\":{\"events\":%llu}}",
+                            (unsigned long long)trace->lost);
+    }
+    dtrain__trace_print(trace, "\n]\n");
+    dtrain__trace_write(world);
+    if (trace->file >= 0) close(trace->file);
+    trace->file = -1;
+}
+
+/* Write all events that are held back. */
+static void dtrain__trace_flush(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    const uint64_t begin = dtrain__now_ns();
+    for (uint32_t i = 0; i < trace->used && trace->file >= 0; i++) {
+        dtrain__trace_event_write(world, &trace->events[i]);
+        if (trace->bytes + trace->text_bytes < trace->file_bytes) continue;
+        dtrain_log(world, DTRAIN_LOG_WARNING,
+                   "the trace %s ends here: it has %llu bytes; see dtrain_trace_desc.file_bytes",
+                   trace->path, (unsigned long long)(trace->bytes + trace->text_bytes));
+        dtrain__trace_close(world);
+    }
+    trace->used = 0;
+    if (trace->text_bytes && trace->file >= 0) dtrain__trace_write(world);
+    trace->written_ns = dtrain__now_ns();
+    if (!world->timeline.traced) return;
+    dtrain__trace_event *own = &trace->events[trace->used++];
+    memset(own, 0, sizeof *own);
+    own->begin_ns = begin;
+    own->end_ns = trace->written_ns;
+    snprintf(own->name, sizeof own->name, "trace is written");
+    own->number = DTRAIN__UNNUMBERED;
+    own->track = DTRAIN__TRACK_RANK;
+}
+
+/* Give a collective the first lane that is free since it began; none: it is lost. */
+static bool dtrain__trace_lane(dtrain__trace *trace, dtrain__trace_event *event)
+{
+    for (uint32_t lane = 0; lane < DTRAIN__TRACE_LANES; lane++) {
+        if (trace->lanes[lane] > event->begin_ns) continue;
+        trace->lanes[lane] = event->end_ns;
+        event->track = DTRAIN__TRACK_COLLECTIVE + lane;
+        return true;
+    }
+    return false;
+}
+
+/* Take an event. */
+DTRAIN__PRIVATE void dtrain__trace_put(dtrain_world *world, const dtrain__trace_event *event)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (!world->timeline.traced) return;
+    if (trace->used == trace->room) dtrain__trace_flush(world);
+    if (!world->timeline.traced) return; /* the file has ended */
+    dtrain__trace_event *place = &trace->events[trace->used];
+    *place = *event;
+    if (event->track != DTRAIN__TRACK_COLLECTIVE || dtrain__trace_lane(trace, place)) trace->used++;
+    else trace->lost++;
+}
+
+/* Take a span that is over. */
+DTRAIN__PRIVATE void dtrain__trace_span(dtrain_world *world, uint32_t track, uint32_t kind,
+                                        const char *name, const char *text, int64_t number,
+                                        uint64_t begin_ns, uint64_t end_ns)
+{
+    dtrain__trace_event event;
+    memset(&event, 0, sizeof event);
+    event.begin_ns = begin_ns;
+    event.end_ns = end_ns;
+    event.number = number;
+    event.track = track;
+    event.kind = kind;
+    snprintf(event.name, sizeof event.name, "%s", name);
+    snprintf(event.text, sizeof event.text, "%s", text ? text : "");
+    dtrain__trace_put(world, &event);
+}
+
+/* Write, if it is time to: the rank is between two spans. */
+DTRAIN__PRIVATE void dtrain__trace_pause(dtrain_world *world, uint64_t now)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (!world->timeline.traced) return;
+    if (trace->used > trace->room / 2 || now - trace->written_ns > 1000000000u)
+        dtrain__trace_flush(world);
+}
+
+/* Begin a step: those outside of what was asked for are left out, and behind the last one the file
+ * is complete. */
+DTRAIN__PRIVATE void dtrain__trace_step(dtrain_world *world, int64_t step)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (!trace) return;
+    if (trace->file >= 0) world->timeline.traced = (uint64_t)step >= trace->first_step;
+    if (trace->file < 0 || (uint64_t)step < trace->end_step) return;
+    dtrain__trace_flush(world);
+    dtrain__trace_close(world);
+}
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+/* Put the rank into a file's name, and the number of the restart: "a/run.json" becomes
+ * "a/run.rank3.json", and after a restart "a/run.rank3.restart1.json". */
+static bool dtrain__trace_name(const dtrain_world *world, const char *path, char *name, size_t room)
+{
+    const char *slash = strrchr(path, '/'), *dot = strrchr(path, '.');
+    const size_t stem = dot && (!slash || dot > slash + 1) ? (size_t)(dot - path) : strlen(path);
+    char again[32] = "";
+    if (world->restart_count) snprintf(again, sizeof again, ".restart%u", world->restart_count);
+    const int used =
+        snprintf(name, room, "%.*s.rank%d%s%s", (int)stem, path, world->rank, again, path + stem);
+    return used > 0 && (size_t)used < room;
+}
+
+/* Write what the file is about: names, and the clock. */
+static void dtrain__trace_head(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    char host[72] = "";
+    if (gethostname(host, sizeof host - 1) != 0) host[0] = 0;
+    dtrain__trace_print(trace,
+                        "[{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\","
+                        "\"args\":{\"name\":\"rank %d\"}}",
+                        world->rank, world->rank);
+    dtrain__trace_line(world, "M", 0);
+    dtrain__trace_print(trace, ",\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}}",
+                        world->rank);
+    dtrain__trace_line(world, "M", 0);
+    dtrain__trace_print(trace,
+                        ",\"name\":\"dtrain\",\"args\":{\"version\":\"%s\",\"rank\":%d,"
+                        "\"size\":%d,\"node\":%d,\"restart\":%u,\"clock_offset_ns\":%lld,"
+                        "\"clock_error_ns\":%llu,\"host\":",
+                        DTRAIN_VERSION_STRING, world->rank, world->size, world->node,
+                        world->restart_count, (long long)world->clock_offset_ns,
+                        (unsigned long long)world->clock_error_ns);
+    dtrain__trace_string(trace, host);
+    dtrain__trace_print(trace, "}}");
+}
+
+/* Open the file of this rank and take all the memory that the trace needs; nothing is done when
+ * none is asked for. */
+DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
+                                                   const dtrain_trace_desc *desc)
+{
+    const uint32_t room = desc->event_count ? desc->event_count : DTRAIN__TRACE_EVENTS;
+    dtrain__trace *trace;
+    if (!desc->path || !desc->path[0]) return DTRAIN_OK;
+    if (room < 64)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_launch: trace.event_count is %u, expected 0 or at least 64",
+                           room);
+    trace = (dtrain__trace *)dtrain__alloc(&world->allocator, 1,
+                                           sizeof *trace + room * sizeof *trace->events, "a trace");
+    if (!trace) return DTRAIN_ERROR_MEMORY;
+    trace->file = -1;
+    trace->room = room;
+    world->timeline.trace = trace;
+    if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
+    trace->file = open(trace->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (trace->file < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
+                           strerror(errno));
+    trace->first_step = desc->first_step;
+    trace->end_step = desc->step_count ? desc->first_step + desc->step_count : UINT64_MAX;
+    trace->file_bytes = desc->file_bytes ? desc->file_bytes : UINT64_C(256) << 20;
+    trace->written_ns = dtrain__now_ns();
+    world->timeline.traced = desc->first_step == 0;
+    dtrain__trace_head(world);
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
+{
+    dtrain__trace *trace = world->timeline.trace;
+    if (!trace) return;
+    dtrain__trace_flush(world);
+    dtrain__trace_close(world);
+    world->timeline.trace = NULL;
+    dtrain__free(&world->allocator, trace, 1, sizeof *trace + trace->room * sizeof *trace->events);
+}
+
+/* ================================================================================================
  * src/world/control.c
  * ==============================================================================================*/
 
@@ -4418,7 +5285,8 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
  *     ABORT      its dtrain__abort_record
- *     WAIT       for which rank it has been waiting for long: int32 */
+ *     WAIT       for which rank it has been waiting for long: int32
+ *     CLOCK      what time it is: to rank 0 as a question, and back as its answer */
 
 /* ================================================================================================
  * src/world/environment_internal.h
@@ -4450,13 +5318,21 @@ typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
     DTRAIN__FRAME_ABORT = 3,
-    DTRAIN__FRAME_WAIT = 4
+    DTRAIN__FRAME_WAIT = 4,
+    DTRAIN__FRAME_CLOCK = 5
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
     uint32_t kind, bytes; /* of data that follow */
     int32_t rank;         /* the rank that the frame is about */
 } dtrain__frame;
+
+/* Of CLOCK: when the question was asked on the clock of that rank, and rank 0's answer. */
+typedef struct dtrain__clock_frame {
+    uint64_t asked_ns, answered_ns;
+} dtrain__clock_frame;
+
+#define DTRAIN__CLOCK_ROUNDS 8
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
@@ -4465,6 +5341,7 @@ typedef struct dtrain__connection {
     char name[96];    /* of the other end, for messages */
     size_t sent;      /* bytes of link->out that this end has been sent */
     uint64_t deaf_ns; /* since when it cannot be read, for want of memory; 0: it can */
+    int clock_rounds; /* questions answered on rank 0, answers heard elsewhere */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -4497,6 +5374,7 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
+DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms);
 
 /* world/rendezvous.c */
@@ -4895,9 +5773,12 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
     dtrain__flight_gather(world, bytes);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
     dtrain__flight_gathered(world, result);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -5688,6 +6569,32 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
+/* Answer a question about the time on rank 0, and hear the answer on the rank that has asked. The
+ * answer with the shortest way counts: what happened at half of that way on this clock happened
+ * then on rank 0's, and no more than half of it wrong (Cristian, "Probabilistic Clock
+ * Synchronization", 1989). Others get answers that are not for them, and drop them. */
+static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const char *data,
+                                size_t bytes)
+{
+    dtrain__connection *end = &world->link->ends[from];
+    const uint64_t now = dtrain__now_ns();
+    dtrain__clock_frame clock;
+    if (bytes != sizeof clock) return false;
+    if (world->rank && rank != world->rank) return true;
+    memcpy(&clock, data, sizeof clock);
+    if (end->clock_rounds++ == DTRAIN__CLOCK_ROUNDS) return false;
+    if (world->rank == 0) {
+        clock.answered_ns = now;
+        dtrain__link_append(world, DTRAIN__FRAME_CLOCK, rank, &clock, sizeof clock);
+        return true;
+    }
+    const uint64_t half = (now - clock.asked_ns) / 2;
+    if (end->clock_rounds > 1 && half >= world->clock_error_ns) return true;
+    world->clock_error_ns = half;
+    world->clock_offset_ns = (int64_t)(clock.answered_ns - (clock.asked_ns + half));
+    return true;
+}
+
 /* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
  * when it makes no sense. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
@@ -5697,6 +6604,8 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     const int rank = frame->rank;
     bool news = true;
     if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
+    if (frame->kind == DTRAIN__FRAME_CLOCK)
+        return dtrain__clock_apply(world, from, rank, data, frame->bytes);
     if (rank == world->rank) return true; /* rank 0 sends it to all */
     if (frame->kind == DTRAIN__FRAME_GATHER) {
         dtrain__gather_slot *slot = &control->slots[rank];
@@ -5786,6 +6695,35 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
     dtrain__link_flush(link);
 }
 
+/* Compare the clocks of all ranks with rank 0's, once, when they have met: an offset for each rank,
+ * for tools that lay traces beside each other. Every rank asks some times, one question behind the
+ * other, and rank 0 does nothing but answer meanwhile. */
+DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
+{
+    dtrain__link *link = world->link;
+    dtrain__wait wait = dtrain__wait_begin();
+    dtrain__clock_frame clock = {0, 0};
+    int asked = 0;
+    for (;;) {
+        bool all = true;
+        for (int i = 0; i < link->count; i++)
+            all = all && (i == world->rank || link->ends[i].clock_rounds == DTRAIN__CLOCK_ROUNDS);
+        if (all) return DTRAIN_OK;
+        if (world->rank && asked == link->ends[0].clock_rounds) {
+            asked++;
+            clock.asked_ns = dtrain__now_ns();
+            dtrain__link_send(world, DTRAIN__FRAME_CLOCK, world->rank, &clock, sizeof clock);
+        }
+        dtrain__link_pump(world, 20);
+        const dtrain_result result = dtrain__wait_poll(world, &wait);
+        if (result == DTRAIN_ERROR_TIMEOUT)
+            return dtrain__abort_with(world, result,
+                                      "dtrain_launch: a rank does not answer, or does not ask, "
+                                      "what time it is");
+        DTRAIN__TRY(result);
+    }
+}
+
 /* Pump from inside a wait. It costs some microseconds, so at most once a millisecond. */
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world)
 {
@@ -5846,7 +6784,7 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
  * This is not: the traffic is not encrypted, and a recorded hello is as good as the key. Who can
  * read or change the traffic must be kept away by the network. */
 
-#define DTRAIN__HELLO_MAGIC 0x334b5444u /* "DTK3": the third protocol */
+#define DTRAIN__HELLO_MAGIC 0x344b5444u /* "DTK4": the fourth protocol */
 #define DTRAIN__PENDING_MOST 64u
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
@@ -6539,6 +7477,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     const dtrain_result met = dtrain__meet(world, place);
     if (met != DTRAIN_OK) dtrain__link_destroy(world); /* no other rank knows this one */
     DTRAIN__TRY(met);
+    DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
     for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
          attempt++) {
@@ -6640,6 +7579,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
     dtrain__world_comm_end(world);
+    dtrain__trace_destroy(world);
     dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
@@ -6675,6 +7615,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
+    world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
@@ -6705,6 +7646,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     device.tune = desc->tune;
     device.memory_limit = desc->memory_limit;
     device.allocator = desc->allocator;
+    DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
@@ -7560,7 +8502,7 @@ DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *p
 DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__flight_begin(dtrain_comm *comm, const dtrain_collective *what);
 DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t number);
-DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number);
+DTRAIN__PRIVATE void dtrain__flight_done(dtrain_world *world, uint64_t number);
 DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now);
 DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now);
 
@@ -7639,7 +8581,9 @@ static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *
 {
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
-    comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
+    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
+    comm->info.wire_bytes += bytes;
+    comm->info.kind_bytes[what->kind] += bytes;
     if (!comm->flight_since) comm->flight_since = now;
 }
 
@@ -7651,10 +8595,12 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. */
-static uint64_t dtrain__comm_enter(const dtrain_comm *comm)
+/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. The
+ * span of the call is the innermost one when it is left, because nothing below leaves one open. */
+static uint64_t dtrain__comm_enter(const dtrain_comm *comm, const char *what)
 {
     const uint64_t now = dtrain__now_ns();
+    (void)dtrain__span_begin_at(comm->world, DTRAIN_SPAN_COMM, what, DTRAIN__UNNUMBERED, now);
     dtrain__flight_enter(comm->world, now);
     return now;
 }
@@ -7663,6 +8609,7 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
 {
     const uint64_t now = dtrain__now_ns();
     comm->inside_ns += now - entered;
+    dtrain__span_end_at(comm->world, comm->world->timeline.depth - 1, now);
     dtrain__comm_landed(comm, now);
     dtrain__flight_leave(comm->world, now);
     dtrain__flight_fail(comm->world, result);
@@ -7702,7 +8649,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
@@ -7787,7 +8734,7 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__comm_enter(comm), record = work->record;
+    const uint64_t entered = dtrain__comm_enter(comm, "wait"), record = work->record;
     const dtrain_result result = comm->ops->wait(work);
     if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
     return dtrain__comm_leave(comm, entered, result);
@@ -7800,7 +8747,7 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, "test");
     const dtrain_result result = comm->ops->test(work, done);
     if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
     return dtrain__comm_leave(comm, entered, result);
@@ -8181,18 +9128,56 @@ DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t 
     record->started_ns = world->flight->now_ns;
 }
 
-/* Note a look at the clock: it is the end of what was done since the look before. */
-static void dtrain__flight_look(dtrain__flight *flight, uint64_t now)
+/* Give a collective that has ended to the trace. A bucket's is tied to where it was started. */
+static void dtrain__flight_trace(dtrain_world *world, const dtrain__flight_record *record,
+                                 uint64_t number)
 {
+    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
+    const dtrain_dtype dtype = (dtrain_dtype)record->dtype;
+    const bool gather = record->comm < 0;
+    dtrain__trace_event event;
+    memset(&event, 0, sizeof event);
+    event.begin_ns = record->queued_ns;
+    event.end_ns = record->ended_ns;
+    event.number = DTRAIN__UNNUMBERED;
+    event.track = DTRAIN__TRACK_COLLECTIVE;
+    event.kind = DTRAIN_SPAN_COMM;
+    event.count = record->count;
+    event.bytes = record->count * (gather ? 1 : dtrain_dtype_bytes(dtype));
+    event.sequence = record->sequence;
+    event.flow = record->part ? (uint64_t)(world->restart_count & 15u) << 48 |
+                                    (uint64_t)world->rank << 40 | number
+                              : 0;
+    event.comm = record->comm;
+    event.dtype = gather ? "byte" : dtrain_dtype_name(dtype);
+    event.op = ops[record->op <= DTRAIN_REDUCE_PROD ? record->op : 0];
+    snprintf(event.name, sizeof event.name, "%s",
+             gather ? "world all-gather" : dtrain__kind_of(record->kind)->name);
+    if (record->part) {
+        event.number = record->number;
+        snprintf(event.text, sizeof event.text, "%s %lld, %.20s", record->part,
+                 (long long)record->number, record->name);
+    }
+    dtrain__trace_put(world, &event);
+}
+
+/* Note a look at the clock: it is the end of what was done since the look before. */
+static void dtrain__flight_look(dtrain_world *world, uint64_t now)
+{
+    dtrain__flight *flight = world->flight;
     flight->now_ns = now;
-    for (uint32_t i = 0; i < flight->landed_count; i++)
-        flight->records[flight->landed[i] % DTRAIN__FLIGHT_RECORDS].ended_ns = now;
+    for (uint32_t i = 0; i < flight->landed_count; i++) {
+        dtrain__flight_record *record =
+            &flight->records[flight->landed[i] % DTRAIN__FLIGHT_RECORDS];
+        record->ended_ns = now;
+        if (world->timeline.traced) dtrain__flight_trace(world, record, flight->landed[i]);
+    }
     flight->landed_count = 0;
 }
 
 /* Record that a collective is done. The engine calls it as soon as that is so, dtrain_work_wait and
  * dtrain_work_test for every backend: the first call counts. */
-DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number)
+DTRAIN__PRIVATE void dtrain__flight_done(dtrain_world *world, uint64_t number)
 {
     dtrain__flight_record *record = dtrain__flight_at(world, number);
     dtrain__flight *flight = world->flight;
@@ -8201,8 +9186,7 @@ DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t num
     record->state = DTRAIN__FLIGHT_DONE;
     if (record->comm == 0 && record->sequence)
         dtrain__store(&world->control->pulses[world->rank].world_done, record->sequence);
-    if (flight->landed_count == DTRAIN__FLIGHT_LANDED)
-        dtrain__flight_look(flight, dtrain__now_ns());
+    if (flight->landed_count == DTRAIN__FLIGHT_LANDED) dtrain__flight_look(world, dtrain__now_ns());
     flight->landed[flight->landed_count++] = number;
 }
 
@@ -8214,7 +9198,7 @@ DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now)
     dtrain__flight *flight = world->flight;
     if (!flight) return;
     dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
-    dtrain__flight_look(flight, now);
+    dtrain__flight_look(world, now);
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == flight->asked) return;
     flight->asked = asked;
@@ -8437,7 +9421,7 @@ DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code
     char found[DTRAIN__ERROR_BYTES];
     if (!flight || code == DTRAIN_OK || flight->code != DTRAIN_OK) return;
     const uint64_t now = dtrain__now_ns();
-    dtrain__flight_look(flight, now);
+    dtrain__flight_look(world, now);
     flight->code = code;
     snprintf(found, sizeof found, "%s", dtrain_last_error());
     snprintf(flight->error, sizeof flight->error, "%s", dtrain__bare(found));
@@ -11995,10 +12979,9 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
  * step that fails for a missing gradient has made the same collectives as one that succeeds, and
  * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
  * because they read the shards that will be updated. */
-DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+static dtrain_result dtrain__finish(dtrain_strategy *strategy)
 {
     dtrain_result missing = DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
     const dtrain__layout *layout = &strategy->layout;
     const bool last = !strategy->more;
     dtrain_result result = dtrain__walk_back(strategy, 0);
@@ -12014,6 +12997,17 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
     if (missing == DTRAIN_OK && last) strategy->sync_count++;
     dtrain__rewind(strategy, last);
     return missing;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__finish(strategy);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
@@ -15140,6 +16134,8 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
         info->staged_bytes += one.staged_bytes;
         info->inside_seconds += one.inside_seconds;
         info->flight_seconds += one.flight_seconds;
+        for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+            info->kind_bytes[kind] += one.kind_bytes[kind];
     }
 }
 
@@ -15653,11 +16649,14 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
+    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
     const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
+    uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
+    double flops;  /* see tape/launch.c */
     dtrain__bump arenas[DTRAIN__ARENAS];
     struct { /* what dtrain_tape_begin sets to zero */
         uint32_t state, flags;
@@ -15697,6 +16696,8 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 /* tape/op.c */
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
+DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
+DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
@@ -15705,6 +16706,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_
 DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t count, const void *x,
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
+
+/* tape/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
+DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
+                                                        const dtrain_attention_args *args);
+DTRAIN__PRIVATE dtrain_result
+dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args);
+DTRAIN__PRIVATE dtrain_result dtrain__counted_conv2d(dtrain_op *op, const dtrain_conv2d_args *args);
+DTRAIN__PRIVATE dtrain_result
+dtrain__counted_conv2d_backward(dtrain_op *op, const dtrain_conv2d_backward_args *args);
 
 /* tape/layers.c */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,
@@ -15767,6 +16778,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    if (!tape->planning) tape->world = world ? world : strategy ? strategy->world : NULL;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
@@ -15829,6 +16841,45 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
     dtrain__segment_begin(tape);
 }
 
+/* Write the name that a unit's parameters have in common, up to a dot: "h.2" of "h.2.ln_1.weight"
+ * and "h.2.attn.c_attn.weight". */
+static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char *name)
+{
+    const char *first = NULL;
+    size_t same = 0;
+    for (size_t i = 0; strategy && i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        size_t at = 0;
+        if ((int64_t)p->unit != unit || !p->name) continue;
+        if (!first) same = strlen(first = p->name);
+        while (at < same && first[at] == p->name[at]) at++;
+        if (at < same)
+            for (same = at; same > 0 && first[same] != '.';) same--;
+    }
+    if (first && !same)
+        same = strcspn(first, "."); /* nothing in common: the first stands for all */
+    if (first) snprintf(name, DTRAIN__TRACE_NAME, "%.*s", (int)same, first);
+    else snprintf(name, DTRAIN__TRACE_NAME, "unit");
+}
+
+/* Give the trace the unit that ends, up to its last operation, and note the begin of the next. */
+static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
+{
+    dtrain_world *world = tape->world;
+    const uint64_t begin = tape->unit_begin_ns;
+    char name[DTRAIN__TRACE_NAME];
+    tape->unit_begin_ns = 0;
+    if (!world || !world->timeline.traced) return;
+    if (begin && begin < tape->unit_end_ns) {
+        const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
+        dtrain__unit_name(tape->strategy, tape->unit, name);
+        dtrain__trace_span(world, DTRAIN__TRACK_RANK,
+                           back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL,
+                           tape->unit, begin, tape->unit_end_ns);
+    }
+    if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
+}
+
 /* Let go of the unit that is gathered and gather another; -1 = none. Releasing comes first: two
  * whole units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
@@ -15837,6 +16888,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
         tape->pass.state == DTRAIN__TAPE_DONE ? DTRAIN_PASS_BACKWARD : DTRAIN_PASS_FORWARD;
     const int64_t before = tape->unit;
     if (unit == before && pass == tape->unit_pass) return DTRAIN_OK;
+    dtrain__unit_trace(tape, unit);
     tape->unit = unit;
     tape->unit_pass = pass;
     if (tape->planning || !tape->strategy) return DTRAIN_OK;
@@ -16002,6 +17054,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     if (!tape) return;
     info->node_count = tape->pass.node_count;
     info->tensor_count = tape->pass.tensor_count;
+    info->flops = tape->flops;
     info->recomputed_count = tape->pass.recomputed_count;
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
     for (int i = DTRAIN__ARENA_DATA; i < DTRAIN__ARENAS; i++)
@@ -16352,6 +17405,22 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* ---- Running ----------------------------------------------------------------------------------*/
 
+/* Open a span for the kernels of an operation, with its first parameter as its place in the
+ * model; and close it. */
+DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
+{
+    const char *name = op->desc->name;
+    return dtrain__detail_begin(op->tape->world, strncmp(name, "dtrain_", 7) ? name : name + 7,
+                                op->param_count ? op->params[0]->name : NULL);
+}
+
+DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
+{
+    if (span == DTRAIN__NO_SPAN) return;
+    dtrain__detail_end(op->tape->world, span);
+    op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
+}
+
 /* Run the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
@@ -16363,7 +17432,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
             DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
                                              (void *)op->input_data[i], op->cast));
     }
-    return op->desc->forward(op);
+    const uint32_t span = dtrain__op_span(op);
+    const dtrain_result result = op->desc->forward(op);
+    dtrain__op_span_end(op, span);
+    return result;
 }
 
 /* ---- Kernels that several operations launch ---------------------------------------------------*/
@@ -16449,6 +17521,71 @@ DTRAIN_API dtrain_result dtrain_op_check_param(const dtrain_op *op, uint32_t i, 
 }
 
 /* ================================================================================================
+ * src/tape/launch.c
+ * ==============================================================================================*/
+
+/* Launches that are counted
+ *
+ * Nearly all arithmetic of a step is in matrix products, attention and convolutions. Operations of
+ * the tape launch them here, where their floating-point operations are counted: a multiplication
+ * and an addition are two. What activation checkpointing computes again counts again. Of attention,
+ * keys that a mask or key_lengths hide count, and those behind the query of a causal one do not. */
+
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args)
+{
+    op->tape->flops += 2.0 * (double)args->m * (double)args->n * (double)args->k;
+    return op->device->ops->gemm(op->device, args);
+}
+
+/* Two products of d elements for each pair of a query and a key that it sees: scores, values. */
+static double dtrain__attention_flops(const dtrain_attention_args *args)
+{
+    const double keys = (double)args->keys, queries = (double)args->queries;
+    double pairs = queries * keys;
+    if (args->causal && queries <= keys) pairs = queries * (queries + 1) / 2;
+    else if (args->causal) pairs = keys * (keys + 1) / 2 + (queries - keys) * keys;
+    return 4.0 * (double)args->batch * (double)args->heads * (double)args->d * pairs;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
+                                                        const dtrain_attention_args *args)
+{
+    op->tape->flops += dtrain__attention_flops(args);
+    return op->device->ops->attention(op->device, args);
+}
+
+/* Five products: scores again, d_v, d_scores, d_q, d_k. */
+DTRAIN__PRIVATE dtrain_result
+dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args)
+{
+    op->tape->flops += 2.5 * dtrain__attention_flops(&args->forward);
+    return op->device->ops->attention_backward(op->device, args);
+}
+
+/* A product of a tap and a weight for each output; the taps outside of the image count. */
+static double dtrain__conv2d_flops(const dtrain_windows2d *w, int64_t out_channels, int64_t groups)
+{
+    const double taps = (double)(w->kernel[0] * w->kernel[1]) * (double)(w->channels / groups);
+    const double windows = (double)w->batch * (double)w->out_height * (double)w->out_width;
+    return 2.0 * windows * taps * (double)out_channels;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__counted_conv2d(dtrain_op *op, const dtrain_conv2d_args *args)
+{
+    op->tape->flops += dtrain__conv2d_flops(&args->windows, args->out_channels, args->groups);
+    return op->device->ops->conv2d(op->device, args);
+}
+
+DTRAIN__PRIVATE dtrain_result
+dtrain__counted_conv2d_backward(dtrain_op *op, const dtrain_conv2d_backward_args *args)
+{
+    const int products = (args->d_x != NULL) + (args->d_weight != NULL);
+    op->tape->flops +=
+        products * dtrain__conv2d_flops(&args->windows, args->out_channels, args->groups);
+    return op->device->ops->conv2d_backward(op->device, args);
+}
+
+/* ================================================================================================
  * src/tape/backward.c
  * ==============================================================================================*/
 
@@ -16479,7 +17616,10 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
         DTRAIN__TRY(dtrain__gradient_open(tape, y, &accumulate));
         DTRAIN__TRY(tape->device->ops->zero(tape->device, y->grad, dtrain__tensor_bytes(y)));
     }
-    DTRAIN__TRY(op->desc->backward(op));
+    const uint32_t span = dtrain__op_span(op);
+    const dtrain_result passed = op->desc->backward(op);
+    dtrain__op_span_end(op, span);
+    DTRAIN__TRY(passed);
     DTRAIN__TRY(tape->error);
     for (uint32_t i = 0; i < op->input_count; i++)
         DTRAIN__TRY(dtrain__gradient_complete(tape, op->inputs[i]));
@@ -16540,8 +17680,12 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     DTRAIN__TRY(dtrain__tape_check(tape, "dtrain_tape_backward"));
+    const uint32_t span =
+        dtrain__span_begin(tape->world, DTRAIN_SPAN_BACKWARD, "backward", DTRAIN__UNNUMBERED);
     tape->pass.state = DTRAIN__TAPE_DONE;
-    return dtrain__tape_stick(tape, dtrain__backward_run(tape, loss, scale));
+    const dtrain_result result = dtrain__backward_run(tape, loss, scale);
+    dtrain__span_end(tape->world, span);
+    return dtrain__tape_stick(tape, result);
 }
 
 /* ---- Gradients of tensors
@@ -16718,7 +17862,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
 
 static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
-    return op->device->ops->gemm(op->device, &((const dtrain__linear *)op->args)->forward);
+    return dtrain__counted_gemm(op, &((const dtrain__linear *)op->args)->forward);
 }
 
 /* Return the layer that made x, if the product that makes d_x may finish its activation's backward.
@@ -16779,7 +17923,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
         gemm.beta = add_weight ? 1.0f : 0.0f;
         gemm.bias_grad = d_bias;
         gemm.accumulate_bias_grad = add_bias;
-        DTRAIN__TRY(ops->gemm(op->device, &gemm));
+        DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
     }
 
     /* d_x (rows,in) = d_z (rows,out) weight (out,in) */
@@ -16800,7 +17944,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
         gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
         before->grad_is_inner = true;
     }
-    return ops->gemm(op->device, &gemm);
+    return dtrain__counted_gemm(op, &gemm);
 }
 
 DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
@@ -17201,7 +18345,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 
 static dtrain_result dtrain__attention_forward(dtrain_op *op)
 {
-    return op->device->ops->attention(op->device, &((const dtrain__attention *)op->args)->args);
+    return dtrain__counted_attention(op, &((const dtrain__attention *)op->args)->args);
 }
 
 /* The kernel writes all gradients at once and can only overwrite. Where two of them belong to one
@@ -17223,7 +18367,7 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
     args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
-    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
+    DTRAIN__TRY(dtrain__counted_attention_backward(op, &args));
     for (int i = 1; i < 3; i++) {
         bool accumulate;
         if (!x->aside[i]) continue;
@@ -17434,7 +18578,7 @@ static dtrain_result dtrain__matmul_run(dtrain_op *op, dtrain_gemm_args *args)
     args->alpha = 1;
     args->ldc = args->n;
     for (int64_t i = 0; i < batch; i++) {
-        DTRAIN__TRY(op->device->ops->gemm(op->device, args));
+        DTRAIN__TRY(dtrain__counted_gemm(op, args));
         args->a = (const char *)args->a + a_bytes;
         args->b = (const char *)args->b + b_bytes;
         args->c = (char *)args->c + c_bytes;
@@ -17956,7 +19100,7 @@ static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
 
 static dtrain_result dtrain__conv2d_forward(dtrain_op *op)
 {
-    return op->device->ops->conv2d(op->device, (const dtrain_conv2d_args *)op->args);
+    return dtrain__counted_conv2d(op, (const dtrain_conv2d_args *)op->args);
 }
 
 static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
@@ -17976,7 +19120,7 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     args.d_bias = dtrain_op_param_grad(op, 1, &args.accumulate_bias);
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
     DTRAIN__TRY(op->tape->error);
-    return op->device->ops->conv2d_backward(op->device, &args);
+    return dtrain__counted_conv2d_backward(op, &args);
 }
 
 DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)
@@ -19005,15 +20149,11 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
 
 /* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
  * and clips them. */
-static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
-                                             float loss_scale, float max_norm, float *norm,
-                                             float *factor)
+static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale, float max_norm,
+                                     float *norm, float *factor)
 {
     double total;
     float clip = 1;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!norm || !factor)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
@@ -19025,6 +20165,22 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
     return DTRAIN_OK;
+}
+
+/* Measure norm and factor for a public call, in a span. */
+static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
+                                             float loss_scale, float max_norm, float *norm,
+                                             float *factor)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!norm || !factor)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__norm_of(strategy, loss_scale, max_norm, norm, factor);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,
@@ -19198,12 +20354,19 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const dtrain_result result = optimizer->offloaded
-                                     ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                                     : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
-    optimizer->step_count++;
-    return dtrain_strategy_publish(optimizer->strategy);
+    dtrain_world *world = optimizer->strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
+    dtrain_result result = optimizer->offloaded
+                               ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                               : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(optimizer->strategy, result); /* others await its values */
+    if (result == DTRAIN_OK) {
+        optimizer->step_count++;
+        result = dtrain_strategy_publish(optimizer->strategy);
+    }
+    dtrain__span_end(world, span);
+    return result;
 }
 
 /* Compute what changes from step to step for a group, for the step that comes next. */
@@ -20072,6 +21235,7 @@ typedef struct dtrain__batch {
     void *scratch;       /* of one sample as the dataset has it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
+    uint64_t read_ns[2]; /* for a trace: when a worker has begun to read it, and ended */
     bool ready;          /* read, with this result and sentence */
     dtrain_result result;
     char error[DTRAIN__ERROR_BYTES];
@@ -20079,6 +21243,7 @@ typedef struct dtrain__batch {
 
 struct dtrain_loader {
     dtrain_allocator allocator;
+    dtrain_world *world;     /* whose trace shows the workers; or NULL */
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;
@@ -20559,6 +21724,7 @@ DTRAIN_API dtrain_result dtrain_loader_create(dtrain_world *world, const dtrain_
         (dtrain_loader *)dtrain__alloc(&allocator, 1, sizeof *loader, "a loader");
     if (!loader) return DTRAIN_ERROR_MEMORY;
     loader->allocator = allocator;
+    loader->world = world;
     loader->desc = *desc;
     loader->rank = world ? (uint64_t)dtrain_world_rank(world) : 0;
     loader->ranks = world ? (uint64_t)dtrain_world_size(world) : 1;
@@ -20776,7 +21942,9 @@ static void *dtrain__prefetch_worker(void *argument)
     dtrain__batch *batch;
     dtrain__set_thread_rank(p->rank);
     while ((batch = dtrain__prefetch_claim(loader)) != NULL) {
+        batch->read_ns[0] = dtrain__now_ns();
         batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
+        batch->read_ns[1] = dtrain__now_ns();
         if (batch->result != DTRAIN_OK)
             snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
         pthread_mutex_lock(&p->mutex);
@@ -20802,6 +21970,19 @@ static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *b
     while (!batch->ready && error == 0)
         error = pthread_cond_timedwait(&p->ready, &p->mutex, &deadline);
     return batch->ready;
+}
+
+/* Give the trace the reading of a batch: one track for each place in the ring, where batches follow
+ * each other. */
+static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__batch *batch)
+{
+    const size_t place = (size_t)(batch - loader->batches);
+    if (!loader->world || !loader->world->timeline.traced ||
+        DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
+        return;
+    dtrain__trace_span(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
+                       "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
+                       batch->read_ns[1]);
 }
 
 /* Take the next batch out of the ring, as a copy. One that failed leaves the workers at rest, to
@@ -20838,6 +22019,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         dtrain__prefetch_rest(loader);
         return result;
     }
+    dtrain__prefetch_trace(loader, batch);
     memcpy(inputs, batch->inputs, count * loader->sample_bytes);
     if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
     pthread_mutex_lock(&p->mutex);
@@ -21449,10 +22631,10 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
  * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
  * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
  *
- *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 6 words
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
  *
- * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
+ * The all-gather carries every rank's loss and figures. It comes last so that the times are whole,
  * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
  * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
  * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
@@ -21473,14 +22655,11 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
  * The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
  * queued step (queued_step.c). */
 
-/* What a rank tells the others each step. */
+/* What a rank tells the others each step: its figures, and behind them */
 enum {
-    DTRAIN__WORD_LOSS,
-    DTRAIN__WORD_STEP,
-    DTRAIN__WORD_COMM,
-    DTRAIN__WORD_EXPOSED,
+    DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
+    DTRAIN__WORD_COMM, /* seconds that an operation was in flight */
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
-    DTRAIN__WORD_DATA, /* seconds in next_batch */
     DTRAIN__WORD_COUNT
 };
 
@@ -21502,10 +22681,11 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
-    double data;       /* seconds that this call of step has spent in next_batch */
-    float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute;   /* (ranks) seconds, for the median */
-    int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
+    double saving;     /* seconds in checkpoints until the end of the last step */
+    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
+    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute; /* (ranks) seconds, for the median */
+    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
     int slow_steps;
     bool *named;                 /* (ranks) warned about already */
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
@@ -21520,6 +22700,7 @@ typedef struct dtrain__queue {
     size_t pinned_bytes;          /* of both */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
+    double flops;                 /* of the graph */
 } dtrain__queue;
 
 /* Unknown. A bit pattern instead of NAN survives -ffast-math. */
@@ -21537,6 +22718,12 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record);
 
+/* Where a step begins and ends. */
+typedef struct dtrain__step_mark {
+    double seconds, flops, spans[DTRAIN_SPAN_KINDS];
+    dtrain_comm_info comm;
+} dtrain__step_mark;
+
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
@@ -21547,40 +22734,38 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
                                             dtrain_step_record *record);
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
                                               double *mean);
+static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark);
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
+                                    const dtrain__step_mark *after, float *own);
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
- * and then the record. */
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
+ * make the record. */
+static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
     dtrain_step_record full;
-    dtrain_comm_info before, after;
+    dtrain__step_mark before, after;
     float own[DTRAIN__WORD_COUNT];
     memset(&full, 0, sizeof full);
     full.step = trainer->step;
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
-    const double start = dtrain_seconds();
-    trainer->data = 0;
+    dtrain__trainer_mark(trainer, &before);
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
-    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
-
-    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
-    const double exposed = after.inside_seconds - before.inside_seconds;
-    const double flight = after.flight_seconds - before.flight_seconds;
+    dtrain__trainer_mark(trainer, &after);
+    full.comm_bytes = after.comm.wire_bytes - before.comm.wire_bytes;
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        full.kind_bytes[kind] = after.comm.kind_bytes[kind] - before.comm.kind_bytes[kind];
+    dtrain__trainer_figures(trainer, &before, &after, own);
     own[DTRAIN__WORD_LOSS] = (float)full.loss;
-    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
-    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
-    own[DTRAIN__WORD_DATA] = (float)trainer->data;
-    full.comm_bytes = after.wire_bytes - before.wire_bytes;
-    DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
+    const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(recorded);
+    trainer->saving = after.spans[DTRAIN_SPAN_CHECKPOINT];
     trainer->step++;
     trainer->tokens = full.tokens;
     const uint32_t every = trainer->desc.verify_every;
@@ -21588,6 +22773,20 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
+}
+
+/* Take one step, in a span. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    dtrain__trace_step(trainer->world, trainer->step);
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
+    const dtrain_result result = dtrain__trainer_step(trainer, record);
+    dtrain__span_end(trainer->world, span);
+    return result;
 }
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
@@ -21612,7 +22811,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
+    dtrain__span_end(trainer->world, span);
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
@@ -21621,12 +22822,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     return result;
 }
 
-/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
-    const double start = dtrain_seconds();
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
-    trainer->data += dtrain_seconds() - start;
+    dtrain__span_end(trainer->world, span);
     return result;
 }
 
@@ -21702,6 +22904,84 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)trainer->step, record->grad_norm, advice);
 }
 
+/* Note where the clock, the communicators and the spans are. */
+static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark)
+{
+    dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
+    for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
+        mark->spans[kind] = dtrain_span_seconds(trainer->world, (dtrain_span_kind)kind);
+    mark->flops = trainer->tape->flops;
+    mark->seconds = dtrain_seconds();
+}
+
+/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight by the cost of
+ * the calls: exposed stays a part. Without a byte or a second in flight there is no bandwidth. */
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
+                                    const dtrain__step_mark *after, float *own)
+{
+    static const struct {
+        dtrain_figure figure;
+        dtrain_span_kind kind;
+    } parts[] = {{DTRAIN_FIGURE_DATA, DTRAIN_SPAN_DATA},
+                 {DTRAIN_FIGURE_FORWARD, DTRAIN_SPAN_FORWARD},
+                 {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
+                 {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
+                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER}};
+    const dtrain_device *device = trainer->desc.strategy->device;
+    const uint64_t bytes = after->comm.wire_bytes - before->comm.wire_bytes;
+    const double exposed = after->spans[DTRAIN_SPAN_COMM] - before->spans[DTRAIN_SPAN_COMM];
+    double flight = after->comm.flight_seconds - before->comm.flight_seconds;
+    dtrain_tape_info tape;
+    dtrain_tape_query(trainer->tape, &tape);
+    if (flight < exposed) flight = exposed;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        own[parts[i].figure] = (float)(after->spans[parts[i].kind] - before->spans[parts[i].kind]);
+    own[DTRAIN_FIGURE_STEP] = (float)(after->seconds - before->seconds);
+    own[DTRAIN_FIGURE_HIDDEN_COMM] = (float)(flight - exposed);
+    own[DTRAIN_FIGURE_CHECKPOINT] = (float)(after->spans[DTRAIN_SPAN_CHECKPOINT] - trainer->saving);
+    own[DTRAIN__WORD_COMM] = (float)flight;
+    own[DTRAIN_FIGURE_BUS] = (float)(bytes && flight > 0 ? (double)bytes / flight : DTRAIN__NAN);
+    own[DTRAIN_FIGURE_MEMORY] = (float)(device->allocated_bytes + device->comm_bytes);
+    own[DTRAIN_FIGURE_MEMORY_PEAK] = (float)device->peak_bytes;
+    own[DTRAIN_FIGURE_ACTIVATIONS] = (float)(tape.activation_bytes + tape.gradient_bytes);
+    own[DTRAIN_FIGURE_FLOPS] = (float)(after->flops - before->flops);
+    memcpy(own + DTRAIN_FIGURE_GPU_UTILIZATION, trainer->gpu, sizeof trainer->gpu);
+}
+
+/* Reduce a figure over the ranks that know it, in rank order. */
+static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int figure)
+{
+    dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1};
+    double sum = 0;
+    int known = 0;
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float word = trainer->words[r * DTRAIN__WORD_COUNT + figure];
+        const double value = (double)word;
+        if (!dtrain_is_finite(word)) continue;
+        if (known == 0 || value < all.min) {
+            all.min = value;
+            all.min_rank = dtrain__world_rank(trainer->comm, r);
+        }
+        if (known == 0 || value > all.max) {
+            all.max = value;
+            all.max_rank = dtrain__world_rank(trainer->comm, r);
+        }
+        sum += value;
+        known++;
+    }
+    if (known) all.mean = sum / known;
+    return all;
+}
+
+DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
+                                        dtrain_figure figure)
+{
+    for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
+        if (dtrain__world_rank(trainer->comm, r) == rank && (uint32_t)figure < DTRAIN_FIGURE_COUNT)
+            return (double)trainer->words[r * DTRAIN__WORD_COUNT + (int)figure];
+    return DTRAIN__NAN;
+}
+
 /* Complete the record from the words of all ranks, which come to the same verdict here: all losses
  * and the norm finite, or the same error on each; and all loss scales move alike. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
@@ -21709,14 +22989,13 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
 {
     const bool overflow = !dtrain_is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT], seconds = 0, data = 0;
+    double mean[DTRAIN__WORD_COUNT];
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
-    for (int r = 0; r < trainer->ranks; r++) {
-        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
-        if ((double)words[DTRAIN__WORD_DATA] > data) data = (double)words[DTRAIN__WORD_DATA];
-    }
+    record->ranks = trainer->ranks;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
+        record->figures[f] = dtrain__trainer_spread(trainer, f);
+    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
     record->skipped_steps = trainer->skipped;
     if (trainer->scaling) {
         record->loss_scale = (double)scaler->scale;
@@ -21731,8 +23010,8 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;
     record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
-    record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
-    record->data_ms = 1e3 * data;
+    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
+    record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
     record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;
@@ -21767,7 +23046,7 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
     int slowest = 0;
     for (int r = 0; r < trainer->ranks; r++, words += DTRAIN__WORD_COUNT) {
         const double seconds =
-            (double)words[DTRAIN__WORD_STEP] - (double)words[DTRAIN__WORD_EXPOSED];
+            (double)words[DTRAIN_FIGURE_STEP] - (double)words[DTRAIN_FIGURE_EXPOSED_COMM];
         if (r == 0 || seconds > most) {
             most = seconds;
             slowest = r;
@@ -21804,7 +23083,10 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     float loss = 0;
     if (next_batch) DTRAIN__TRY(next_batch(user));
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain_tape_error(trainer->tape));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *sum += (double)loss;
@@ -21825,8 +23107,9 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         const dtrain_result result = dtrain__evaluate_one(trainer, next_batch, user, &sum);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
-    float own[DTRAIN__WORD_COUNT] = {0};
+    float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
+    memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
     own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
@@ -21857,6 +23140,9 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
+    trainer->saving = dtrain_span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
+    for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
+        trainer->gpu[i] = (float)DTRAIN__NAN;
     dtrain_loss_scaler_desc none;
     memset(&none, 0, sizeof none);
     const bool given = memcmp(&desc->loss_scaling, &none, sizeof none) != 0;
@@ -21971,6 +23257,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
     else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
+    else trainer->tape->flops += queue->flops;
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
@@ -22046,8 +23333,10 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     dtrain_device *device = trainer->queue->device;
     dtrain_graph *unfinished;
     char text[DTRAIN__ERROR_BYTES];
+    const double flops = trainer->tape->flops;
     DTRAIN__TRY(device->ops->graph_begin(device));
     const dtrain_result result = dtrain__queue_all(trainer);
+    trainer->queue->flops = trainer->tape->flops - flops;
     if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)
@@ -22364,433 +23653,6 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
     *batch_each = (uint32_t)micro;
     *micro_batches = (uint32_t)(own / micro);
     return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/train/metrics.c
- * ==============================================================================================*/
-
-/* Metrics
- *
- * One record a step goes three ways: to a person (one live line on a terminal, a table elsewhere),
- * to a program (JSON lines), and into the summary. People are shown steps done, 1 to total; the
- * file has the record's step, from 0.
- *
- *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
- *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
- *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
- *     file       {"step": 119, "loss": 3.4121, "grad_norm": 0.914, "lr": 0.00098, ...}
- *
- * Nothing here may stop a training: only opening the file can fail. A line that cannot be written
- * is counted, the first one is a warning, and dtrain_metrics_finish tells how many were lost.
- *
- * Medians are over the last 1024 steps: fixed memory, however long the run. A step costs one line
- * built on the stack, one write(2) for the file and at most ten redraws a second. */
-
-#include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
-
-#define DTRAIN__RECENT 1024 /* steps that medians look back on */
-
-struct dtrain_metrics {
-    dtrain_allocator allocator;
-    dtrain_world *world;
-    dtrain_metrics_desc desc; /* resolved; progress is NULL where this rank does not write */
-    const char *path;         /* a copy of jsonl_path, behind the struct */
-    size_t bytes;             /* of both */
-    int file;                 /* -1: none */
-    bool torn;                /* the last write ended inside a line */
-    bool terminal;
-    uint64_t lost_lines, lines;
-    double started;   /* when the first step began */
-    double redraw_at; /* the live line rests until then */
-    dtrain_step_record last;
-    dtrain_summary summary;                    /* running; medians are made on request */
-    dtrain_step_record recent[DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
-};
-
-/* ---- text of a line ---------------------------------------------------------------------------*/
-
-/* What does not fit is cut, which no line here comes near. */
-typedef struct dtrain__line {
-    size_t used;
-    char text[1024];
-} dtrain__line;
-
-DTRAIN__PRINTF(2, 3)
-static void dtrain__line_add(dtrain__line *line, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    size_t room = sizeof line->text - line->used;
-    int length = vsnprintf(line->text + line->used, room, format, args);
-    va_end(args);
-    if (length > 0) line->used += (size_t)dtrain__min(length, (int64_t)room - 1);
-}
-
-/* Add `, "key": value`, null when not finite. The host may have chosen a locale with a decimal
- * comma; JSON has only the point. */
-static void dtrain__line_number(dtrain__line *line, const char *key, double value)
-{
-    dtrain__line_add(line, ", \"%s\": ", key);
-    size_t first = line->used;
-    if (dtrain_is_finite((float)value)) dtrain__line_add(line, "%.9g", value);
-    else dtrain__line_add(line, "null");
-    for (size_t i = first; i < line->used; i++)
-        if (line->text[i] == ',') line->text[i] = '.';
-}
-
-static void dtrain__line_integer(dtrain__line *line, const char *key, uint64_t value)
-{
-    dtrain__line_add(line, ", \"%s\": %llu", key, (unsigned long long)value);
-}
-
-/* Add "950", "41.2k", "1.30M". */
-static void dtrain__line_rate(dtrain__line *line, double value)
-{
-    if (value < 1e3) dtrain__line_add(line, "%.0f", value);
-    else if (value < 1e6) dtrain__line_add(line, "%.1fk", value * 1e-3);
-    else if (value < 1e9) dtrain__line_add(line, "%.2fM", value * 1e-6);
-    else dtrain__line_add(line, "%.2fG", value * 1e-9);
-}
-
-/* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
-static void dtrain__line_time_left(dtrain__line *line, const dtrain_metrics *metrics)
-{
-    const int64_t steps = metrics->desc.total_steps - (metrics->last.step + 1);
-    const double seconds =
-        metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
-    if (steps < 0 || metrics->desc.total_steps <= 0 || seconds > 1e9) {
-        dtrain__line_add(line, "-");
-        return;
-    }
-    const long long whole = (long long)(seconds + 0.5);
-    if (whole >= 3600) dtrain__line_add(line, "%lld:", whole / 3600);
-    dtrain__line_add(line, whole >= 3600 ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60,
-                     whole % 60);
-}
-
-/* ---- the file ---------------------------------------------------------------------------------*/
-
-/* Write without being stopped by it: a reader that has gone (SIGPIPE) or a limit on the size of
- * files (SIGXFSZ) is an error here, not the end of the process. The signals are blocked in this
- * thread, and one that this write has caused is taken; one that waited before is left alone. */
-static ssize_t dtrain__write_quietly(int file, const void *data, size_t bytes)
-{
-    const struct timespec at_once = {0, 0};
-    sigset_t quiet, before, waiting;
-    sigemptyset(&waiting);
-    sigemptyset(&quiet);
-    sigaddset(&quiet, SIGPIPE);
-    sigaddset(&quiet, SIGXFSZ);
-    sigpending(&waiting);
-    pthread_sigmask(SIG_BLOCK, &quiet, &before);
-    const ssize_t wrote = write(file, data, bytes);
-    const int error = errno;
-    if (sigismember(&waiting, SIGPIPE) == 1) sigdelset(&quiet, SIGPIPE);
-    if (sigismember(&waiting, SIGXFSZ) == 1) sigdelset(&quiet, SIGXFSZ);
-    if (wrote < 0 && (error == EPIPE || error == EFBIG)) sigtimedwait(&quiet, NULL, &at_once);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    errno = error;
-    return wrote;
-}
-
-/* Write the line, its '}' and its '\n'. text[0] is a spare '\n': after a write that stopped inside
- * a line (a full disk) it is sent too, so that the torn piece spoils no line but itself. */
-static void dtrain__metrics_write(dtrain_metrics *metrics, dtrain__line *line)
-{
-    dtrain__line_add(line, "}\n");
-    const char *next = metrics->torn ? line->text : line->text + 1;
-    size_t left = (size_t)(line->text + line->used - next);
-    metrics->lines++;
-    while (left > 0) {
-        ssize_t wrote = dtrain__write_quietly(metrics->file, next, left);
-        if (wrote < 0 && errno == EINTR) continue;
-        if (wrote <= 0) break;
-        next += wrote;
-        left -= (size_t)wrote;
-        metrics->torn = left > 0;
-    }
-    if (left > 0 && metrics->lost_lines++ == 0)
-        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
-                   "the log file %s cannot be written: %s; training goes on without its lines",
-                   metrics->path, strerror(errno));
-}
-
-/* Write the line of one step. What was not measured is left out, what is not finite is null. */
-static void dtrain__metrics_json(dtrain_metrics *metrics, const dtrain_step_record *record)
-{
-    dtrain__line line;
-    line.used = 0;
-    dtrain__line_add(&line, "\n{\"step\": %lld", (long long)record->step);
-    dtrain__line_number(&line, "loss", record->loss);
-    if (dtrain_is_finite((float)record->val_loss))
-        dtrain__line_number(&line, "val_loss", record->val_loss);
-    dtrain__line_number(&line, "grad_norm", record->grad_norm);
-    dtrain__line_number(&line, "lr", record->lr);
-    dtrain__line_integer(&line, "tokens", record->tokens);
-    dtrain__line_number(&line, "tokens_per_second", record->tokens_per_second);
-    dtrain__line_number(&line, "step_ms", record->step_ms);
-    dtrain__line_number(&line, "comm_ms", record->comm_ms);
-    dtrain__line_number(&line, "exposed_comm_ms", record->exposed_comm_ms);
-    dtrain__line_number(&line, "data_ms", record->data_ms);
-    dtrain__line_integer(&line, "comm_bytes", record->comm_bytes);
-    if (record->loss_scale > 0) {
-        dtrain__line_number(&line, "loss_scale", record->loss_scale);
-        dtrain__line_integer(&line, "skipped_steps", record->skipped_steps);
-    }
-    dtrain__metrics_write(metrics, &line);
-}
-
-/* Write the last line: what a benchmark script reads with `tail -1`. */
-static void dtrain__metrics_json_final(dtrain_metrics *metrics)
-{
-    dtrain__line line;
-    dtrain_summary s;
-    line.used = 0;
-    dtrain_metrics_summary(metrics, &s);
-    dtrain__line_add(&line, "\n{\"final\": true");
-    if (s.steps) dtrain__line_integer(&line, "step", (uint64_t)metrics->last.step);
-    else dtrain__line_number(&line, "step", DTRAIN__NAN);
-    dtrain__line_number(&line, "loss", s.last_loss);
-    if (dtrain_is_finite((float)s.val_loss)) dtrain__line_number(&line, "val_loss", s.val_loss);
-    dtrain__line_integer(&line, "steps", (uint64_t)s.steps);
-    dtrain__line_integer(&line, "tokens", s.tokens);
-    dtrain__line_number(&line, "first_loss", s.first_loss);
-    dtrain__line_number(&line, "last_loss", s.last_loss);
-    dtrain__line_number(&line, "seconds", s.seconds);
-    dtrain__line_number(&line, "tokens_per_second", s.tokens_per_second);
-    dtrain__line_number(&line, "step_ms", s.step_ms);
-    dtrain__line_number(&line, "comm_ms", s.comm_ms);
-    dtrain__line_number(&line, "exposed_comm_ms", s.exposed_comm_ms);
-    dtrain__line_number(&line, "data_ms", s.data_ms);
-    dtrain__line_number(&line, "scaling", s.scaling);
-    dtrain__line_integer(&line, "comm_bytes", s.comm_bytes);
-    dtrain__metrics_write(metrics, &line);
-}
-
-/* ---- progress ---------------------------------------------------------------------------------*/
-
-/* Draw the live line over itself. The most wanted comes first: a line wider than the terminal would
- * wrap, and '\r' comes back over one row only, so it is cut. */
-static void dtrain__progress_draw(const dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step + 1, total = metrics->desc.total_steps;
-    dtrain__line line;
-    struct winsize size;
-    line.used = 0;
-    dtrain__line_add(&line, "step %lld", (long long)done);
-    if (total > 0) {
-        char bar[] = "[          ]";
-        const int64_t width = (int64_t)sizeof bar - 3;
-        const int64_t filled =
-            done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
-        memset(bar + 1, '=', (size_t)filled);
-        if (filled < width) bar[1 + filled] = '>';
-        dtrain__line_add(&line, "/%lld %s", (long long)total, bar);
-    }
-    dtrain__line_add(&line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
-    dtrain__line_rate(&line, r->tokens_per_second);
-    dtrain__line_add(&line, " tok/s  %.1f ms", r->step_ms);
-    if (total > 0) {
-        dtrain__line_add(&line, "  eta ");
-        dtrain__line_time_left(&line, metrics);
-    }
-    if (dtrain_world_size(metrics->world) > 1)
-        dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
-    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
-    if (ioctl(fileno(metrics->desc.progress), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
-        line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
-    fprintf(metrics->desc.progress, "\r%.*s\033[K", (int)line.used, line.text);
-    fflush(metrics->desc.progress);
-}
-
-/* Show the step on a terminal. An evaluation stays on the screen, the live line goes on below. */
-static void dtrain__progress_live(dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    const double now = dtrain_seconds();
-    if (dtrain_is_finite((float)r->val_loss))
-        fprintf(metrics->desc.progress, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                (long long)r->step + 1, r->loss, r->val_loss);
-    else if (now < metrics->redraw_at) return;
-    metrics->redraw_at = now + 0.1;
-    dtrain__progress_draw(metrics);
-}
-
-/* Add a row to the table for the first step, every progress_every-th, evaluated ones and the last.
- * Every column is one word, so that awk and sort can read it as well. */
-static void dtrain__progress_table(const dtrain_metrics *metrics)
-{
-    const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step + 1;
-    const bool first = metrics->summary.steps == 1,
-               evaluated = dtrain_is_finite((float)r->val_loss);
-    dtrain__line rate, left, val;
-    if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
-        done != metrics->desc.total_steps)
-        return;
-    rate.used = left.used = val.used = 0;
-    dtrain__line_rate(&rate, r->tokens_per_second);
-    dtrain__line_time_left(&left, metrics);
-    if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
-    if (first)
-        fprintf(metrics->desc.progress, "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
-                "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms", "comm_ms", "exposed",
-                "data_ms", "eta");
-    fprintf(metrics->desc.progress, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
-            (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
-            r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
-    fflush(metrics->desc.progress);
-}
-
-/* ---- the run ----------------------------------------------------------------------------------*/
-
-/* Open the report. Ranks other than 0 have neither file nor progress, whatever desc says. */
-DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
-                                               dtrain_metrics **out)
-{
-    if (!world || !desc || !out)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_metrics_create: world, desc or out is NULL");
-    *out = NULL;
-    const bool writes = dtrain_world_rank(world) == 0;
-    const char *path = writes && desc->jsonl_path ? desc->jsonl_path : "";
-    const size_t path_bytes = strlen(path) + 1, bytes = sizeof(dtrain_metrics) + path_bytes;
-    const dtrain_allocator *allocator = &world->allocator;
-    dtrain_metrics *metrics = (dtrain_metrics *)dtrain__alloc(allocator, bytes, 1, "metrics");
-    if (!metrics) return DTRAIN_ERROR_MEMORY;
-    metrics->allocator = *allocator;
-    metrics->world = world;
-    metrics->desc = *desc;
-    metrics->bytes = bytes;
-    metrics->path = (char *)memcpy(metrics + 1, path, path_bytes);
-    metrics->file = -1;
-    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
-    if (!writes) metrics->desc.progress = NULL;
-    FILE *progress = metrics->desc.progress;
-    metrics->terminal = progress && fileno(progress) >= 0 && isatty(fileno(progress));
-    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
-    metrics->summary.val_loss = DTRAIN__NAN;
-    dtrain_result result = DTRAIN_OK;
-    if (*path) {
-        /* not blocking: a pipe that nobody reads must not hold training up */
-        metrics->file = open(path,
-                             O_WRONLY | O_CREAT | (metrics->desc.append ? O_APPEND : O_TRUNC) |
-                                 O_CLOEXEC | O_NOCTTY | O_NONBLOCK,
-                             0666);
-        if (metrics->file < 0)
-            result = dtrain_fail(DTRAIN_ERROR_FILE,
-                                 "dtrain_metrics_create: the log file %s cannot be opened: %s",
-                                 path, errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
-    }
-    if (result == DTRAIN_OK) *out = metrics;
-    else dtrain_metrics_destroy(metrics);
-    return result;
-}
-
-/* Count a step and report it. Every rank keeps the books, so that a summary can be asked for
- * anywhere. The clock starts one step before the first record: that step has been paid for as
- * well. */
-DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
-                                             const dtrain_step_record *record)
-{
-    if (!metrics || !record)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_step: metrics or record is NULL");
-    dtrain_summary *s = &metrics->summary;
-    const double now = dtrain_seconds();
-    if (s->steps == 0) {
-        s->first_loss = record->loss;
-        metrics->started = now - 1e-3 * record->step_ms;
-    }
-    metrics->last = metrics->recent[s->steps % DTRAIN__RECENT] = *record;
-    s->steps++;
-    s->last_loss = record->loss;
-    if (dtrain_is_finite((float)record->val_loss)) s->val_loss = record->val_loss;
-    s->tokens = record->tokens;
-    s->comm_bytes += record->comm_bytes;
-    s->seconds = now - metrics->started;
-    if (metrics->file >= 0) dtrain__metrics_json(metrics, record);
-    if (!metrics->desc.progress) return DTRAIN_OK;
-    if (metrics->terminal) dtrain__progress_live(metrics);
-    else dtrain__progress_table(metrics);
-    return DTRAIN_OK;
-}
-
-/* Order doubles for qsort; none of them is NaN. */
-static int dtrain__compare_doubles(const void *a, const void *b)
-{
-    double x, y;
-    memcpy(&x, a, sizeof x);
-    memcpy(&y, b, sizeof y);
-    return (x > y) - (x < y);
-}
-
-/* Compute the median of a field of the recent records, which lies at `offset`; NaN when none of
- * its values is finite. */
-static double dtrain__median(const dtrain_metrics *metrics, size_t offset)
-{
-    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
-    double sorted[DTRAIN__RECENT];
-    size_t n = 0;
-    for (int64_t i = 0; i < count; i++) {
-        memcpy(&sorted[n], (const char *)&metrics->recent[i] + offset, sizeof *sorted);
-        if (dtrain_is_finite((float)sorted[n])) n++;
-    }
-    if (n == 0) return DTRAIN__NAN;
-    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
-    return 0.5 * (sorted[(n - 1) / 2] + sorted[n / 2]);
-}
-
-DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
-{
-    if (!summary) return;
-    memset(summary, 0, sizeof *summary);
-    if (!metrics) return;
-    *summary = metrics->summary;
-    summary->tokens_per_second =
-        dtrain__median(metrics, offsetof(dtrain_step_record, tokens_per_second));
-    summary->step_ms = dtrain__median(metrics, offsetof(dtrain_step_record, step_ms));
-    summary->comm_ms = dtrain__median(metrics, offsetof(dtrain_step_record, comm_ms));
-    summary->exposed_comm_ms =
-        dtrain__median(metrics, offsetof(dtrain_step_record, exposed_comm_ms));
-    summary->data_ms = dtrain__median(metrics, offsetof(dtrain_step_record, data_ms));
-    summary->scaling = summary->step_ms > 0
-                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
-                           : DTRAIN__NAN;
-}
-
-/* End the report; a second call finds nothing left to do. The file's errors are told here, where
- * the training is over and an error stops nothing. */
-DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
-{
-    if (!metrics)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
-    if (metrics->terminal && metrics->desc.progress && metrics->summary.steps > 0) {
-        dtrain__progress_draw(metrics); /* the rate limit may have kept the last step back */
-        fprintf(metrics->desc.progress, "\n");
-        fflush(metrics->desc.progress);
-    }
-    metrics->desc.progress = NULL;
-    if (metrics->file < 0) return DTRAIN_OK;
-    dtrain__metrics_json_final(metrics);
-    /* Network file systems report a failed write here. */
-    const bool closed = close(metrics->file) == 0 || errno == EINTR;
-    metrics->file = -1;
-    if (!metrics->lost_lines && closed) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE,
-                       "dtrain_metrics_finish: %llu of %llu lines of the log file %s could not be "
-                       "written%s",
-                       (unsigned long long)metrics->lost_lines, (unsigned long long)metrics->lines,
-                       metrics->path, closed ? "" : ", and closing it failed");
-}
-
-DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
-{
-    if (!metrics) return;
-    const dtrain_allocator allocator = metrics->allocator;
-    dtrain_metrics_finish(metrics);
-    dtrain__free(&allocator, metrics, metrics->bytes, 1);
 }
 
 /* ================================================================================================
@@ -23394,6 +24256,7 @@ struct dtrain_checkpoint {
     double begun;
     uint64_t bytes;    /* that this rank has written ... */
     double written_at; /* ... until then */
+    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published */
 
     /* Both threads', under the mutex. */
     pthread_t thread;
@@ -23854,12 +24717,10 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
                        (long long)step);
 }
 
-DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
-                                                double metric)
+/* Save: settle the one before, agree on the step, snapshot, and begin or do the writing. */
+static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double metric)
 {
-    dtrain_checkpoint *c = checkpoint;
     int64_t same[2] = {step, ~step};
-    if (!c) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
     const double start = dtrain_seconds();
     DTRAIN__TRY(dtrain__save_settle(c));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
@@ -23886,6 +24747,18 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     const dtrain_result result =
         c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c);
     c->info.stall_seconds = dtrain_seconds() - start;
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
+                                                double metric)
+{
+    if (!checkpoint)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_save: checkpoint is NULL");
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "save", step);
+    const dtrain_result result = dtrain__save(checkpoint, step, metric);
+    dtrain__span_end(world, span);
     return result;
 }
 
@@ -23936,9 +24809,12 @@ static dtrain_result dtrain__write_own(dtrain_checkpoint *c)
 static void *dtrain__save_thread(void *argument)
 {
     dtrain_checkpoint *c = (dtrain_checkpoint *)argument;
+    c->thread_ns[0] = dtrain__now_ns();
     const dtrain_result result = dtrain__write_own(c);
+    c->thread_ns[1] = dtrain__now_ns();
     if (c->rank == 0)
         dtrain__phase_set(c, DTRAIN__SAVE_DONE, result == DTRAIN_OK ? dtrain__publish(c) : result);
+    c->thread_ns[2] = dtrain__now_ns();
     return NULL;
 }
 
@@ -23947,6 +24823,7 @@ static void dtrain__save_run(dtrain_checkpoint *c)
 {
     sigset_t all, before;
     c->phase = DTRAIN__SAVE_WRITING;
+    c->thread_ns[0] = 0;
     if (!c->desc.background) {
         dtrain__write_own(c);
         return;
@@ -24158,6 +25035,18 @@ static void dtrain__save_clear(const dtrain_checkpoint *c)
     dtrain__set_last_error(before);
 }
 
+/* Give the trace what the thread has done, which has been joined. */
+static void dtrain__thread_trace(const dtrain_checkpoint *c)
+{
+    const uint64_t *at = c->thread_ns;
+    if (!c->world->timeline.traced || c->abandoned || !c->desc.background || !at[0]) return;
+    dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "write", NULL,
+                       c->step, at[0], at[1]);
+    if (c->rank == 0)
+        dtrain__trace_span(c->world, DTRAIN__TRACK_CHECKPOINT, DTRAIN_SPAN_CHECKPOINT, "publish",
+                           NULL, c->step, at[1], at[2]);
+}
+
 /* Settle the save under way, if there is one, count it, and judge a failure: a warning, or with too
  * many in a row an error. Errors of the communicator are errors in any case. */
 static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
@@ -24165,6 +25054,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
     if (!c->outstanding) return DTRAIN_OK;
     const dtrain_result result = dtrain__save_agree(c);
     c->outstanding = false;
+    dtrain__thread_trace(c);
     c->info.bytes = c->bytes;
     c->info.write_seconds = c->written_at - c->begun;
     if (result == DTRAIN_OK) {
@@ -24190,7 +25080,12 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
 {
     if (!checkpoint)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_checkpoint_wait: checkpoint is NULL");
-    return dtrain__save_settle(checkpoint);
+    dtrain_world *world = checkpoint->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "wait for save", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__save_settle(checkpoint);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
@@ -28254,6 +29149,2719 @@ DTRAIN_API dtrain_result dtrain_kept_storage(dtrain_world *world, const dtrain_s
     pthread_mutex_unlock(&kept->mutex);
     if (result == DTRAIN_OK) *out = &files->table;
     return result;
+}
+
+/* ================================================================================================
+ * src/monitor/metrics.c
+ * ==============================================================================================*/
+
+/* The stream of metrics
+ *
+ * A record becomes values (table.c), which go to every sink in turn, and into the summary. Nothing
+ * here may stop a training: only creation can fail. What a sink loses is counted, the first loss is
+ * a warning, and dtrain_metrics_finish tells how much it was.
+ *
+ * The library's writers are sinks like the host's, through the same table of functions. Medians are
+ * over the last 1024 steps: fixed memory, however long the run. */
+
+/* ================================================================================================
+ * src/monitor/monitor_internal.h
+ * ==============================================================================================*/
+
+/* The stream of metrics and its writers
+ *
+ * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
+ * file.c (text, and writing that nothing can stop), console.c, jsonl.c, csv.c, prometheus.c,
+ * tensorboard.c (the writers), histogram.c and nvml.c (what is measured here). */
+
+/* ---- The table --------------------------------------------------------------------------------*/
+
+/* X(ID, name, group, flags, base name, base scale, help) */
+/* clang-format off */
+#define DTRAIN__METRIC_LIST(X)                                                                     \
+    X(LOSS, "loss", "train", 0, "loss", 1, "Mean loss over micro-batches and ranks.")              \
+    X(VAL_LOSS, "val_loss", "train", 0, "val_loss", 1, "Mean loss of the last evaluation.")        \
+    X(GRAD_NORM, "grad_norm", "train", 0, "grad_norm", 1, "Gradient norm before clipping.")        \
+    X(LR, "lr", "train", 0, "learning_rate", 1, "Learning rate.")                                  \
+    X(TOKENS, "tokens", "train", DTRAIN__COUNTS, "tokens_total", 1,                                \
+      "Tokens or samples of all ranks.")                                                           \
+    X(RATE, "tokens_per_second", "throughput", 0, "tokens_per_second", 1,                          \
+      "Tokens or samples of all ranks a second.")                                                  \
+    X(STEP, "step_ms", "time", DTRAIN_METRIC_RANKS, "step_seconds", 1e-3,                          \
+      "Time of a step, slowest rank.")                                                             \
+    X(COMM, "comm_ms", "time", 0, "comm_seconds", 1e-3,                                            \
+      "Time with an operation in flight, mean of ranks.")                                          \
+    X(EXPOSED, "exposed_comm_ms", "time", DTRAIN_METRIC_RANKS, "exposed_comm_seconds", 1e-3,       \
+      "Time that ranks waited in communication, mean.")                                            \
+    X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, "data_seconds", 1e-3,                          \
+      "Time in wait for batches, slowest rank.")                                                   \
+    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN_METRIC_INTEGER, "comm_bytes", 1,                    \
+      "Bytes that rank 0 sent in the step.")                                                       \
+    X(LOSS_SCALE, "loss_scale", "train", 0, "loss_scale", 1, "Loss scale of the step.")            \
+    X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, "skipped_steps_total", 1,                 \
+      "Steps without an update.")                                                                  \
+    X(STRAGGLER, "straggler_score", "comm", 0, "straggler_ratio", 1,                               \
+      "Slowest rank's compute time by the median's.")                                              \
+    X(SLOWEST, "slowest_rank", "comm", DTRAIN_METRIC_INTEGER, "slowest_rank", 1,                   \
+      "Rank that computed longest.")                                                               \
+    X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, "forward_seconds", 1e-3,                 \
+      "Time in the forward pass, mean of ranks.")                                                  \
+    X(BACKWARD, "backward_ms", "time", DTRAIN_METRIC_RANKS, "backward_seconds", 1e-3,              \
+      "Time in the backward pass, mean of ranks.")                                                 \
+    X(HIDDEN, "hidden_comm_ms", "time", DTRAIN_METRIC_RANKS, "hidden_comm_seconds", 1e-3,          \
+      "Communication behind compute, mean of ranks.")                                              \
+    X(OPTIMIZER, "optimizer_ms", "time", DTRAIN_METRIC_RANKS, "optimizer_seconds", 1e-3,           \
+      "Time in norm and update, mean of ranks.")                                                   \
+    X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, "checkpoint_seconds", 1e-3,        \
+      "Time in saving before the step, mean of ranks.")                                            \
+    DTRAIN__SPREAD_LIST(X, STEP, "step", "a step")                                                 \
+    DTRAIN__SPREAD_LIST(X, DATA, "data", "wait for batches")                                       \
+    DTRAIN__SPREAD_LIST(X, FORWARD, "forward", "the forward pass")                                 \
+    DTRAIN__SPREAD_LIST(X, BACKWARD, "backward", "the backward pass")                              \
+    DTRAIN__SPREAD_LIST(X, EXPOSED, "exposed_comm", "exposed communication")                       \
+    DTRAIN__SPREAD_LIST(X, HIDDEN, "hidden_comm", "hidden communication")                          \
+    DTRAIN__SPREAD_LIST(X, OPTIMIZER, "optimizer", "norm and update")                              \
+    DTRAIN__SPREAD_LIST(X, CHECKPOINT, "checkpoint", "saving")                                     \
+    X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, "bus_bytes_per_second", 1,         \
+      "Bus bandwidth as nccl-tests have it, mean of ranks.")                                       \
+    DTRAIN__KIND_LIST(X)                                                                           \
+    X(FLOPS, "flops_per_second", "throughput", 0, "flops_per_second", 1,                           \
+      "Floating-point operations of all ranks a second.")                                          \
+    X(PEAK_SHARE, "peak_share", "throughput", 0, "flops_ratio", 1, "Share of the devices' peak.")  \
+    X(MEMORY, "memory_bytes", "memory", DTRAIN__EACH, "memory_bytes", 1,                           \
+      "Device memory allocated, largest rank.")                                                    \
+    X(MEMORY_PEAK, "memory_peak_bytes", "memory", DTRAIN__EACH, "memory_peak_bytes", 1,            \
+      "Most device memory so far, largest rank.")                                                  \
+    X(MEMORY_ACTIVATION, "memory_activation_bytes", "memory", DTRAIN__EACH,                        \
+      "memory_activation_bytes", 1,                                                                \
+      "Activations of the largest pass, largest rank.")                                            \
+    X(GPU_UTILIZATION, "gpu_utilization", "gpu", DTRAIN_METRIC_RANKS, "gpu_utilization_ratio", 1,  \
+      "GPU utilization, mean of ranks.")                                                           \
+    X(GPU_MEMORY, "gpu_memory_bytes", "gpu", DTRAIN__EACH, "gpu_memory_bytes", 1,                  \
+      "GPU memory in use, largest rank.")                                                          \
+    X(GPU_CLOCK, "gpu_clock_hz", "gpu", DTRAIN_METRIC_RANKS, "gpu_clock_hertz", 1,                 \
+      "Clock of the multiprocessors, mean of ranks.")                                              \
+    X(GPU_POWER, "gpu_power_watts", "gpu", DTRAIN_METRIC_RANKS, "gpu_power_watts", 1,              \
+      "Power, mean of ranks.")                                                                     \
+    X(GPU_TEMPERATURE, "gpu_temperature_celsius", "gpu", DTRAIN_METRIC_RANKS,                      \
+      "gpu_temperature_celsius", 1,                                                                \
+      "Temperature, hottest GPU.")                                                                 \
+    X(GPU_THROTTLE, "gpu_throttle", "gpu", DTRAIN__EACH, "gpu_throttle_reasons", 1,                \
+      "NVML's bits of why clocks are low, of any rank.")                                           \
+    X(GPU_ECC, "gpu_ecc_errors", "gpu", DTRAIN__EACH, "gpu_ecc_errors", 1,                         \
+      "Uncorrected ECC errors of all ranks' GPUs.")                                                \
+    DTRAIN__HELD_LIST(X)
+
+#define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
+#define DTRAIN__EACH (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
+
+#define DTRAIN__SPREAD_LIST(X, ID, part, text)                                                     \
+    X(ID##_MIN, part "_ms_min", "ranks", 0, part "_min_seconds", 1e-3,                             \
+      "Time in " text ", fastest rank.")                                                           \
+    X(ID##_MEAN, part "_ms_mean", "ranks", 0, part "_mean_seconds", 1e-3,                          \
+      "Time in " text ", mean of ranks.")                                                          \
+    X(ID##_MAX, part "_ms_max", "ranks", 0, part "_max_seconds", 1e-3,                             \
+      "Time in " text ", slowest rank.")                                                           \
+    X(ID##_RANK, part "_ms_rank", "ranks", DTRAIN_METRIC_INTEGER, part "_max_rank", 1,             \
+      "Slowest rank in " text ".")
+
+/* In the order of dtrain_collective_kind, without those that move nothing. */
+#define DTRAIN__KIND_LIST(X)                                                                       \
+    DTRAIN__KIND_ROW(X, ALL_REDUCE, "all_reduce")                                                  \
+    DTRAIN__KIND_ROW(X, REDUCE_SCATTER, "reduce_scatter")                                          \
+    DTRAIN__KIND_ROW(X, ALL_GATHER, "all_gather")                                                  \
+    DTRAIN__KIND_ROW(X, BROADCAST, "broadcast")                                                    \
+    DTRAIN__KIND_ROW(X, REDUCE, "reduce")                                                          \
+    DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
+    DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
+#define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
+    X(ID, kind "_bytes", "comm", DTRAIN_METRIC_INTEGER, kind "_bytes", 1,                          \
+      "Bytes that rank 0 sent in the step by " kind ".")
+
+#define DTRAIN__HELD_LIST(X)                                                                       \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", PARAM, "param", "held for parameters")                 \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", GRAD, "grad", "held for gradients")                    \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", OPTIMIZER, "optimizer", "held for optimizer state")    \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", BUFFER, "buffer", "held to gather and reduce")         \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", HOST, "host", "held in host memory")                   \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", PARAM, "param", "predicted for parameters")      \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", GRAD, "grad", "predicted for gradients")         \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", OPTIMIZER, "optimizer",                          \
+      "predicted for optimizer state")                                                             \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", BUFFER, "buffer",                                \
+      "predicted to gather and reduce")                                                            \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", HOST, "host", "predicted in host memory")        \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", ACTIVATION, "activation",                        \
+      "predicted for activations and their gradients")                                             \
+    X(PREDICTED, "predicted_bytes", "memory", DTRAIN__FIXED, "predicted_bytes", 1,                 \
+      "Bytes of rank 0 that were predicted.")
+#define DTRAIN__HELD_ROW(X, WHAT, what, ID, name, text)                                            \
+    X(WHAT##ID, what name "_bytes", "memory", DTRAIN__FIXED, what name "_bytes", 1,                \
+      "Bytes of rank 0 " text ".")
+#define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
+/* clang-format on */
+
+enum {
+#define DTRAIN__METRIC_NUMBER(ID, name, group, flags, base, scale, help) DTRAIN__METRIC_##ID,
+    DTRAIN__METRIC_LIST(DTRAIN__METRIC_NUMBER)
+#undef DTRAIN__METRIC_NUMBER
+        DTRAIN__METRIC_COUNT
+};
+
+/* Return false for NaN and infinity, also under -ffast-math. */
+static inline bool dtrain__finite(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff;
+}
+
+/* ---- Text and files ---------------------------------------------------------------------------*/
+
+/* Text in memory that does not grow: what does not fit is cut, which no line here comes near. */
+typedef struct dtrain__line {
+    char *text;
+    size_t used, room;
+} dtrain__line;
+
+#define DTRAIN__LINE_SPACE 16384 /* all metrics of a step, as JSON or CSV: 5 KB */
+
+/* A file that records are appended to: all of a record, or nothing where the file can be cut. */
+typedef struct dtrain__records {
+    int fd;       /* -1: none */
+    int64_t size; /* up to the end of the last whole record; -1: it cannot be cut (a pipe) */
+    bool torn;    /* it ends inside a record */
+    const char *path;
+} dtrain__records;
+
+typedef struct dtrain__quiet {
+    sigset_t before, waiting;
+} dtrain__quiet;
+
+/* ---- Writers ----------------------------------------------------------------------------------*/
+
+typedef struct dtrain__console {
+    FILE *file;
+    bool terminal, color;
+    double redraw_at; /* the live line rests until then */
+} dtrain__console;
+
+typedef struct dtrain__prometheus {
+    double write_at;                         /* not before */
+    double steps;                            /* so far */
+    double kind_bytes[DTRAIN__METRIC_COUNT]; /* so far, of KIND_bytes */
+    double wall_time;                        /* of the last step */
+    char *next;                              /* (next_bytes) path of the next version */
+    size_t next_bytes;
+    int fd; /* the next version, while it is written */
+    dtrain_result result;
+    dtrain__line text;
+} dtrain__prometheus;
+
+typedef struct dtrain__tensorboard {
+    dtrain__records file;
+    char *path; /* of the file; owned */
+    size_t path_bytes;
+    void *record; /* (room) the record under way; owned, grows for long texts */
+    size_t used, room;
+    bool overflow; /* no memory for the record */
+} dtrain__tensorboard;
+
+/* Steps that medians look back on, of: */
+#define DTRAIN__RECENT 1024
+enum {
+    DTRAIN__RECENT_RATE,
+    DTRAIN__RECENT_STEP,
+    DTRAIN__RECENT_COMM,
+    DTRAIN__RECENT_EXPOSED,
+    DTRAIN__RECENT_DATA,
+    DTRAIN__RECENT_COUNT
+};
+
+/* NVML, as far as it is there: see nvml.c. */
+typedef struct dtrain__nvml {
+    void *library, *device;
+    void *calls[12]; /* addresses of functions; NULL: this version has none */
+    bool started;
+    double ask_at;
+    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* the last answers */
+    char reason[200]; /* why there is nothing; "" */
+} dtrain__nvml;
+
+/* One of the sinks. */
+typedef struct dtrain__sink {
+    dtrain_metrics_sink table;
+    const char *unit; /* what is lost: "lines of the log file" */
+    bool opened;
+} dtrain__sink;
+
+#define DTRAIN__OWN_SINKS 5
+
+struct dtrain_metrics {
+    dtrain_allocator allocator;
+    dtrain_world *world;
+    dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
+    char *texts;              /* (texts_bytes) */
+    size_t texts_bytes;
+    dtrain__sink *sinks;             /* (sink_room), sink_count in use */
+    dtrain_metrics_sink_info *infos; /* likewise */
+    size_t sink_count, sink_room;
+    bool busy; /* a sink is being called: it must not call back */
+    bool finished;
+    char scratch[DTRAIN__LINE_SPACE]; /* for the text of one sink at a time */
+
+    dtrain__console console;
+    dtrain__records jsonl, csv;
+    dtrain__prometheus prometheus;
+    dtrain__tensorboard tensorboard;
+
+    double values[DTRAIN__METRIC_COUNT]; /* of the last step */
+    bool known[DTRAIN__METRIC_COUNT];
+    char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
+    dtrain__nvml nvml;
+    struct dtrain__histograms *histograms; /* NULL: none are made */
+
+    double started; /* when the first step began */
+    dtrain_step_record last;
+    dtrain_summary summary;                              /* running; medians are made on request */
+    double recent[DTRAIN__RECENT_COUNT][DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
+};
+
+/* monitor/table.c */
+DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void);
+DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics,
+                                          const dtrain_step_record *record);
+DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank);
+
+/* monitor/file.c */
+DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__line_add(dtrain__line *text, const char *format,
+                                                           ...);
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags);
+DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet);
+DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet);
+DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
+                                                size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
+                                                   bool append);
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
+                                                     size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
+
+/* Writers: fill in the table of one, if the desc asks for it. */
+DTRAIN__PRIVATE bool dtrain__console_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE bool dtrain__jsonl_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE bool dtrain__csv_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE bool dtrain__prometheus_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE bool dtrain__tensorboard_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
+
+/* monitor/metrics.c */
+DTRAIN__PRIVATE void dtrain__metrics_event(dtrain_metrics *metrics,
+                                           const dtrain_metrics_event *event);
+
+/* monitor/histogram.c */
+DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
+DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
+
+/* monitor/nvml.c */
+DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);
+
+/* ---- Sinks ------------------------------------------------------------------------------------*/
+
+/* Return what a person knows a sink by: its file, or its name. */
+static const char *dtrain__sink_name(const dtrain_metrics *metrics, size_t i)
+{
+    const dtrain_metrics_sink_info *info = &metrics->infos[i];
+    return info->path[0] ? info->path : info->name;
+}
+
+/* Count how a call of a sink went. The sentence of the first failure is a warning. */
+static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result result)
+{
+    const char *why = dtrain_last_error();
+    metrics->busy = false;
+    if (result == DTRAIN_OK) metrics->infos[i].written++;
+    else if (metrics->infos[i].lost++ == 0)
+        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
+                   "metrics, %s: %s; training goes on without the %s that are lost",
+                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result),
+                   metrics->sinks[i].unit);
+}
+
+/* Say that a sink is about to be called: its error, if any, is its own. */
+static void dtrain__sink_enter(dtrain_metrics *metrics)
+{
+    metrics->busy = true;
+    dtrain__set_last_error("");
+}
+
+static double dtrain__wall_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+DTRAIN__PRIVATE void dtrain__metrics_event(dtrain_metrics *metrics,
+                                           const dtrain_metrics_event *event)
+{
+    dtrain_metrics_event timed = *event;
+    timed.wall_time = dtrain__wall_seconds();
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        if (!sink->event) continue;
+        dtrain__sink_enter(metrics);
+        dtrain__sink_count(metrics, i, sink->event(sink->user, &timed));
+    }
+}
+
+/* Add one of the host's sinks, or refuse it. */
+static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_metrics_sink *given)
+{
+    if (!given->name)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: sink %zu of desc has no name",
+                           (size_t)(given - metrics->desc.sinks));
+    if (!given->every_rank && dtrain_world_rank(metrics->world) != 0) return DTRAIN_OK;
+    dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
+    sink->table = *given;
+    sink->unit = "calls";
+    metrics->infos[metrics->sink_count].name = given->name;
+    metrics->infos[metrics->sink_count++].path = "";
+    return DTRAIN_OK;
+}
+
+/* List the sinks of this rank: the library's, on rank 0, in the order of the desc, and the host's.
+ */
+static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
+{
+    const dtrain_metrics_desc *desc = &metrics->desc;
+    const char *const paths[DTRAIN__OWN_SINKS] = {"", desc->jsonl_path, desc->csv_path,
+                                                  desc->prometheus_path, desc->tensorboard_dir};
+    bool (*const writers[DTRAIN__OWN_SINKS])(dtrain_metrics *, dtrain__sink *) = {
+        dtrain__console_sink, dtrain__jsonl_sink, dtrain__csv_sink, dtrain__prometheus_sink,
+        dtrain__tensorboard_sink};
+    for (size_t i = 0; dtrain_world_rank(metrics->world) == 0 && i < DTRAIN__OWN_SINKS; i++) {
+        dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
+        if (!writers[i](metrics, sink)) continue;
+        metrics->infos[metrics->sink_count].name = sink->table.name;
+        metrics->infos[metrics->sink_count++].path = paths[i];
+    }
+    for (size_t i = 0; i < desc->sink_count; i++)
+        DTRAIN__TRY(dtrain__sink_take(metrics, &desc->sinks[i]));
+    return DTRAIN_OK;
+}
+
+/* Open all sinks. The first failure is the error. */
+static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
+{
+    const dtrain_metrics_desc *desc = &metrics->desc;
+    const dtrain_metrics_run run = {dtrain_world_rank(metrics->world),
+                                    dtrain_world_size(metrics->world),
+                                    desc->run_name,
+                                    desc->first_step,
+                                    desc->append,
+                                    desc->config,
+                                    desc->hparams,
+                                    DTRAIN__METRIC_COUNT,
+                                    dtrain__metric_table()};
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        dtrain__sink *sink = &metrics->sinks[i];
+        dtrain__sink_enter(metrics);
+        const dtrain_result result =
+            sink->table.open ? sink->table.open(sink->table.user, &run) : DTRAIN_OK;
+        metrics->busy = false;
+        sink->opened = result == DTRAIN_OK;
+        if (sink->opened) continue;
+        if (!dtrain_last_error()[0])
+            (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
+                              metrics->infos[i].name, dtrain_result_text(result));
+        return result;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Creation ---------------------------------------------------------------------------------*/
+
+/* Move a text of desc behind the texts copied so far, or count its bytes while there is no memory.
+ */
+static void dtrain__string_keep(dtrain_metrics *metrics, char *memory, const char **text)
+{
+    if (!*text) return;
+    const size_t bytes = strlen(*text) + 1;
+    if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
+    metrics->texts_bytes += bytes;
+}
+
+static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
+{
+    dtrain_metrics_desc *desc = &metrics->desc;
+    const char **const texts[] = {&desc->jsonl_path,      &desc->csv_path,  &desc->prometheus_path,
+                                  &desc->tensorboard_dir, &desc->nvml_path, &desc->run_name,
+                                  &desc->config,          &desc->hparams};
+    metrics->texts_bytes = 0;
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
+        dtrain__string_keep(metrics, memory, texts[i]);
+}
+
+/* Make everything that can fail. */
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+{
+    const dtrain_allocator *a = &metrics->allocator;
+    dtrain_metrics_desc *desc = &metrics->desc;
+    const size_t room = metrics->sink_room;
+    dtrain__strings_keep(metrics, NULL);
+    metrics->texts = (char *)dtrain__alloc(a, metrics->texts_bytes, 1, "texts of metrics");
+    if (!metrics->texts) {
+        metrics->texts_bytes = 0;
+        return DTRAIN_ERROR_MEMORY;
+    }
+    dtrain__strings_keep(metrics, metrics->texts);
+    metrics->sinks = (dtrain__sink *)dtrain__alloc(a, room, sizeof *metrics->sinks, "sinks");
+    metrics->infos =
+        (dtrain_metrics_sink_info *)dtrain__alloc(a, room, sizeof *metrics->infos, "sinks");
+    if (!metrics->sinks || !metrics->infos) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__sinks_list(metrics));
+    if (desc->histogram_every) DTRAIN__TRY(dtrain__histograms_create(metrics));
+    dtrain__metrics_plan(metrics);
+    dtrain__nvml_open(metrics);
+    return dtrain__sinks_open(metrics);
+}
+
+/* Create the stream. Ranks other than 0 have no writers but the host's with every_rank. */
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out)
+{
+    if (out) *out = NULL;
+    if (!world || !desc || !out || (desc->sink_count && !desc->sinks))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: world, desc, desc's sinks or out is NULL");
+    if (desc->run_name && strlen(desc->run_name) > 200)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: run_name has more than 200 bytes");
+    dtrain_metrics *metrics =
+        (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, sizeof *metrics, "metrics");
+    if (!metrics) return DTRAIN_ERROR_MEMORY;
+    metrics->allocator = world->allocator;
+    metrics->world = world;
+    metrics->desc = *desc;
+    metrics->sink_room = DTRAIN__OWN_SINKS + desc->sink_count;
+    metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
+    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
+    if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
+    if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
+    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
+    metrics->summary.val_loss = DTRAIN__NAN;
+    const dtrain_result result = dtrain__metrics_open(metrics);
+    if (result == DTRAIN_OK) {
+        *out = metrics;
+        return DTRAIN_OK;
+    }
+    char text[DTRAIN__ERROR_BYTES]; /* what stands is why it could not be created */
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    for (size_t i = 0; i < metrics->sink_count; i++) /* ours have nothing to say of this run */
+        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].opened = false;
+    dtrain_metrics_destroy(metrics);
+    dtrain__set_last_error(text);
+    return result;
+}
+
+/* ---- The run ----------------------------------------------------------------------------------*/
+
+/* Keep the books. The clock starts one step before the first record: that step has been paid for as
+ * well. */
+static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    const size_t at = (size_t)(metrics->summary.steps % DTRAIN__RECENT);
+    dtrain_summary *s = &metrics->summary;
+    const double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    metrics->last = *record;
+    metrics->recent[DTRAIN__RECENT_RATE][at] = record->tokens_per_second;
+    metrics->recent[DTRAIN__RECENT_STEP][at] = record->step_ms;
+    metrics->recent[DTRAIN__RECENT_COMM][at] = record->comm_ms;
+    metrics->recent[DTRAIN__RECENT_EXPOSED][at] = record->exposed_comm_ms;
+    metrics->recent[DTRAIN__RECENT_DATA][at] = record->data_ms;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
+}
+
+static dtrain_result dtrain__metrics_usable(const dtrain_metrics *metrics, const void *given,
+                                            const char *call)
+{
+    if (!metrics || !given)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: metrics or another argument is NULL", call);
+    if (metrics->busy || metrics->finished)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s", call,
+                           metrics->busy ? "a sink must not call the metrics that call it"
+                                         : "the metrics are finished");
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record)
+{
+    DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
+    dtrain__summary_add(metrics, record);
+    dtrain__nvml_sample(metrics);
+    dtrain__metrics_fill(metrics, record);
+    const dtrain_metrics_sample sample = {
+        record->step,    dtrain__wall_seconds(), DTRAIN__METRIC_COUNT, dtrain__metric_table(),
+        metrics->values, metrics->known,         &metrics->last};
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        if (!sink->step) continue;
+        dtrain__sink_enter(metrics);
+        dtrain__sink_count(metrics, i, sink->step(sink->user, &sample));
+    }
+    const uint32_t every = metrics->desc.histogram_every;
+    return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
+                                             const char *text)
+{
+    const dtrain_metrics_event event = {DTRAIN_METRICS_TEXT, step, 0, tag, text, NULL};
+    DTRAIN__TRY(dtrain__metrics_usable(metrics, tag && text ? tag : NULL, "dtrain_metrics_text"));
+    dtrain__metrics_event(metrics, &event);
+    return DTRAIN_OK;
+}
+
+/* ---- What a program can ask -------------------------------------------------------------------*/
+
+/* Order doubles for qsort; none of them is NaN. */
+static int dtrain__compare_doubles(const void *a, const void *b)
+{
+    double x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+/* Compute the median of the recent steps; NaN when none of them is finite. */
+static double dtrain__median(const dtrain_metrics *metrics, int what)
+{
+    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
+    double sorted[DTRAIN__RECENT];
+    size_t n = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (dtrain__finite(metrics->recent[what][i])) sorted[n++] = metrics->recent[what][i];
+    if (n == 0) return DTRAIN__NAN;
+    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
+    return 0.5 * sorted[(n - 1) / 2] + 0.5 * sorted[n / 2];
+}
+
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+{
+    if (!summary) return;
+    memset(summary, 0, sizeof *summary);
+    if (!metrics) return;
+    *summary = metrics->summary;
+    summary->tokens_per_second = dtrain__median(metrics, DTRAIN__RECENT_RATE);
+    summary->step_ms = dtrain__median(metrics, DTRAIN__RECENT_STEP);
+    summary->comm_ms = dtrain__median(metrics, DTRAIN__RECENT_COMM);
+    summary->exposed_comm_ms = dtrain__median(metrics, DTRAIN__RECENT_EXPOSED);
+    summary->data_ms = dtrain__median(metrics, DTRAIN__RECENT_DATA);
+    summary->scaling = summary->step_ms > 0
+                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
+                           : DTRAIN__NAN;
+}
+
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!metrics) return;
+    info->count = DTRAIN__METRIC_COUNT;
+    info->metrics = dtrain__metric_table();
+    info->values = metrics->values;
+    info->known = metrics->known;
+    info->sink_count = metrics->sink_count;
+    info->sinks = metrics->infos;
+    info->no_gpu = metrics->nvml.reason;
+    info->no_plan = metrics->no_plan;
+}
+
+/* Say why a metric of the table is not known. */
+static const char *dtrain__why_unknown(const dtrain_metrics *metrics, int id)
+{
+    const dtrain_metric *row = &dtrain__metric_table()[id];
+    if (metrics->summary.steps == 0 && !(row->flags & DTRAIN_METRIC_FIXED))
+        return "no step has been reported";
+    if (strcmp(row->group, "gpu") == 0 && metrics->nvml.reason[0]) return metrics->nvml.reason;
+    if (id == DTRAIN__METRIC_PEAK_SHARE && !(metrics->desc.peak_flops > 0))
+        return "desc's peak_flops is 0";
+    if (strncmp(row->name, "predicted_", 10) == 0 && metrics->no_plan[0]) return metrics->no_plan;
+    return "it was not measured in the last step";
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
+                                              int rank, double *value)
+{
+    const dtrain_metric *table = dtrain__metric_table();
+    int id = 0;
+    if (value) *value = DTRAIN__NAN;
+    if (!metrics || !name || !value)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_value: metrics, name or value is NULL");
+    while (id < DTRAIN__METRIC_COUNT && strcmp(table[id].name, name) != 0) id++;
+    if (id == DTRAIN__METRIC_COUNT)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_value: no metric is called %s",
+                           name);
+    if (rank >= 0 && !(table[id].flags & DTRAIN_METRIC_RANKS))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_metrics_value: %s is one number for all ranks, ask for rank -1",
+                           name);
+    if (rank >= 0) *value = dtrain__rank_value(metrics, id, rank);
+    else if (metrics->known[id]) *value = metrics->values[id];
+    if (rank >= 0 ? dtrain__finite(*value) : metrics->known[id]) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_metrics_value: %s is not available: %s",
+                       name, dtrain__why_unknown(metrics, id));
+}
+
+/* ---- The end ----------------------------------------------------------------------------------*/
+
+/* Tell what was lost, sink by sink, in one sentence. */
+static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
+{
+    char lost[DTRAIN__ERROR_BYTES] = "";
+    dtrain__line text = {lost, 0, sizeof lost};
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain_metrics_sink_info *info = &metrics->infos[i];
+        if (info->lost)
+            dtrain__line_add(&text, "%s%llu of %llu %s of %s", text.used ? "; " : "",
+                             (unsigned long long)info->lost,
+                             (unsigned long long)(info->lost + info->written),
+                             metrics->sinks[i].unit, dtrain__sink_name(metrics, i));
+    }
+    if (!text.used) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
+                       lost);
+}
+
+/* End the stream; a second call finds nothing left to do. Losses are told here, where the training
+ * is over and an error stops nothing. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
+{
+    dtrain_summary summary;
+    if (!metrics)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
+    if (metrics->finished) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
+    metrics->finished = true;
+    dtrain_metrics_summary(metrics, &summary);
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain__sink *sink = &metrics->sinks[i];
+        if (!sink->opened || !sink->table.finish) continue;
+        dtrain__sink_enter(metrics);
+        dtrain__sink_count(metrics, i, sink->table.finish(sink->table.user, &summary));
+    }
+    return dtrain__metrics_losses(metrics);
+}
+
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
+{
+    if (!metrics) return;
+    const dtrain_allocator allocator = metrics->allocator;
+    if (metrics->busy) {
+        dtrain_log(metrics->world, DTRAIN_LOG_ERROR,
+                   "dtrain_metrics_destroy: a sink must not destroy the metrics that call it");
+        return;
+    }
+    char
+        text[DTRAIN__ERROR_BYTES]; /* a run that has failed ends here: why is what the host reads */
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    (void)dtrain_metrics_finish(metrics);
+    dtrain__set_last_error(text);
+    (void)dtrain__records_close(&metrics->jsonl);
+    (void)dtrain__records_close(&metrics->csv);
+    (void)dtrain__records_close(&metrics->tensorboard.file);
+    dtrain__nvml_close(metrics);
+    dtrain__histograms_destroy(metrics);
+    dtrain__prometheus_free(metrics);
+    dtrain__tensorboard_free(metrics);
+    dtrain__free(&allocator, metrics->texts, metrics->texts_bytes, 1);
+    dtrain__free(&allocator, metrics->sinks, metrics->sink_room, sizeof *metrics->sinks);
+    dtrain__free(&allocator, metrics->infos, metrics->sink_room, sizeof *metrics->infos);
+    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+}
+
+/* ================================================================================================
+ * src/monitor/table.c
+ * ==============================================================================================*/
+
+/* The table of metrics, and the values of a step
+ *
+ * The rows are in monitor_internal.h. Here a record becomes values: each is unknown unless it was
+ * measured, so that no writer ever shows a number that nobody has measured. */
+
+DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void)
+{
+    static const dtrain_metric table[] = {
+#define DTRAIN__METRIC_ROW(ID, name, group, flags, base, scale, help) \
+    {flags, name, group, help, base, scale},
+        DTRAIN__METRIC_LIST(DTRAIN__METRIC_ROW)
+#undef DTRAIN__METRIC_ROW
+    };
+    return table;
+}
+
+static void dtrain__set(dtrain_metrics *metrics, int id, double value)
+{
+    metrics->values[id] = value;
+    metrics->known[id] = true;
+}
+
+/* Set a value unless it is NaN, which figures use for what was not measured. */
+static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
+{
+    if (dtrain__finite(value)) dtrain__set(metrics, id, value);
+}
+
+/* The times of which a rank's part is a figure: metrics ID_MIN to ID_RANK follow each other. */
+static const struct {
+    int figure, first, mean; /* mean: the metric for all ranks, or -1 */
+} dtrain__times[] = {
+    {DTRAIN_FIGURE_STEP, DTRAIN__METRIC_STEP_MIN, -1},
+    {DTRAIN_FIGURE_DATA, DTRAIN__METRIC_DATA_MIN, -1},
+    {DTRAIN_FIGURE_FORWARD, DTRAIN__METRIC_FORWARD_MIN, DTRAIN__METRIC_FORWARD},
+    {DTRAIN_FIGURE_BACKWARD, DTRAIN__METRIC_BACKWARD_MIN, DTRAIN__METRIC_BACKWARD},
+    {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN__METRIC_EXPOSED_MIN, -1},
+    {DTRAIN_FIGURE_HIDDEN_COMM, DTRAIN__METRIC_HIDDEN_MIN, DTRAIN__METRIC_HIDDEN},
+    {DTRAIN_FIGURE_OPTIMIZER, DTRAIN__METRIC_OPTIMIZER_MIN, DTRAIN__METRIC_OPTIMIZER},
+    {DTRAIN_FIGURE_CHECKPOINT, DTRAIN__METRIC_CHECKPOINT_MIN, DTRAIN__METRIC_CHECKPOINT},
+};
+
+/* The other figures, and how ranks are reduced. */
+enum { DTRAIN__TAKE_MEAN, DTRAIN__TAKE_MAX };
+static const struct {
+    int figure, id, take;
+} dtrain__gauges[] = {
+    {DTRAIN_FIGURE_BUS, DTRAIN__METRIC_BUS, DTRAIN__TAKE_MEAN},
+    {DTRAIN_FIGURE_MEMORY, DTRAIN__METRIC_MEMORY, DTRAIN__TAKE_MAX},
+    {DTRAIN_FIGURE_MEMORY_PEAK, DTRAIN__METRIC_MEMORY_PEAK, DTRAIN__TAKE_MAX},
+    {DTRAIN_FIGURE_ACTIVATIONS, DTRAIN__METRIC_MEMORY_ACTIVATION, DTRAIN__TAKE_MAX},
+    {DTRAIN_FIGURE_GPU_UTILIZATION, DTRAIN__METRIC_GPU_UTILIZATION, DTRAIN__TAKE_MEAN},
+    {DTRAIN_FIGURE_GPU_MEMORY, DTRAIN__METRIC_GPU_MEMORY, DTRAIN__TAKE_MAX},
+    {DTRAIN_FIGURE_GPU_CLOCK, DTRAIN__METRIC_GPU_CLOCK, DTRAIN__TAKE_MEAN},
+    {DTRAIN_FIGURE_GPU_POWER, DTRAIN__METRIC_GPU_POWER, DTRAIN__TAKE_MEAN},
+    {DTRAIN_FIGURE_GPU_TEMPERATURE, DTRAIN__METRIC_GPU_TEMPERATURE, DTRAIN__TAKE_MAX},
+};
+
+#define DTRAIN__COUNT_OF(array) ((int)(sizeof(array) / sizeof *(array)))
+
+/* Find the figure behind a metric, and what one of it is in the metric's unit; -1: none. */
+static int dtrain__figure_of(int id, double *unit)
+{
+    *unit = 1e3;
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__times); i++)
+        if (id == dtrain__times[i].mean) return dtrain__times[i].figure;
+    if (id == DTRAIN__METRIC_STEP) return DTRAIN_FIGURE_STEP;
+    if (id == DTRAIN__METRIC_DATA) return DTRAIN_FIGURE_DATA;
+    if (id == DTRAIN__METRIC_EXPOSED) return DTRAIN_FIGURE_EXPOSED_COMM;
+    *unit = 1;
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++)
+        if (id == dtrain__gauges[i].id) return dtrain__gauges[i].figure;
+    if (id == DTRAIN__METRIC_GPU_THROTTLE) return DTRAIN_FIGURE_GPU_THROTTLE;
+    return id == DTRAIN__METRIC_GPU_ECC ? (int)DTRAIN_FIGURE_GPU_ECC : -1;
+}
+
+/* Return a metric of one rank, in the metric's unit; NaN: not measured, or it has none. */
+DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank)
+{
+    double unit;
+    const int figure = dtrain__figure_of(id, &unit);
+    if (figure < 0 || !metrics->desc.trainer || metrics->last.ranks == 0) return DTRAIN__NAN;
+    return unit * dtrain_trainer_figure(metrics->desc.trainer, rank, (dtrain_figure)figure);
+}
+
+/* Reduce what has no mean and no maximum that says anything: bits of all ranks, sums of errors.
+ * Words travel as fp32, which is exact for both below 2^24; NVML has bits up to 2^9. */
+static void dtrain__fill_bits(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    const dtrain_trainer *trainer = metrics->desc.trainer;
+    const dtrain_spread *throttle = &record->figures[DTRAIN_FIGURE_GPU_THROTTLE];
+    const dtrain_spread *ecc = &record->figures[DTRAIN_FIGURE_GPU_ECC];
+    uint64_t bits = 0;
+    double errors = 0;
+    for (int r = 0; trainer && r < trainer->ranks; r++) {
+        const int rank = trainer->comm ? dtrain__world_rank(trainer->comm, r) : r;
+        const double one = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_THROTTLE);
+        const double lost = dtrain_trainer_figure(trainer, rank, DTRAIN_FIGURE_GPU_ECC);
+        if (dtrain__finite(one) && one >= 0) bits |= (uint64_t)one;
+        if (dtrain__finite(lost)) errors += lost;
+    }
+    if (throttle->max_rank >= 0)
+        dtrain__set(metrics, DTRAIN__METRIC_GPU_THROTTLE, trainer ? (double)bits : throttle->max);
+    if (ecc->max_rank >= 0)
+        dtrain__set(metrics, DTRAIN__METRIC_GPU_ECC, trainer ? errors : ecc->max);
+}
+
+/* Set what this rank's GPU said, where no trainer carries it to the others. */
+static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
+{
+    static const int ids[] = {DTRAIN__METRIC_GPU_UTILIZATION, DTRAIN__METRIC_GPU_MEMORY,
+                              DTRAIN__METRIC_GPU_CLOCK,       DTRAIN__METRIC_GPU_POWER,
+                              DTRAIN__METRIC_GPU_TEMPERATURE, DTRAIN__METRIC_GPU_THROTTLE,
+                              DTRAIN__METRIC_GPU_ECC};
+    for (int i = 0; i < DTRAIN__COUNT_OF(ids); i++)
+        dtrain__set_measured(metrics, ids[i], (double)metrics->nvml.figures[i]);
+}
+
+/* Set what comes from the figures of all ranks. */
+static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__times); i++) {
+        const dtrain_spread *all = &record->figures[dtrain__times[i].figure];
+        const int first = dtrain__times[i].first;
+        if (all->max_rank < 0) continue;
+        if (dtrain__times[i].mean >= 0)
+            dtrain__set(metrics, dtrain__times[i].mean, 1e3 * all->mean);
+        if (record->ranks < 2) continue;
+        dtrain__set(metrics, first, 1e3 * all->min);
+        dtrain__set(metrics, first + 1, 1e3 * all->mean);
+        dtrain__set(metrics, first + 2, 1e3 * all->max);
+        dtrain__set(metrics, first + 3, all->max_rank);
+    }
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++) {
+        const dtrain_spread *all = &record->figures[dtrain__gauges[i].figure];
+        if (all->max_rank < 0) continue;
+        dtrain__set_measured(metrics, dtrain__gauges[i].id,
+                             dtrain__gauges[i].take == DTRAIN__TAKE_MEAN ? all->mean : all->max);
+    }
+    dtrain__fill_bits(metrics, record);
+}
+
+/* Set the values of a step. Those with DTRAIN_METRIC_FIXED stay from the start. */
+DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    static const int kinds[][2] = {
+        {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN__METRIC_ALL_REDUCE},
+        {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN__METRIC_REDUCE_SCATTER},
+        {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN__METRIC_ALL_GATHER},
+        {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN__METRIC_BROADCAST},
+        {DTRAIN_COLLECTIVE_REDUCE, DTRAIN__METRIC_REDUCE},
+        {DTRAIN_COLLECTIVE_SEND, DTRAIN__METRIC_SEND},
+        {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN__METRIC_ALL_TO_ALL},
+    };
+    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
+        if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
+    dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
+    dtrain__set_measured(metrics, DTRAIN__METRIC_VAL_LOSS, record->val_loss);
+    dtrain__set(metrics, DTRAIN__METRIC_GRAD_NORM, record->grad_norm);
+    dtrain__set(metrics, DTRAIN__METRIC_LR, record->lr);
+    dtrain__set(metrics, DTRAIN__METRIC_TOKENS, (double)record->tokens);
+    dtrain__set(metrics, DTRAIN__METRIC_RATE, record->tokens_per_second);
+    dtrain__set(metrics, DTRAIN__METRIC_STEP, record->step_ms);
+    dtrain__set(metrics, DTRAIN__METRIC_COMM, record->comm_ms);
+    dtrain__set(metrics, DTRAIN__METRIC_EXPOSED, record->exposed_comm_ms);
+    dtrain__set(metrics, DTRAIN__METRIC_DATA, record->data_ms);
+    dtrain__set(metrics, DTRAIN__METRIC_COMM_BYTES, (double)record->comm_bytes);
+    if (record->loss_scale > 0) dtrain__set(metrics, DTRAIN__METRIC_LOSS_SCALE, record->loss_scale);
+    if (record->loss_scale > 0 || record->skipped_steps)
+        dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
+    for (int i = 0; i < DTRAIN__COUNT_OF(kinds); i++)
+        if (record->kind_bytes[kinds[i][0]])
+            dtrain__set(metrics, kinds[i][1], (double)record->kind_bytes[kinds[i][0]]);
+    if (!metrics->desc.trainer) dtrain__fill_own_gpu(metrics);
+    if (record->ranks == 0) return;
+    if (record->ranks > 1) {
+        dtrain__set(metrics, DTRAIN__METRIC_STRAGGLER, record->straggler_score);
+        dtrain__set(metrics, DTRAIN__METRIC_SLOWEST, record->slowest_rank);
+    }
+    dtrain__fill_figures(metrics, record);
+    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
+    const double flops = record->figures[DTRAIN_FIGURE_FLOPS].mean;
+    if (!(flops > 0 && seconds > 0)) return;
+    const double rate = flops * record->ranks / seconds;
+    dtrain__set(metrics, DTRAIN__METRIC_FLOPS, rate);
+    if (metrics->desc.peak_flops > 0)
+        dtrain__set(metrics, DTRAIN__METRIC_PEAK_SHARE,
+                    rate / (record->ranks * metrics->desc.peak_flops));
+}
+
+/* Note what the rank holds, and predict its memory. A loss that cannot be planned costs the
+ * prediction and nothing else. */
+DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics)
+{
+    const dtrain_trainer *trainer = metrics->desc.trainer;
+    dtrain_strategy_info held;
+    dtrain_memory plan;
+    snprintf(metrics->no_plan, sizeof metrics->no_plan, "desc has no trainer");
+    if (!trainer) return;
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    const dtrain_optimizer *optimizer = desc->optimizer;
+    const double state = optimizer ? (double)optimizer->block_bytes : 0;
+    const bool offloaded = optimizer && optimizer->offloaded;
+    dtrain_strategy_query(desc->strategy, &held);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_PARAM, (double)held.value_bytes);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_GRAD, (double)held.grad_bytes);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_BUFFER, (double)held.buffer_bytes);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_OPTIMIZER, offloaded ? 0 : state);
+    dtrain__set(metrics, DTRAIN__METRIC_MEMORY_HOST,
+                (double)held.host_bytes + (offloaded ? state : 0));
+    const dtrain_result planned = dtrain_trainer_plan(metrics->world, desc, &plan);
+    snprintf(metrics->no_plan, sizeof metrics->no_plan, "%s",
+             planned == DTRAIN_OK ? "" : dtrain_last_error());
+    if (planned != DTRAIN_OK) return;
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_PARAM, (double)plan.params);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_GRAD, (double)plan.grads);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_OPTIMIZER, (double)plan.optimizer);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_BUFFER, (double)plan.buffers);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_HOST, (double)plan.host);
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED_ACTIVATION,
+                (double)(plan.activations + plan.activation_grads));
+    dtrain__set(metrics, DTRAIN__METRIC_PREDICTED, (double)plan.total);
+}
+
+/* ================================================================================================
+ * src/monitor/file.c
+ * ==============================================================================================*/
+
+/* Text, and files that cannot stop a training
+ *
+ * Writing is quiet: a reader that has gone (SIGPIPE) or a limit on the size of files (SIGXFSZ) is
+ * an error here, not the end of the process. A record that was written in part is cut off again, so
+ * that a disk that is full for a while costs whole records and no reader stumbles; a pipe cannot be
+ * cut, and the next record then begins with a line end. */
+
+DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    const size_t room = text->room - text->used;
+    const int length = vsnprintf(text->text + text->used, room, format, args);
+    va_end(args);
+    if (length < 0) return;
+    text->used += (size_t)dtrain__min(length, (int64_t)room - 1);
+}
+
+/* Add a finite number with nine digits, which give an fp32 back exactly, or an integer whole. The
+ * host's locale may have another decimal point, of several bytes even: what no number contains
+ * becomes a point. */
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags)
+{
+    char number[64];
+    bool other = false;
+    const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
+                         : fabs(value) < 1e18             ? "%.0f"
+                                                          : "%.17g";
+    snprintf(number, sizeof number, format, value);
+    for (const char *at = number; *at; at++) {
+        const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
+        if (usual || !other) dtrain__line_add(text, "%c", usual ? *at : '.');
+        other = !usual;
+    }
+}
+
+/* Block the signals of a failed write in this thread ... */
+DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet)
+{
+    sigset_t set;
+    sigemptyset(&quiet->waiting);
+    sigemptyset(&set);
+    sigaddset(&set, SIGPIPE);
+    sigaddset(&set, SIGXFSZ);
+    sigpending(&quiet->waiting);
+    pthread_sigmask(SIG_BLOCK, &set, &quiet->before);
+}
+
+/* ... and take one that the write has caused; one that waited before is left alone. errno stays. */
+DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
+{
+    const struct timespec at_once = {0, 0};
+    const int error = errno;
+    sigset_t set;
+    sigemptyset(&set);
+    if (error == EPIPE && sigismember(&quiet->waiting, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
+    if (error == EFBIG && sigismember(&quiet->waiting, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
+    if (error == EPIPE || error == EFBIG) sigtimedwait(&set, NULL, &at_once);
+    pthread_sigmask(SIG_SETMASK, &quiet->before, NULL);
+    errno = error;
+}
+
+/* Write all bytes; *written says how many came to be. */
+static bool dtrain__write_some(int fd, const void *data, size_t bytes, size_t *written)
+{
+    dtrain__quiet quiet;
+    ssize_t wrote = 0;
+    dtrain__quiet_begin(&quiet);
+    errno = 0;
+    for (*written = 0; *written < bytes; *written += (size_t)wrote) {
+        wrote = write(fd, (const char *)data + *written, bytes - *written);
+        if (wrote < 0 && errno == EINTR) wrote = 0;
+        else if (wrote <= 0) break;
+    }
+    dtrain__quiet_end(&quiet);
+    return *written == bytes;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
+                                                size_t bytes)
+{
+    size_t written;
+    if (dtrain__write_some(fd, data, bytes, &written)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", path, strerror(errno));
+}
+
+/* Cut what follows the last line end off a file that is to be appended to: the run before may have
+ * been killed while it wrote a line. */
+static dtrain_result dtrain__records_mend(dtrain__records *file)
+{
+    char block[4096];
+    const int reader = open(file->path, O_RDONLY | O_CLOEXEC);
+    int64_t end = file->size;
+    while (reader >= 0 && end > 0) {
+        const int64_t first = dtrain__max(0, end - (int64_t)sizeof block);
+        const ssize_t got = pread(reader, block, (size_t)(end - first), (off_t)first);
+        if (got != end - first) break;
+        while (end > first && block[end - first - 1] != '\n') end--;
+        if (end > first) break;
+    }
+    if (reader >= 0) close(reader);
+    if (end == file->size) return DTRAIN_OK;
+    if (reader < 0 || ftruncate(file->fd, (off_t)end) != 0) file->torn = true;
+    else file->size = end;
+    return DTRAIN_OK;
+}
+
+/* Open a file to append records to. Not blocking: a pipe that nobody reads must not hold training
+ * up. */
+DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
+                                                   bool append)
+{
+    struct stat status;
+    const int how = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK;
+    file->path = path;
+    file->torn = false;
+    file->size = -1;
+    file->fd = open(path, append ? how : how | O_TRUNC, 0666);
+    if (file->fd < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_metrics_create: the file %s cannot be opened: %s", path,
+                           errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
+    if (fstat(file->fd, &status) == 0 && S_ISREG(status.st_mode)) file->size = status.st_size;
+    return file->size > 0 ? dtrain__records_mend(file) : DTRAIN_OK;
+}
+
+/* Append a record; on failure nothing of it stays, or the file is torn. */
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
+                                                     size_t bytes)
+{
+    size_t written = 0;
+    if (file->fd < 0) return dtrain_fail(DTRAIN_ERROR_FILE, "%s is not open", file->path);
+    if (file->torn && !dtrain__write_some(file->fd, "\n", 1, &written))
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", file->path,
+                           strerror(errno));
+    if (file->torn && file->size >= 0) file->size++;
+    file->torn = false;
+    if (dtrain__write_some(file->fd, data, bytes, &written)) {
+        if (file->size >= 0) file->size += (int64_t)bytes;
+        return DTRAIN_OK;
+    }
+    const int error = errno;
+    if (written > 0) file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", file->path, strerror(error));
+}
+
+/* Close the file; network file systems report a failed write here. */
+DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
+{
+    if (file->fd < 0) return DTRAIN_OK;
+    const bool closed = close(file->fd) == 0 || errno == EINTR;
+    file->fd = -1;
+    if (closed) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be closed: %s", file->path, strerror(errno));
+}
+
+/* ================================================================================================
+ * src/monitor/console.c
+ * ==============================================================================================*/
+
+/* Progress for people
+ *
+ * One live line on a terminal, a table elsewhere. People are shown steps done, 1 to total; files
+ * have the record's step, from 0.
+ *
+ *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
+ *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
+ *                     120    3.4121         -     0.914  9.80e-04    41.2k ...
+ *
+ * The live line moves the cursor, so a terminal that cannot (TERM=dumb, or none) gets the table. It
+ * is drawn at most ten times a second. The bar is green, unless NO_COLOR is set (no-color.org). */
+
+#include <sys/ioctl.h> /* TIOCGWINSZ: the width of the terminal */
+
+#define DTRAIN__LINE_ROOM 512
+
+/* Add "950", "41.2k", "1.30M". */
+static void dtrain__line_rate(dtrain__line *text, double value)
+{
+    if (value < 1e3) dtrain__line_add(text, "%.0f", value);
+    else if (value < 1e6) dtrain__line_add(text, "%.1fk", value * 1e-3);
+    else if (value < 1e9) dtrain__line_add(text, "%.2fM", value * 1e-6);
+    else dtrain__line_add(text, "%.2fG", value * 1e-9);
+}
+
+/* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
+static void dtrain__line_time_left(dtrain__line *text, const dtrain_metrics *metrics)
+{
+    const int64_t steps = metrics->desc.total_steps - (metrics->last.step + 1);
+    const double seconds =
+        metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
+    if (steps < 0 || metrics->desc.total_steps <= 0 || !(seconds <= 1e9)) {
+        dtrain__line_add(text, "-");
+        return;
+    }
+    const long long whole = (long long)(seconds + 0.5);
+    if (whole >= 3600) dtrain__line_add(text, "%lld:", whole / 3600);
+    dtrain__line_add(text, whole >= 3600 ? "%02lld:%02lld" : "%lld:%02lld", whole / 60 % 60,
+                     whole % 60);
+}
+
+/* Write to the host's stream, and say if that failed. */
+static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
+    DTRAIN__PRINTF(2, 3);
+static dtrain_result dtrain__console_write(dtrain__console *console, const char *format, ...)
+{
+    dtrain__quiet quiet;
+    va_list args;
+    va_start(args, format);
+    dtrain__quiet_begin(&quiet);
+    errno = 0;
+    const bool written = vfprintf(console->file, format, args) >= 0 && fflush(console->file) == 0;
+    dtrain__quiet_end(&quiet);
+    va_end(args);
+    if (written) return DTRAIN_OK;
+    clearerr(console->file);
+    return dtrain_fail(DTRAIN_ERROR_FILE, "the progress cannot be written: %s", strerror(errno));
+}
+
+/* Draw the live line over itself. The most wanted comes first: a line wider than the terminal would
+ * wrap, and '\r' comes back over one row only, so it is cut. */
+static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const int64_t done = r->step + 1, total = metrics->desc.total_steps;
+    dtrain__console *console = &metrics->console;
+    char bytes[DTRAIN__LINE_ROOM];
+    dtrain__line line = {bytes, 0, sizeof bytes};
+    size_t bar_at = 0, bar_end = 0;
+    struct winsize size;
+    dtrain__line_add(&line, "step %lld", (long long)done);
+    if (total > 0) {
+        char bar[] = "[          ]";
+        const int64_t width = (int64_t)sizeof bar - 3;
+        const int64_t filled =
+            done < total ? (int64_t)((double)done / (double)total * (double)width) : width;
+        memset(bar + 1, '=', (size_t)filled);
+        if (filled < width) bar[1 + filled] = '>';
+        dtrain__line_add(&line, "/%lld ", (long long)total);
+        bar_at = line.used;
+        dtrain__line_add(&line, "%s", bar);
+        bar_end = line.used;
+    }
+    dtrain__line_add(&line, " loss %.4f  |g| %.3g  lr %.1e  ", r->loss, r->grad_norm, r->lr);
+    dtrain__line_rate(&line, r->tokens_per_second);
+    dtrain__line_add(&line, " tok/s  %.1f ms", r->step_ms);
+    if (total > 0) {
+        dtrain__line_add(&line, "  eta ");
+        dtrain__line_time_left(&line, metrics);
+    }
+    if (dtrain_world_size(metrics->world) > 1)
+        dtrain__line_add(&line, "  comm %.1f ms (%.1f exposed)", r->comm_ms, r->exposed_comm_ms);
+    if (r->data_ms > 0.01 * r->step_ms) dtrain__line_add(&line, "  data %.1f ms", r->data_ms);
+    if (ioctl(fileno(console->file), TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
+        line.used = (size_t)dtrain__min((int64_t)line.used, size.ws_col - 1);
+    if (!console->color || bar_end > line.used) bar_at = bar_end = 0;
+    return dtrain__console_write(console, "\r%.*s%s%.*s%s%.*s\033[K", (int)bar_at, line.text,
+                                 bar_end ? "\033[32m" : "", (int)(bar_end - bar_at),
+                                 line.text + bar_at, bar_end ? "\033[0m" : "",
+                                 (int)(line.used - bar_end), line.text + bar_end);
+}
+
+/* Show the step on a terminal. An evaluation stays on the screen, the live line goes on below. */
+static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    dtrain__console *console = &metrics->console;
+    const double now = dtrain_seconds();
+    dtrain_result result = DTRAIN_OK;
+    if (dtrain__finite(r->val_loss))
+        result = dtrain__console_write(console, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
+                                       (long long)r->step + 1, r->loss, r->val_loss);
+    else if (now < console->redraw_at) return DTRAIN_OK;
+    console->redraw_at = now + 0.1;
+    const dtrain_result drawn = dtrain__console_draw(metrics);
+    return result == DTRAIN_OK ? drawn : result;
+}
+
+/* Add a row to the table for the first step, every progress_every-th, evaluated ones and the last.
+ * Every column is one word, so that awk and sort can read it as well. */
+static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
+{
+    const dtrain_step_record *r = &metrics->last;
+    const int64_t done = r->step + 1;
+    const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
+    char words[3][64];
+    dtrain__line rate = {words[0], 0, sizeof words[0]}, left = {words[1], 0, sizeof words[1]},
+                 val = {words[2], 0, sizeof words[2]};
+    dtrain_result result = DTRAIN_OK;
+    if (!first && !evaluated && done % metrics->desc.progress_every != 0 &&
+        done != metrics->desc.total_steps)
+        return DTRAIN_OK;
+    dtrain__line_rate(&rate, r->tokens_per_second);
+    dtrain__line_time_left(&left, metrics);
+    if (evaluated) dtrain__line_add(&val, "%.4f", r->val_loss);
+    if (first)
+        result = dtrain__console_write(&metrics->console,
+                                       "%8s %9s %9s %9s %9s %8s %9s %8s %8s %8s %8s\n", "step",
+                                       "loss", "val_loss", "grad_norm", "lr", "tok/s", "step_ms",
+                                       "comm_ms", "exposed", "data_ms", "eta");
+    const dtrain_result row = dtrain__console_write(
+        &metrics->console, "%8lld %9.4f %9s %9.3g %9.2e %8s %9.2f %8.2f %8.2f %8.3f %8s\n",
+        (long long)done, r->loss, evaluated ? val.text : "-", r->grad_norm, r->lr, rate.text,
+        r->step_ms, r->comm_ms, r->exposed_comm_ms, r->data_ms, left.text);
+    return result == DTRAIN_OK ? row : result;
+}
+
+static dtrain_result dtrain__console_step(void *user, const dtrain_metrics_sample *sample)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    (void)sample;
+    return metrics->console.terminal ? dtrain__console_live(metrics)
+                                     : dtrain__console_table(metrics);
+}
+
+/* End the live line; the rate limit may have kept the last step back. */
+static dtrain_result dtrain__console_finish(void *user, const dtrain_summary *summary)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    if (!metrics->console.terminal || summary->steps == 0) return DTRAIN_OK;
+    const dtrain_result drawn = dtrain__console_draw(metrics);
+    const dtrain_result ended = dtrain__console_write(&metrics->console, "\n");
+    return drawn == DTRAIN_OK ? ended : drawn;
+}
+
+DTRAIN__PRIVATE bool dtrain__console_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+{
+    const dtrain_metrics_sink table = {
+        false, "progress", NULL, dtrain__console_step, NULL, dtrain__console_finish, metrics};
+    FILE *file = metrics->desc.progress;
+    const char *term = getenv("TERM"), *no_color = getenv("NO_COLOR");
+    if (!file) return false;
+    metrics->console.file = file;
+    metrics->console.terminal =
+        fileno(file) >= 0 && isatty(fileno(file)) && term && term[0] && strcmp(term, "dumb") != 0;
+    metrics->console.color = !no_color || !no_color[0];
+    sink->table = table;
+    sink->unit = "lines";
+    return true;
+}
+
+/* ---- The summary ------------------------------------------------------------------------------*/
+
+/* Print one part of a step: its mean over ranks, its share, and who takes longest. */
+static void dtrain__print_part(const dtrain_metrics *metrics, FILE *file, const char *name,
+                               dtrain_figure figure)
+{
+    const dtrain_spread *all = &metrics->last.figures[figure];
+    const double step = metrics->last.figures[DTRAIN_FIGURE_STEP].mean;
+    if (all->max_rank < 0 || !(step > 0)) return;
+    fprintf(file, "    %-20s %10.3f ms %5.1f %%", name, 1e3 * all->mean, 100 * all->mean / step);
+    if (metrics->last.ranks > 1)
+        fprintf(file, "   %.3f in rank %d to %.3f in rank %d", 1e3 * all->min, all->min_rank,
+                1e3 * all->max, all->max_rank);
+    fprintf(file, "\n");
+}
+
+DTRAIN_API void dtrain_metrics_print_summary(const dtrain_metrics *metrics, FILE *file)
+{
+    dtrain_summary s;
+    if (!metrics || !file) return;
+    dtrain_metrics_summary(metrics, &s);
+    if (s.steps == 0) {
+        fprintf(file, "  no step was made\n");
+        return;
+    }
+    fprintf(file, "  %-22s %10.4f   from %.4f, over %lld steps and %.2f M tokens or samples\n",
+            "loss", s.last_loss, s.first_loss, (long long)s.steps, 1e-6 * (double)s.tokens);
+    if (dtrain__finite(s.val_loss))
+        fprintf(file, "  %-22s %10.4f\n", "validation loss", s.val_loss);
+    fprintf(file, "  %-22s %10.0f   a second; %.1f s in all\n", "tokens or samples",
+            s.tokens_per_second, s.seconds);
+    fprintf(file, "  %-22s %10.2f ms, median\n", "step", s.step_ms);
+    if (metrics->last.ranks > 0) fprintf(file, "  the last step, mean of ranks:\n");
+    for (int part = 0; metrics->last.ranks > 0 && part < DTRAIN_FIGURE_TIMES; part++) {
+        static const char *const names[DTRAIN_FIGURE_TIMES] = {"step",
+                                                               "data",
+                                                               "forward",
+                                                               "backward",
+                                                               "exposed communication",
+                                                               "hidden communication",
+                                                               "optimizer",
+                                                               "checkpoint before"};
+        dtrain__print_part(metrics, file, names[part], (dtrain_figure)part);
+    }
+    if (metrics->known[DTRAIN__METRIC_FLOPS])
+        fprintf(file, "  %-22s %10.2f GFLOP/s", "arithmetic",
+                1e-9 * metrics->values[DTRAIN__METRIC_FLOPS]);
+    if (metrics->known[DTRAIN__METRIC_PEAK_SHARE])
+        fprintf(file, ", %.1f %% of peak", 100 * metrics->values[DTRAIN__METRIC_PEAK_SHARE]);
+    if (metrics->known[DTRAIN__METRIC_FLOPS]) fprintf(file, "\n");
+    if (metrics->known[DTRAIN__METRIC_BUS])
+        fprintf(file, "  %-22s %10.3f GB/s, as nccl-tests count it\n", "bus bandwidth",
+                1e-9 * metrics->values[DTRAIN__METRIC_BUS]);
+    if (metrics->known[DTRAIN__METRIC_MEMORY_PEAK])
+        fprintf(file, "  %-22s %10.1f MiB at its peak, %.1f now\n", "memory of the device",
+                metrics->values[DTRAIN__METRIC_MEMORY_PEAK] / 1048576,
+                metrics->values[DTRAIN__METRIC_MEMORY] / 1048576);
+}
+
+/* ================================================================================================
+ * src/monitor/jsonl.c
+ * ==============================================================================================*/
+
+/* JSON lines
+ *
+ * One object a step, in one write. What was not measured is left out, what is not finite is null.
+ * The last line has the summary and "final": true: a script reads it with `tail -n 1`. */
+
+/* Add `, "key": value`. */
+static void dtrain__json_add(dtrain__line *text, const char *key, double value, uint32_t flags)
+{
+    dtrain__line_add(text, ", \"%s\": ", key);
+    if (dtrain__finite(value)) dtrain__line_number(text, value, flags);
+    else dtrain__line_add(text, "null");
+}
+
+static dtrain_result dtrain__jsonl_write(dtrain_metrics *metrics, dtrain__line *text)
+{
+    dtrain__line_add(text, "}\n");
+    return dtrain__records_append(&metrics->jsonl, text->text, text->used);
+}
+
+static dtrain_result dtrain__jsonl_open(void *user, const dtrain_metrics_run *run)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    return dtrain__records_open(&metrics->jsonl, metrics->desc.jsonl_path, run->append);
+}
+
+static dtrain_result dtrain__jsonl_step(void *user, const dtrain_metrics_sample *sample)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
+    dtrain__line_add(&text, "{\"step\": %lld", (long long)sample->step);
+    for (size_t i = 0; i < sample->count; i++)
+        if (sample->known[i] && !(sample->metrics[i].flags & DTRAIN_METRIC_FIXED))
+            dtrain__json_add(&text, sample->metrics[i].name, sample->values[i],
+                             sample->metrics[i].flags);
+    return dtrain__jsonl_write(metrics, &text);
+}
+
+static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    const dtrain_metric *table = dtrain__metric_table();
+    const uint32_t integer = DTRAIN_METRIC_INTEGER;
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
+    dtrain__line_add(&text, "{\"final\": true");
+    dtrain__json_add(&text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
+    dtrain__json_add(&text, "loss", s->last_loss, 0);
+    if (dtrain__finite(s->val_loss)) dtrain__json_add(&text, "val_loss", s->val_loss, 0);
+    dtrain__json_add(&text, "steps", (double)s->steps, integer);
+    dtrain__json_add(&text, "tokens", (double)s->tokens, integer);
+    dtrain__json_add(&text, "first_loss", s->first_loss, 0);
+    dtrain__json_add(&text, "last_loss", s->last_loss, 0);
+    dtrain__json_add(&text, "seconds", s->seconds, 0);
+    dtrain__json_add(&text, "tokens_per_second", s->tokens_per_second, 0);
+    dtrain__json_add(&text, "step_ms", s->step_ms, 0);
+    dtrain__json_add(&text, "comm_ms", s->comm_ms, 0);
+    dtrain__json_add(&text, "exposed_comm_ms", s->exposed_comm_ms, 0);
+    dtrain__json_add(&text, "data_ms", s->data_ms, 0);
+    dtrain__json_add(&text, "scaling", s->scaling, 0);
+    dtrain__json_add(&text, "comm_bytes", (double)s->comm_bytes, integer);
+    for (int i = 0; i < DTRAIN__METRIC_COUNT; i++)
+        if (metrics->known[i] && (table[i].flags & DTRAIN_METRIC_FIXED))
+            dtrain__json_add(&text, table[i].name, metrics->values[i], table[i].flags);
+    const dtrain_result result = dtrain__jsonl_write(metrics, &text);
+    const dtrain_result closed = dtrain__records_close(&metrics->jsonl);
+    return result == DTRAIN_OK ? closed : result;
+}
+
+DTRAIN__PRIVATE bool dtrain__jsonl_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+{
+    const dtrain_metrics_sink table = {
+        false,  "json lines", dtrain__jsonl_open, dtrain__jsonl_step, NULL, dtrain__jsonl_finish,
+        metrics};
+    metrics->jsonl.fd = -1;
+    if (!metrics->desc.jsonl_path) return false;
+    sink->table = table;
+    sink->unit = "lines of the log file";
+    return true;
+}
+
+/* ================================================================================================
+ * src/monitor/csv.c
+ * ==============================================================================================*/
+
+/* CSV by RFC 4180
+ *
+ * A header and one row a step, with a column for every metric that is not DTRAIN_METRIC_FIXED:
+ * which ones were measured changes within a run, and columns may not. What was not measured is an
+ * empty field; what is not finite is nan, inf or -inf, which Python, R and pandas read. Names and
+ * numbers need no quotes. */
+
+static void dtrain__csv_header(dtrain__line *text)
+{
+    const dtrain_metric *table = dtrain__metric_table();
+    dtrain__line_add(text, "step");
+    for (int i = 0; i < DTRAIN__METRIC_COUNT; i++)
+        if (!(table[i].flags & DTRAIN_METRIC_FIXED)) dtrain__line_add(text, ",%s", table[i].name);
+    dtrain__line_add(text, "\r\n");
+}
+
+/* Compare the first line of a file with the header. */
+static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *header)
+{
+    char line[DTRAIN__LINE_SPACE];
+    const int reader = open(path, O_RDONLY | O_CLOEXEC);
+    const ssize_t got = reader < 0 ? -1 : pread(reader, line, header->used, 0);
+    if (reader >= 0) close(reader);
+    if (got == (ssize_t)header->used && memcmp(line, header->text, header->used) == 0)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE,
+                       "dtrain_metrics_create: the table %s has other columns than this run would "
+                       "append (its first line differs, or cannot be read); use another file",
+                       path);
+}
+
+static dtrain_result dtrain__csv_open(void *user, const dtrain_metrics_run *run)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
+    dtrain__csv_header(&text);
+    DTRAIN__TRY(dtrain__records_open(&metrics->csv, metrics->desc.csv_path, run->append));
+    if (run->append && metrics->csv.size > 0)
+        return dtrain__csv_same(metrics->desc.csv_path, &text);
+    return dtrain__records_append(&metrics->csv, text.text, text.used);
+}
+
+static dtrain_result dtrain__csv_step(void *user, const dtrain_metrics_sample *sample)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
+    dtrain__line_add(&text, "%lld", (long long)sample->step);
+    for (size_t i = 0; i < sample->count; i++) {
+        if (sample->metrics[i].flags & DTRAIN_METRIC_FIXED) continue;
+        dtrain__line_add(&text, ",");
+        if (!sample->known[i]) continue;
+        if (dtrain__finite(sample->values[i]))
+            dtrain__line_number(&text, sample->values[i], sample->metrics[i].flags);
+        else
+            dtrain__line_add(&text, "%s",
+                             sample->values[i] > 0   ? "inf"
+                             : sample->values[i] < 0 ? "-inf"
+                                                     : "nan");
+    }
+    dtrain__line_add(&text, "\r\n");
+    return dtrain__records_append(&metrics->csv, text.text, text.used);
+}
+
+static dtrain_result dtrain__csv_finish(void *user, const dtrain_summary *summary)
+{
+    (void)summary;
+    return dtrain__records_close(&((dtrain_metrics *)user)->csv);
+}
+
+DTRAIN__PRIVATE bool dtrain__csv_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+{
+    const dtrain_metrics_sink table = {
+        false, "csv", dtrain__csv_open, dtrain__csv_step, NULL, dtrain__csv_finish, metrics};
+    metrics->csv.fd = -1;
+    if (!metrics->desc.csv_path) return false;
+    sink->table = table;
+    sink->unit = "rows of the table";
+    return true;
+}
+
+/* ================================================================================================
+ * src/monitor/prometheus.c
+ * ==============================================================================================*/
+
+/* A text file for Prometheus
+ *
+ * node_exporter's textfile collector reads DIRECTORY/NAME.prom whenever it is asked, so the file is
+ * replaced as a whole: the next version is written beside it, as NAME.prom.next, which the
+ * collector does not read, and renamed. At most once a second, and once at the end: Prometheus asks
+ * every 15 seconds or so, and a step has better things to do. Format: text 0.0.4, no time stamps
+ * (the collector drops a file that has them).
+ *
+ *     # HELP dtrain_step_seconds Time of a step, slowest rank.
+ *     # TYPE dtrain_step_seconds gauge
+ *     dtrain_step_seconds{run="a"} 0.0125
+ *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank: of each rank.
+ *     # TYPE dtrain_rank_step_seconds gauge
+ *     dtrain_rank_step_seconds{run="a",rank="0"} 0.0125
+ *
+ * Values that are not finite are NaN, +Inf and -Inf. */
+
+/* Send what has gathered to the next version. */
+static void dtrain__prometheus_flush(dtrain__prometheus *p)
+{
+    if (p->result == DTRAIN_OK)
+        p->result = dtrain__write_all(p->fd, p->next, p->text.text, p->text.used);
+    p->text.used = 0;
+}
+
+static void dtrain__prometheus_number(dtrain__prometheus *p, double value)
+{
+    const bool whole = value == floor(value) && fabs(value) < 9e15;
+    if (dtrain__finite(value))
+        dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0);
+    else dtrain__line_add(&p->text, "%s", value > 0 ? "+Inf" : value < 0 ? "-Inf" : "NaN");
+    dtrain__line_add(&p->text, "\n");
+    if (p->text.used > sizeof((dtrain_metrics *)0)->scratch / 2) dtrain__prometheus_flush(p);
+}
+
+/* Begin a metric; of "dtrain_" and both names. */
+static void dtrain__prometheus_head(dtrain__prometheus *p, const char *first, const char *name,
+                                    const char *help, bool counter)
+{
+    dtrain__line_add(&p->text, "# HELP dtrain_%s%s %s\n# TYPE dtrain_%s%s %s\n", first, name, help,
+                     first, name, counter ? "counter" : "gauge");
+}
+
+/* Begin a sample: the name and the labels of the run, escaped, without the closing brace. */
+static void dtrain__prometheus_sample(const dtrain_metrics *metrics, dtrain__prometheus *p,
+                                      const char *first, const char *name)
+{
+    dtrain__line_add(&p->text, "dtrain_%s%s{run=\"", first, name);
+    for (const char *at = metrics->desc.run_name; *at; at++)
+        if (*at == '\n') dtrain__line_add(&p->text, "\\n");
+        else dtrain__line_add(&p->text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
+    dtrain__line_add(&p->text, "\"");
+}
+
+/* Write one number of the whole run. */
+static void dtrain__prometheus_one(const dtrain_metrics *metrics, dtrain__prometheus *p,
+                                   const char *name, const char *help, bool counter, double value)
+{
+    dtrain__prometheus_head(p, "", name, help, counter);
+    dtrain__prometheus_sample(metrics, p, "", name);
+    dtrain__line_add(&p->text, "} ");
+    dtrain__prometheus_number(p, value);
+}
+
+/* Write a metric of each rank that has measured it. */
+static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prometheus *p, int id)
+{
+    const dtrain_metric *row = &dtrain__metric_table()[id];
+    const int ranks = dtrain_world_size(metrics->world);
+    bool begun = false;
+    for (int rank = 0; rank < ranks; rank++) {
+        const double value = dtrain__rank_value(metrics, id, rank);
+        if (!dtrain__finite(value)) continue;
+        if (!begun) {
+            dtrain__line_add(&p->text,
+                             "# HELP dtrain_rank_%s %s Here: of each rank.\n"
+                             "# TYPE dtrain_rank_%s gauge\n",
+                             row->base, row->help, row->base);
+            begun = true;
+        }
+        dtrain__prometheus_sample(metrics, p, "rank_", row->base);
+        dtrain__line_add(&p->text, ",rank=\"%d\"} ", rank);
+        dtrain__prometheus_number(p, value * row->base_scale);
+    }
+}
+
+/* Write the bytes sent so far, by kind of collective. */
+static void dtrain__prometheus_kinds(const dtrain_metrics *metrics, dtrain__prometheus *p)
+{
+    bool begun = false;
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
+        const char *name = dtrain__metric_table()[id].name;
+        if (!(p->kind_bytes[id] > 0)) continue;
+        if (!begun)
+            dtrain__prometheus_head(p, "", "sent_bytes_total",
+                                    "Bytes that rank 0 sent, by kind of collective.", true);
+        begun = true;
+        dtrain__prometheus_sample(metrics, p, "", "sent_bytes_total");
+        dtrain__line_add(&p->text, ",op=\"%.*s\"} ", (int)(strlen(name) - strlen("_bytes")), name);
+        dtrain__prometheus_number(p, p->kind_bytes[id]);
+    }
+}
+
+/* Write all of a version. */
+static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
+{
+    dtrain__prometheus *p = &metrics->prometheus;
+    const dtrain_metric *table = dtrain__metric_table();
+    dtrain__prometheus_one(metrics, p, "finished", "1 when the run is over.", false, finished);
+    dtrain__prometheus_one(metrics, p, "steps_total", "Steps that this run has made.", true,
+                           p->steps);
+    if (p->steps > 0) {
+        dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 0.", false,
+                               (double)metrics->last.step);
+        dtrain__prometheus_one(metrics, p, "last_step_timestamp_seconds",
+                               "When the last step was reported.", false, p->wall_time);
+    }
+    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
+        if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
+            if (dtrain__finite(metrics->summary.val_loss))
+                dtrain__prometheus_one(metrics, p, table[id].base, table[id].help, false,
+                                       metrics->summary.val_loss);
+        } else if (metrics->known[id])
+            dtrain__prometheus_one(metrics, p, table[id].base, table[id].help,
+                                   (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,
+                                   metrics->values[id] * table[id].base_scale);
+        if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, p, id);
+    }
+    dtrain__prometheus_kinds(metrics, p);
+    dtrain__prometheus_flush(p);
+}
+
+/* Replace the file. On failure the last version stays. */
+static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
+{
+    dtrain__prometheus *p = &metrics->prometheus;
+    const char *path = metrics->desc.prometheus_path;
+    const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
+    p->text = text;
+    p->result = DTRAIN_OK;
+    p->fd = open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
+    if (p->fd < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", p->next, strerror(errno));
+    dtrain__prometheus_version(metrics, finished);
+    const bool closed = close(p->fd) == 0 || errno == EINTR;
+    if (p->result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
+        p->result =
+            dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be replaced: %s", path, strerror(errno));
+    if (p->result != DTRAIN_OK) unlink(p->next);
+    return p->result;
+}
+
+static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_run *run)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__prometheus *p = &metrics->prometheus;
+    const char *path = metrics->desc.prometheus_path;
+    const size_t length = strlen(path);
+    (void)run;
+    if (length < 6 || strcmp(path + length - 5, ".prom") != 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: the Prometheus file %s does not end in .prom: "
+                           "node_exporter would not read it",
+                           path);
+    p->next_bytes = length + sizeof ".next";
+    p->next = (char *)dtrain__alloc(&metrics->allocator, p->next_bytes, 1, "a path");
+    if (!p->next) return DTRAIN_ERROR_MEMORY;
+    snprintf(p->next, p->next_bytes, "%s.next", path);
+    return dtrain__prometheus_replace(metrics, false);
+}
+
+static dtrain_result dtrain__prometheus_step(void *user, const dtrain_metrics_sample *sample)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__prometheus *p = &metrics->prometheus;
+    const double now = dtrain_seconds();
+    p->steps++;
+    p->wall_time = sample->wall_time;
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++)
+        if (sample->known[id]) p->kind_bytes[id] += sample->values[id];
+    if (now < p->write_at) return DTRAIN_OK;
+    p->write_at = now + 1;
+    return dtrain__prometheus_replace(metrics, false);
+}
+
+static dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary *summary)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    (void)summary;
+    return metrics->prometheus.next ? dtrain__prometheus_replace(metrics, true) : DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE bool dtrain__prometheus_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+{
+    const dtrain_metrics_sink table = {false,
+                                       "prometheus",
+                                       dtrain__prometheus_open,
+                                       dtrain__prometheus_step,
+                                       NULL,
+                                       dtrain__prometheus_finish,
+                                       metrics};
+    if (!metrics->desc.prometheus_path) return false;
+    sink->table = table;
+    sink->unit = "versions of the file";
+    return true;
+}
+
+DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)
+{
+    dtrain__prometheus *p = &metrics->prometheus;
+    dtrain__free(&metrics->allocator, p->next, p->next_bytes, 1);
+    p->next = NULL;
+}
+
+/* ================================================================================================
+ * src/monitor/tensorboard.c
+ * ==============================================================================================*/
+
+/* Event files for TensorBoard
+ *
+ * A run is a directory, and each start of it a file, events.out.tfevents.SECONDS.HOST.PID.0, which
+ * TensorBoard reads in the order of their names. A file is a sequence of records (TFRecord), each
+ * of which is an Event in the encoding of Protocol Buffers:
+ *
+ *     u64 length | u32 masked CRC-32C of these 8 bytes | Event | u32 masked CRC-32C of the Event
+ *
+ * The messages are written by hand: their fields are few, and have had these numbers since 2015
+ * (tensorboard/compat/proto/event.proto, summary.proto; plugins/hparams/plugin_data.proto). The
+ * length of a message inside another is not known when it begins, so five bytes are left for it: a
+ * varint may have leading zeros.
+ *
+ * A run that goes on begins with a SessionLog of status START at its first step: readers drop what
+ * the run before has written from there on. One write a step; a record that a full disk has cut is
+ * taken off again, because readers give a file up at the first broken one. */
+
+#include <dirent.h>
+#include <locale.h>
+
+/* ---- Protocol Buffers -------------------------------------------------------------------------*/
+
+enum { DTRAIN__PB_VARINT = 0, DTRAIN__PB_64 = 1, DTRAIN__PB_BYTES = 2, DTRAIN__PB_32 = 5 };
+
+#define DTRAIN__PB_LENGTH 5 /* bytes of a length that is filled in later */
+
+/* Make room for more bytes of the record. Only texts and large histograms ever need it. */
+static bool dtrain__pb_room(dtrain_metrics *metrics, size_t bytes)
+{
+    dtrain__tensorboard *t = &metrics->tensorboard;
+    size_t room = t->room ? t->room : 16384;
+    if (t->overflow || t->used + bytes <= t->room) return !t->overflow;
+    while (room < t->used + bytes) room *= 2;
+    void *larger = dtrain__alloc(&metrics->allocator, room, 1, "an event of TensorBoard");
+    t->overflow = larger == NULL;
+    if (!larger) return false;
+    if (t->record) memcpy(larger, t->record, t->used);
+    dtrain__free(&metrics->allocator, t->record, t->room, 1);
+    t->record = larger;
+    t->room = room;
+    return true;
+}
+
+static void dtrain__pb_raw(dtrain_metrics *metrics, const void *data, size_t bytes)
+{
+    dtrain__tensorboard *t = &metrics->tensorboard;
+    if (!dtrain__pb_room(metrics, bytes)) return;
+    if (bytes) memcpy((char *)t->record + t->used, data, bytes);
+    t->used += bytes;
+}
+
+/* Add the low bytes of a number: the machine is little-endian, as every one that dtrain runs on. */
+static void dtrain__pb_fixed(dtrain_metrics *metrics, uint64_t value, int bytes)
+{
+    unsigned char text[8];
+    for (int i = 0; i < bytes; i++) text[i] = (unsigned char)(value >> 8 * i);
+    dtrain__pb_raw(metrics, text, (size_t)bytes);
+}
+
+static void dtrain__pb_varint(dtrain_metrics *metrics, uint64_t value)
+{
+    unsigned char text[10];
+    size_t n = 0;
+    for (; value >= 128; value >>= 7) text[n++] = (unsigned char)(value | 128);
+    text[n++] = (unsigned char)value;
+    dtrain__pb_raw(metrics, text, n);
+}
+
+static void dtrain__pb_tag(dtrain_metrics *metrics, uint32_t field, uint32_t type)
+{
+    dtrain__pb_varint(metrics, (uint64_t)field << 3 | type);
+}
+
+static void dtrain__pb_integer(dtrain_metrics *metrics, uint32_t field, int64_t value)
+{
+    dtrain__pb_tag(metrics, field, DTRAIN__PB_VARINT);
+    dtrain__pb_varint(metrics, (uint64_t)value);
+}
+
+static void dtrain__pb_double(dtrain_metrics *metrics, uint32_t field, double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    dtrain__pb_tag(metrics, field, DTRAIN__PB_64);
+    dtrain__pb_fixed(metrics, bits, 8);
+}
+
+static void dtrain__pb_float(dtrain_metrics *metrics, uint32_t field, double value)
+{
+    const float most = dtrain__f32_from_bits(0x7f800000u);
+    const float rounded = value > (double)FLT_MAX    ? most
+                          : value < -(double)FLT_MAX ? -most
+                                                     : (float)value;
+    dtrain__pb_tag(metrics, field, DTRAIN__PB_32);
+    dtrain__pb_fixed(metrics, dtrain__f32_bits(rounded), 4);
+}
+
+static void dtrain__pb_bytes(dtrain_metrics *metrics, uint32_t field, const void *data,
+                             size_t bytes)
+{
+    dtrain__pb_tag(metrics, field, DTRAIN__PB_BYTES);
+    dtrain__pb_varint(metrics, bytes);
+    dtrain__pb_raw(metrics, data, bytes);
+}
+
+static void dtrain__pb_text(dtrain_metrics *metrics, uint32_t field, const char *text)
+{
+    dtrain__pb_bytes(metrics, field, text, strlen(text));
+}
+
+static void dtrain__pb_doubles(dtrain_metrics *metrics, uint32_t field, const double *values,
+                               size_t count)
+{
+    dtrain__pb_tag(metrics, field, DTRAIN__PB_BYTES);
+    dtrain__pb_varint(metrics, 8 * (uint64_t)count);
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        dtrain__pb_fixed(metrics, bits, 8);
+    }
+}
+
+/* Begin a message inside of the one that is open, and return where its length comes. */
+static size_t dtrain__pb_begin(dtrain_metrics *metrics, uint32_t field)
+{
+    const char zeros[DTRAIN__PB_LENGTH] = {0};
+    dtrain__pb_tag(metrics, field, DTRAIN__PB_BYTES);
+    dtrain__pb_raw(metrics, zeros, sizeof zeros);
+    return metrics->tensorboard.used;
+}
+
+/* End it. */
+static void dtrain__pb_end(dtrain_metrics *metrics, size_t begin)
+{
+    dtrain__tensorboard *t = &metrics->tensorboard;
+    if (t->overflow) return;
+    uint64_t length = t->used - begin;
+    unsigned char *at = (unsigned char *)t->record + begin - DTRAIN__PB_LENGTH;
+    for (int i = 0; i < DTRAIN__PB_LENGTH; i++, length >>= 7)
+        at[i] = (unsigned char)((length & 127) | (i + 1 < DTRAIN__PB_LENGTH ? 128 : 0));
+}
+
+/* ---- Records ----------------------------------------------------------------------------------*/
+
+#define DTRAIN__RECORD_HEAD 12 /* bytes before an Event */
+
+static uint32_t dtrain__masked_crc(const void *data, size_t bytes)
+{
+    const uint32_t crc = dtrain__crc32c(0, data, bytes);
+    return (crc >> 15 | crc << 17) + 0xa282ead8u;
+}
+
+/* Begin a record with an Event. */
+static void dtrain__event_begin(dtrain_metrics *metrics, double wall_time, int64_t step)
+{
+    const char zeros[DTRAIN__RECORD_HEAD] = {0};
+    metrics->tensorboard.used = 0;
+    metrics->tensorboard.overflow = false;
+    dtrain__pb_raw(metrics, zeros, sizeof zeros);
+    dtrain__pb_double(metrics, 1, wall_time);
+    dtrain__pb_integer(metrics, 2, step);
+}
+
+/* Complete the record and write it. */
+static dtrain_result dtrain__event_end(dtrain_metrics *metrics)
+{
+    dtrain__tensorboard *t = &metrics->tensorboard;
+    unsigned char *head = (unsigned char *)t->record;
+    if (t->overflow) return DTRAIN_ERROR_MEMORY;
+    const uint64_t length = t->used - DTRAIN__RECORD_HEAD;
+    const uint32_t crc = dtrain__masked_crc(head + DTRAIN__RECORD_HEAD, (size_t)length);
+    for (int i = 0; i < 8; i++) head[i] = (unsigned char)(length >> 8 * i);
+    const uint32_t head_crc = dtrain__masked_crc(head, 8);
+    for (int i = 0; i < 4; i++) head[8 + i] = (unsigned char)(head_crc >> 8 * i);
+    dtrain__pb_fixed(metrics, crc, 4);
+    if (t->overflow) return DTRAIN_ERROR_MEMORY;
+    if (t->file.torn)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s ends in a broken record that cannot be removed",
+                           t->path);
+    return dtrain__records_append(&t->file, t->record, t->used);
+}
+
+/* Add a plugin's name and content to the value that is open. */
+static void dtrain__value_plugin(dtrain_metrics *metrics, const char *plugin, uint32_t data_class)
+{
+    const size_t metadata = dtrain__pb_begin(metrics, 9);
+    const size_t data = dtrain__pb_begin(metrics, 1);
+    dtrain__pb_text(metrics, 1, plugin);
+    dtrain__pb_end(metrics, data);
+    dtrain__pb_integer(metrics, 4, data_class);
+    dtrain__pb_end(metrics, metadata);
+}
+
+static void dtrain__value_scalar(dtrain_metrics *metrics, const dtrain_metric *metric, double value)
+{
+    char tag[96];
+    snprintf(tag, sizeof tag, "%s/%s", metric->group, metric->name);
+    const size_t one = dtrain__pb_begin(metrics, 1);
+    dtrain__pb_text(metrics, 1, tag);
+    dtrain__pb_float(metrics, 2, value);
+    dtrain__pb_end(metrics, one);
+}
+
+static void dtrain__value_histogram(dtrain_metrics *metrics, const char *tag,
+                                    const dtrain_histogram *h)
+{
+    const size_t one = dtrain__pb_begin(metrics, 1);
+    dtrain__pb_text(metrics, 1, tag);
+    const size_t histogram = dtrain__pb_begin(metrics, 5);
+    dtrain__pb_double(metrics, 1, h->min);
+    dtrain__pb_double(metrics, 2, h->max);
+    dtrain__pb_double(metrics, 3, (double)h->count);
+    dtrain__pb_double(metrics, 4, h->sum);
+    dtrain__pb_double(metrics, 5, h->sum_squares);
+    dtrain__pb_doubles(metrics, 6, h->limits, h->bucket_count);
+    dtrain__pb_doubles(metrics, 7, h->buckets, h->bucket_count);
+    dtrain__pb_end(metrics, histogram);
+    dtrain__pb_end(metrics, one);
+}
+
+/* Add a text, as a tensor of one string. */
+static void dtrain__value_text(dtrain_metrics *metrics, const char *tag, const char *text)
+{
+    const size_t one = dtrain__pb_begin(metrics, 1);
+    const size_t bytes = strlen(tag);
+    dtrain__pb_tag(metrics, 1, DTRAIN__PB_BYTES);
+    dtrain__pb_varint(metrics, bytes + strlen("/text_summary"));
+    dtrain__pb_raw(metrics, tag, bytes);
+    dtrain__pb_raw(metrics, "/text_summary", strlen("/text_summary"));
+    dtrain__value_plugin(metrics, "text", 2);
+    const size_t tensor = dtrain__pb_begin(metrics, 8);
+    dtrain__pb_integer(metrics, 1, 7); /* DT_STRING */
+    const size_t shape = dtrain__pb_begin(metrics, 2);
+    const size_t dim = dtrain__pb_begin(metrics, 2);
+    dtrain__pb_integer(metrics, 1, 1);
+    dtrain__pb_end(metrics, dim);
+    dtrain__pb_end(metrics, shape);
+    dtrain__pb_text(metrics, 8, text);
+    dtrain__pb_end(metrics, tensor);
+    dtrain__pb_end(metrics, one);
+}
+
+/* ---- Hyper-parameters -------------------------------------------------------------------------*/
+
+enum { DTRAIN__HPARAM_STRING = 1, DTRAIN__HPARAM_BOOL = 2, DTRAIN__HPARAM_NUMBER = 3 };
+
+typedef struct dtrain__hparam {
+    const char *name, *value; /* not ended by 0 */
+    size_t name_bytes, value_bytes;
+    double number;
+    int kind;
+} dtrain__hparam;
+
+/* Take the next line of NAME=VALUE; false: there is none. Lines without = are passed over. Numbers
+ * are read as the locale "C" has them, whatever the host's is. */
+static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
+{
+    while (**text) {
+        char number[64];
+        const char *line = *text;
+        const size_t bytes = strcspn(line, "\n");
+        const char *equals = (const char *)memchr(line, '=', bytes);
+        *text += bytes + (line[bytes] == '\n');
+        if (!equals || equals == line) continue;
+        h->name = line;
+        h->name_bytes = (size_t)(equals - line);
+        h->value = equals + 1;
+        h->value_bytes = bytes - h->name_bytes - 1;
+        h->kind = DTRAIN__HPARAM_STRING;
+        snprintf(number, sizeof number, "%.*s", (int)dtrain__min((int64_t)h->value_bytes, 63),
+                 h->value);
+        locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
+        char *end = number;
+        if (c) h->number = strtod_l(number, &end, c);
+        if (c) freelocale(c);
+        if (number[0] && end == number + h->value_bytes && dtrain__finite(h->number))
+            h->kind = DTRAIN__HPARAM_NUMBER;
+        else if (strcmp(number, "true") == 0 || strcmp(number, "false") == 0)
+            h->kind = DTRAIN__HPARAM_BOOL;
+        return true;
+    }
+    return false;
+}
+
+/* Begin a value of the hparams plugin: all that counts is its metadata. Three messages are open
+ * then. */
+static void dtrain__hparams_begin(dtrain_metrics *metrics, const char *tag, size_t open[4])
+{
+    open[0] = dtrain__pb_begin(metrics, 1);
+    dtrain__pb_text(metrics, 1, tag);
+    open[1] = dtrain__pb_begin(metrics, 9);
+    open[2] = dtrain__pb_begin(metrics, 1);
+    dtrain__pb_text(metrics, 1, "hparams");
+    open[3] = dtrain__pb_begin(metrics, 2);
+    dtrain__pb_integer(metrics, 1, 0); /* version of the plugin's data */
+}
+
+static void dtrain__hparams_end(dtrain_metrics *metrics, const size_t open[4])
+{
+    for (int i = 3; i >= 0; i--) dtrain__pb_end(metrics, open[i]);
+}
+
+/* Say which columns the table of the HPARAMS tab has. */
+static void dtrain__hparams_experiment(dtrain_metrics *metrics, const char *lines, double now)
+{
+    static const char *const shown[] = {"train/loss", "train/val_loss",
+                                        "throughput/tokens_per_second", "time/step_ms"};
+    size_t open[4];
+    dtrain__hparam h;
+    dtrain__hparams_begin(metrics, "_hparams_/experiment", open);
+    const size_t experiment = dtrain__pb_begin(metrics, 2);
+    dtrain__pb_double(metrics, 3, now);
+    while (dtrain__hparam_next(&lines, &h)) {
+        const size_t info = dtrain__pb_begin(metrics, 4);
+        dtrain__pb_bytes(metrics, 1, h.name, h.name_bytes);
+        dtrain__pb_integer(metrics, 4, h.kind);
+        dtrain__pb_end(metrics, info);
+    }
+    for (size_t i = 0; i < sizeof shown / sizeof *shown; i++) {
+        const size_t info = dtrain__pb_begin(metrics, 5);
+        const size_t name = dtrain__pb_begin(metrics, 1);
+        dtrain__pb_text(metrics, 2, shown[i]);
+        dtrain__pb_end(metrics, name);
+        dtrain__pb_end(metrics, info);
+    }
+    dtrain__pb_end(metrics, experiment);
+    dtrain__hparams_end(metrics, open);
+}
+
+/* Say which values this run has. */
+static void dtrain__hparams_start(dtrain_metrics *metrics, const char *lines, double now)
+{
+    size_t open[4];
+    dtrain__hparam h;
+    dtrain__hparams_begin(metrics, "_hparams_/session_start_info", open);
+    const size_t start = dtrain__pb_begin(metrics, 3);
+    while (dtrain__hparam_next(&lines, &h)) {
+        const size_t entry = dtrain__pb_begin(metrics, 1);
+        dtrain__pb_bytes(metrics, 1, h.name, h.name_bytes);
+        const size_t value = dtrain__pb_begin(metrics, 2);
+        if (h.kind == DTRAIN__HPARAM_NUMBER) dtrain__pb_double(metrics, 2, h.number);
+        else if (h.kind == DTRAIN__HPARAM_BOOL) dtrain__pb_integer(metrics, 4, *h.value == 't');
+        else dtrain__pb_bytes(metrics, 3, h.value, h.value_bytes);
+        dtrain__pb_end(metrics, value);
+        dtrain__pb_end(metrics, entry);
+    }
+    dtrain__pb_text(metrics, 4, metrics->desc.run_name);
+    dtrain__pb_double(metrics, 5, now);
+    dtrain__pb_end(metrics, start);
+    dtrain__hparams_end(metrics, open);
+}
+
+/* ---- Files ------------------------------------------------------------------------------------*/
+
+/* Make a directory and those around it. */
+static dtrain_result dtrain__make_directories(char *path)
+{
+    for (char *at = path + 1;; at++) {
+        const char end = *at;
+        if (end != '/' && end != 0) continue;
+        *at = 0;
+        const bool made = mkdir(path, 0777) == 0 || errno == EEXIST;
+        const int error = errno;
+        *at = end;
+        if (!made && end == 0)
+            return dtrain_fail(DTRAIN_ERROR_FILE,
+                               "dtrain_metrics_create: the directory %s cannot be made: %s", path,
+                               strerror(error));
+        if (end == 0) return DTRAIN_OK;
+    }
+}
+
+/* Find seconds for a file's name that come after those of all files here: a run may start twice in
+ * a second, on another host, or after the clock was set back. */
+static long long dtrain__event_seconds(const char *directory)
+{
+    static const char head[] = "events.out.tfevents.";
+    long long seconds = (long long)time(NULL), found;
+    DIR *files = opendir(directory);
+    for (const struct dirent *file; files && (file = readdir(files)) != NULL;)
+        if (strncmp(file->d_name, head, sizeof head - 1) == 0 &&
+            sscanf(file->d_name + sizeof head - 1, "%10lld", &found) == 1 && found >= seconds &&
+            found < 9999999999LL)
+            seconds = found + 1;
+    if (files) closedir(files);
+    return seconds;
+}
+
+static dtrain_result dtrain__event_open(dtrain_metrics *metrics)
+{
+    dtrain__tensorboard *t = &metrics->tensorboard;
+    const char *directory = metrics->desc.tensorboard_dir;
+    char host[65] = "host";
+    (void)gethostname(host, sizeof host - 1);
+    t->path_bytes = strlen(directory) + 160;
+    t->path = (char *)dtrain__alloc(&metrics->allocator, t->path_bytes, 1, "a path");
+    if (!t->path) return DTRAIN_ERROR_MEMORY;
+    snprintf(t->path, t->path_bytes, "%s", directory);
+    DTRAIN__TRY(dtrain__make_directories(t->path));
+    snprintf(t->path, t->path_bytes, "%s/events.out.tfevents.%010lld.%s.%ld.0", directory,
+             dtrain__event_seconds(directory), host, (long)getpid());
+    return dtrain__records_open(&t->file, t->path, false);
+}
+
+/* ---- The sink ---------------------------------------------------------------------------------*/
+
+/* Write what comes before the first step: the version, where this session begins, its
+ * configuration and its hyper-parameters. */
+static dtrain_result dtrain__tensorboard_open(void *user, const dtrain_metrics_run *run)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    const double now = (double)time(NULL);
+    DTRAIN__TRY(dtrain__event_open(metrics));
+    dtrain__event_begin(metrics, now, 0);
+    dtrain__pb_text(metrics, 3, "brain.Event:2");
+    DTRAIN__TRY(dtrain__event_end(metrics));
+    dtrain__event_begin(metrics, now, run->first_step);
+    const size_t session = dtrain__pb_begin(metrics, 7);
+    dtrain__pb_integer(metrics, 1, 1); /* START */
+    dtrain__pb_end(metrics, session);
+    DTRAIN__TRY(dtrain__event_end(metrics));
+    if (run->config) {
+        dtrain__event_begin(metrics, now, run->first_step);
+        const size_t summary = dtrain__pb_begin(metrics, 5);
+        dtrain__value_text(metrics, "config", run->config);
+        dtrain__pb_end(metrics, summary);
+        DTRAIN__TRY(dtrain__event_end(metrics));
+    }
+    if (!run->hparams) return DTRAIN_OK;
+    dtrain__event_begin(metrics, now, 0);
+    const size_t summary = dtrain__pb_begin(metrics, 5);
+    dtrain__hparams_experiment(metrics, run->hparams, now);
+    dtrain__hparams_start(metrics, run->hparams, now);
+    dtrain__pb_end(metrics, summary);
+    return dtrain__event_end(metrics);
+}
+
+/* Write all scalars of a step in one record. What is fixed comes with the first. */
+static dtrain_result dtrain__tensorboard_step(void *user, const dtrain_metrics_sample *sample)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    const bool first = metrics->summary.steps == 1;
+    dtrain__event_begin(metrics, sample->wall_time, sample->step);
+    const size_t summary = dtrain__pb_begin(metrics, 5);
+    for (size_t i = 0; i < sample->count; i++)
+        if (sample->known[i] && (first || !(sample->metrics[i].flags & DTRAIN_METRIC_FIXED)))
+            dtrain__value_scalar(metrics, &sample->metrics[i], sample->values[i]);
+    dtrain__pb_end(metrics, summary);
+    return dtrain__event_end(metrics);
+}
+
+static dtrain_result dtrain__tensorboard_event(void *user, const dtrain_metrics_event *event)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__event_begin(metrics, event->wall_time, event->step);
+    const size_t summary = dtrain__pb_begin(metrics, 5);
+    if (event->kind == DTRAIN_METRICS_TEXT) dtrain__value_text(metrics, event->tag, event->text);
+    else dtrain__value_histogram(metrics, event->tag, event->histogram);
+    dtrain__pb_end(metrics, summary);
+    return dtrain__event_end(metrics);
+}
+
+static dtrain_result dtrain__tensorboard_finish(void *user, const dtrain_summary *s)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    const double now = (double)time(NULL);
+    dtrain_result result = DTRAIN_OK;
+    size_t open[4];
+    if (metrics->tensorboard.file.fd < 0) return DTRAIN_OK;
+    if (metrics->desc.hparams) {
+        dtrain__event_begin(metrics, now, s->steps ? metrics->last.step : 0);
+        const size_t summary = dtrain__pb_begin(metrics, 5);
+        dtrain__hparams_begin(metrics, "_hparams_/session_end_info", open);
+        const size_t end = dtrain__pb_begin(metrics, 4);
+        dtrain__pb_integer(metrics, 1, 1); /* STATUS_SUCCESS */
+        dtrain__pb_double(metrics, 2, now);
+        dtrain__pb_end(metrics, end);
+        dtrain__hparams_end(metrics, open);
+        dtrain__pb_end(metrics, summary);
+        result = dtrain__event_end(metrics);
+    }
+    const dtrain_result closed = dtrain__records_close(&metrics->tensorboard.file);
+    return result == DTRAIN_OK ? closed : result;
+}
+
+DTRAIN__PRIVATE bool dtrain__tensorboard_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+{
+    const dtrain_metrics_sink table = {false,
+                                       "tensorboard",
+                                       dtrain__tensorboard_open,
+                                       dtrain__tensorboard_step,
+                                       dtrain__tensorboard_event,
+                                       dtrain__tensorboard_finish,
+                                       metrics};
+    if (!metrics->desc.tensorboard_dir) return false;
+    sink->table = table;
+    sink->unit = "records of the event file";
+    return true;
+}
+
+DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)
+{
+    dtrain__tensorboard *t = &metrics->tensorboard;
+    dtrain__free(&metrics->allocator, t->record, t->room, 1);
+    dtrain__free(&metrics->allocator, t->path, t->path_bytes, 1);
+    t->record = NULL;
+    t->path = NULL;
+}
+
+/* ================================================================================================
+ * src/monitor/histogram.c
+ * ==============================================================================================*/
+
+/* Histograms of weights and gradients
+ *
+ * Each rank counts what it alone holds: its shard, a slice of a shard that other nodes hold too, or
+ * a slice of what every rank holds. The sum over ranks is the histogram of the whole tensor, under
+ * every strategy, without any rank ever seeing the whole.
+ *
+ * Buckets are those of the floating-point format: four to a power of two, the same for all tensors
+ * and ranks, so that counts can be added and a value's bucket is a shift of its bits:
+ *
+ *     ... [-1.25, -1) ... (-2^-64, 2^-64) ... [1, 1.25) [1.25, 1.5) [1.5, 1.75) [1.75, 2) ...
+ *
+ * A value that is a limit belongs to the bucket farther from 0. Values from 2^64 on share the last
+ * bucket of their sign.
+ *
+ * The cost of a step with histograms is one pass over values and gradients (1 ns an element and
+ * rank, divided by the ranks that share the work), a copy to the host on a GPU, and a reduce and an
+ * all-gather of 136 KB for every 8 parameters. */
+
+#define DTRAIN__SIDE 512 /* buckets of a sign: 4 for each of 128 powers of 2 */
+#define DTRAIN__BUCKETS (2 * DTRAIN__SIDE + 1) /* the one around 0 is in the middle */
+#define DTRAIN__LOWEST ((127 - 64) * 4)        /* bits >> 21 of 2^-64 */
+#define DTRAIN__TOGETHER 16                    /* histograms in one reduce */
+#define DTRAIN__CHUNK 16384                    /* values of one copy to the host */
+
+/* What a rank knows beside the buckets; it travels as words of 8 bytes. */
+typedef struct dtrain__moments {
+    double min, max, sum, sum_squares, count, nonfinite;
+} dtrain__moments;
+
+#define DTRAIN__MOMENT_WORDS (sizeof(dtrain__moments) / sizeof(int64_t))
+
+typedef struct dtrain__histograms {
+    dtrain_strategy *strategy;
+    dtrain_comm *comm;
+    int ranks, rank, root; /* in comm; root is rank 0 of the world */
+    int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
+    dtrain__moments mine[DTRAIN__TOGETHER];
+    double limits[DTRAIN__BUCKETS], buckets[DTRAIN__BUCKETS]; /* of the one that is written */
+    float chunk[DTRAIN__CHUNK];
+    dtrain__moments all[1]; /* (ranks, TOGETHER) */
+} dtrain__histograms;
+
+static size_t dtrain__histograms_bytes(int ranks)
+{
+    return sizeof(dtrain__histograms) + sizeof(dtrain__moments) * DTRAIN__TOGETHER * (size_t)ranks;
+}
+
+/* Count one value. */
+static void dtrain__histogram_add(int64_t *counts, dtrain__moments *m, float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value);
+    const int magnitude = (int)(bits >> 21 & 0x3ff) - DTRAIN__LOWEST;
+    if (!dtrain_is_finite(value)) {
+        m->nonfinite++;
+        return;
+    }
+    const int side = magnitude < 0 ? -1 : (int)dtrain__min(magnitude, DTRAIN__SIDE - 1);
+    counts[bits >> 31 ? DTRAIN__SIDE - 1 - side : DTRAIN__SIDE + 1 + side]++;
+    const double x = (double)value;
+    if (m->count == 0 || x < m->min) m->min = x;
+    if (m->count == 0 || x > m->max) m->max = x;
+    m->sum += x;
+    m->sum_squares += x * x;
+    m->count++;
+}
+
+/* Return the upper limit of a bucket. */
+static double dtrain__histogram_limit(int bucket)
+{
+    const int side = bucket < DTRAIN__SIDE ? DTRAIN__SIDE - 1 - bucket : bucket - DTRAIN__SIDE;
+    const double limit = ldexp(1 + 0.25 * (side % 4), side / 4 - 64);
+    if (bucket == DTRAIN__BUCKETS - 1) return DBL_MAX;
+    return bucket < DTRAIN__SIDE ? -limit : limit;
+}
+
+/* Count values of the device's memory or the host's, times a scale. */
+static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
+                                            int64_t count, float scale)
+{
+    dtrain_device *device = h->strategy->device;
+    for (int64_t first = 0; values && first < count; first += DTRAIN__CHUNK) {
+        const int64_t n = dtrain__min(count - first, DTRAIN__CHUNK);
+        const float *chunk = values + first;
+        if (!device->ops->host_memory) {
+            DTRAIN__TRY(dtrain_device_copy(device, h->chunk, chunk, (size_t)n * sizeof(float)));
+            chunk = h->chunk;
+        }
+        for (int64_t i = 0; i < n; i++)
+            dtrain__histogram_add(h->counts[slot], &h->mine[slot], chunk[i] * scale);
+    }
+    return DTRAIN_OK;
+}
+
+/* Find the part of a trainable parameter that this rank counts: ranks that hold the same divide it
+ * evenly among themselves. */
+static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
+{
+    const dtrain_strategy *strategy = h->strategy;
+    const dtrain__layout *layout = &strategy->layout;
+    int holders = h->ranks, number = h->rank;
+    if (!dtrain__shard_of(strategy, i, part)) return;
+    if (!dtrain__value_is_whole(layout, &layout->entries[i])) {
+        dtrain_comm *across = strategy->groups[DTRAIN__ACROSS];
+        holders = layout->all / layout->ranks;
+        number = holders > 1 ? dtrain_comm_rank(across) : 0;
+    }
+    const int64_t first =
+        part->count / holders * number + dtrain__min(number, part->count % holders);
+    const int64_t count = part->count / holders + (number < part->count % holders);
+    if (part->value) part->value += first;
+    if (part->grad) part->grad += first;
+    part->count = count;
+}
+
+/* Write a histogram that all ranks have added to. Runs of empty buckets become one. */
+static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const char *what,
+                                    const char *name)
+{
+    dtrain__histograms *h = metrics->histograms;
+    const int64_t *counts = h->counts[slot];
+    char tag[256];
+    dtrain_histogram whole;
+    dtrain_metrics_event event;
+    memset(&whole, 0, sizeof whole);
+    for (int r = 0; r < h->ranks; r++) {
+        const dtrain__moments *m = &h->all[r * DTRAIN__TOGETHER + slot];
+        if (m->count > 0 && (whole.count == 0 || m->min < whole.min)) whole.min = m->min;
+        if (m->count > 0 && (whole.count == 0 || m->max > whole.max)) whole.max = m->max;
+        whole.sum += m->sum;
+        whole.sum_squares += m->sum_squares;
+        whole.count += (uint64_t)m->count;
+        whole.nonfinite += (uint64_t)m->nonfinite;
+    }
+    int first = 0, last = DTRAIN__BUCKETS - 1;
+    while (first < last && counts[first] == 0) first++;
+    while (first < last && counts[last] == 0) last--;
+    for (int i = first; i <= last; i++) {
+        if (i < last && counts[i] == 0 && counts[i + 1] == 0) continue;
+        h->limits[whole.bucket_count] = dtrain__histogram_limit(i);
+        h->buckets[whole.bucket_count++] = (double)counts[i];
+    }
+    whole.limits = h->limits;
+    whole.buckets = h->buckets;
+    snprintf(tag, sizeof tag, "%s/%s", what, name);
+    memset(&event, 0, sizeof event);
+    event.kind = DTRAIN_METRICS_HISTOGRAM;
+    event.step = metrics->last.step;
+    event.tag = tag;
+    event.histogram = &whole;
+    dtrain__metrics_event(metrics, &event);
+}
+
+/* Add the histograms in slots [0, used) up and write them; parameters[slot / 2] are theirs. */
+static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const size_t *parameters,
+                                               int used)
+{
+    dtrain__histograms *h = metrics->histograms;
+    const size_t buckets = (size_t)used * DTRAIN__BUCKETS;
+    dtrain__moments *mine = h->all + h->rank * DTRAIN__TOGETHER;
+    memcpy(mine, h->mine, sizeof h->mine);
+    DTRAIN__TRY(dtrain_reduce(h->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
+                              DTRAIN_REDUCE_SUM, h->root, NULL));
+    DTRAIN__TRY(dtrain_all_gather(h->comm, mine, h->all, DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS,
+                                  DTRAIN_DTYPE_I64, NULL));
+    for (int slot = 0; h->rank == h->root && slot < used; slot++)
+        dtrain__histogram_write(metrics, slot, slot % 2 ? "gradients" : "weights",
+                                h->strategy->params[parameters[slot / 2]].name);
+    memset(h->counts, 0, sizeof h->counts);
+    memset(h->mine, 0, sizeof h->mine);
+    return DTRAIN_OK;
+}
+
+/* Make the histograms of this step. All ranks walk through the same parameters in the same order.
+ * Gradients are those of the step that is over, before clipping and without the loss scale. */
+DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
+{
+    dtrain__histograms *h = metrics->histograms;
+    const dtrain_strategy *strategy = h->strategy;
+    const double scale = metrics->last.loss_scale;
+    const float unscale = scale > 0 ? (float)(1 / scale) : 1;
+    size_t parameters[DTRAIN__TOGETHER / 2];
+    int used = 0;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_metrics_step"));
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        dtrain_shard part;
+        if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
+        memset(&part, 0, sizeof part);
+        dtrain__histogram_part(h, i, &part);
+        parameters[used / 2] = i;
+        DTRAIN__TRY(dtrain__histogram_fill(h, used++, part.value, part.count, 1));
+        DTRAIN__TRY(dtrain__histogram_fill(h, used++, part.grad, part.count, unscale));
+        if (used < DTRAIN__TOGETHER) continue;
+        DTRAIN__TRY(dtrain__histograms_reduce(metrics, parameters, used));
+        used = 0;
+    }
+    return used ? dtrain__histograms_reduce(metrics, parameters, used) : DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
+{
+    dtrain_trainer *trainer = metrics->desc.trainer;
+    int root = -1;
+    for (int r = 0; trainer && r < trainer->ranks; r++)
+        if (dtrain__world_rank(trainer->comm, r) == 0) root = r;
+    if (root < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_create: histogram_every needs %s",
+                           trainer ? "rank 0 among the ranks of the trainer" : "a trainer in desc");
+    dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
+        &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
+    if (!h) return DTRAIN_ERROR_MEMORY;
+    h->strategy = trainer->desc.strategy;
+    h->comm = trainer->comm;
+    h->ranks = trainer->ranks;
+    h->rank = trainer->rank;
+    h->root = root;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
+{
+    dtrain__histograms *h = metrics->histograms;
+    if (h) dtrain__free(&metrics->allocator, h, 1, dtrain__histograms_bytes(h->ranks));
+    metrics->histograms = NULL;
+}
+
+/* ================================================================================================
+ * src/monitor/nvml.c
+ * ==============================================================================================*/
+
+/* GPUs, by NVML
+ *
+ * NVIDIA's management library comes with the driver. It is loaded when a program runs, so that
+ * nothing needs its header or links with it, and a machine without it has no such metrics. The few
+ * functions below have kept their numbers and layouts since 2013.
+ *
+ * Every rank asks about its own GPU: which one that is, it knows; and the answers travel with the
+ * words that a step gathers anyway, so that rank 0 sees the GPUs of all nodes. Asking takes the
+ * driver's lock and up to milliseconds: it is done every gpu_every_ms, not in every step, and words
+ * repeat the last answer in between. What this GPU cannot tell (NOT_SUPPORTED) stays unknown; a
+ * lost GPU is one warning, and is not asked again. */
+
+#include <dlfcn.h>
+
+/* Where the C library has no dlopen of its own (glibc before 2.34 without -ldl, or linked
+ * statically) the address is NULL, and there is no NVML. */
+#pragma weak dlopen
+#pragma weak dlsym
+#pragma weak dlclose
+#pragma weak dlerror
+
+enum { DTRAIN__NVML_OK = 0, DTRAIN__NVML_NOT_SUPPORTED = 3, DTRAIN__NVML_GPU_IS_LOST = 15 };
+
+enum {
+    DTRAIN__NVML_INIT,
+    DTRAIN__NVML_SHUTDOWN,
+    DTRAIN__NVML_BY_UUID,
+    DTRAIN__NVML_BY_INDEX,
+    DTRAIN__NVML_UTILIZATION,
+    DTRAIN__NVML_MEMORY,
+    DTRAIN__NVML_CLOCK,
+    DTRAIN__NVML_POWER,
+    DTRAIN__NVML_TEMPERATURE,
+    DTRAIN__NVML_REASONS,
+    DTRAIN__NVML_REASONS_BEFORE, /* its name before driver 535 */
+    DTRAIN__NVML_ECC,
+    DTRAIN__NVML_CALLS
+};
+
+/* Calls of the library; a function's address is an object's in dlsym, and is copied. */
+typedef int (*dtrain__nvml_plain_fn)(void);
+typedef int (*dtrain__nvml_find_fn)(const char *uuid, void **device);
+typedef int (*dtrain__nvml_index_fn)(unsigned index, void **device);
+typedef int (*dtrain__nvml_out_fn)(void *device, void *out);
+typedef int (*dtrain__nvml_which_fn)(void *device, unsigned which, unsigned *out);
+typedef int (*dtrain__nvml_ecc_fn)(void *device, unsigned type, unsigned counter,
+                                   unsigned long long *out);
+
+static int dtrain__nvml_plain(const dtrain__nvml *nvml, int call)
+{
+    dtrain__nvml_plain_fn function;
+    memcpy(&function, &nvml->calls[call], sizeof function);
+    return function ? function() : DTRAIN__NVML_NOT_SUPPORTED;
+}
+
+static int dtrain__nvml_out(const dtrain__nvml *nvml, int call, void *out)
+{
+    dtrain__nvml_out_fn function;
+    memcpy(&function, &nvml->calls[call], sizeof function);
+    return function ? function(nvml->device, out) : DTRAIN__NVML_NOT_SUPPORTED;
+}
+
+static int dtrain__nvml_which(const dtrain__nvml *nvml, int call, unsigned which, unsigned *out)
+{
+    dtrain__nvml_which_fn function;
+    memcpy(&function, &nvml->calls[call], sizeof function);
+    return function ? function(nvml->device, which, out) : DTRAIN__NVML_NOT_SUPPORTED;
+}
+
+/* Find this rank's GPU: by the id that the device has, and where ranks compute on a CPU and NVML
+ * was asked for by its path, the GPU with the rank's number on this host. */
+static int dtrain__nvml_find(dtrain_metrics *metrics, bool gpu)
+{
+    dtrain__nvml *nvml = &metrics->nvml;
+    dtrain_device_info info;
+    dtrain_world_info world;
+    if (gpu && dtrain_device_query(dtrain_world_device(metrics->world), &info) == DTRAIN_OK &&
+        strlen(info.id) == 36) {
+        dtrain__nvml_find_fn find;
+        char uuid[48];
+        snprintf(uuid, sizeof uuid, "%.12s-%.4s-%.4s-%.4s-%.12s", info.id, info.id + 12,
+                 info.id + 16, info.id + 20, info.id + 24); /* "GPU-" and 32 digits */
+        memcpy(&find, &nvml->calls[DTRAIN__NVML_BY_UUID], sizeof find);
+        return find ? find(uuid, &nvml->device) : DTRAIN__NVML_NOT_SUPPORTED;
+    }
+    dtrain__nvml_index_fn at;
+    dtrain_world_query(metrics->world, &world);
+    memcpy(&at, &nvml->calls[DTRAIN__NVML_BY_INDEX], sizeof at);
+    return at ? at((unsigned)world.local_rank, &nvml->device) : DTRAIN__NVML_NOT_SUPPORTED;
+}
+
+static void dtrain__nvml_reason(dtrain__nvml *nvml, const char *format, ...) DTRAIN__PRINTF(2, 3);
+static void dtrain__nvml_reason(dtrain__nvml *nvml, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(nvml->reason, sizeof nvml->reason, format, args);
+    va_end(args);
+}
+
+/* Load the library and find the GPU. Whatever is missing, the reason says it and nothing fails. */
+DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics)
+{
+    static const char *const names[DTRAIN__NVML_CALLS] = {
+        "nvmlInit_v2",
+        "nvmlShutdown",
+        "nvmlDeviceGetHandleByUUID",
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetClockInfo",
+        "nvmlDeviceGetPowerUsage",
+        "nvmlDeviceGetTemperature",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+        "nvmlDeviceGetTotalEccErrors"};
+    dtrain__nvml *nvml = &metrics->nvml;
+    const char *asked = metrics->desc.nvml_path ? metrics->desc.nvml_path : getenv("DTRAIN_NVML");
+    const char *path = asked && asked[0] ? asked : "libnvidia-ml.so.1";
+    const bool gpu = !dtrain_world_device(metrics->world)->ops->host_memory;
+    for (size_t i = 0; i < sizeof nvml->figures / sizeof *nvml->figures; i++)
+        nvml->figures[i] = (float)DTRAIN__NAN;
+    if (metrics->desc.no_gpu) dtrain__nvml_reason(nvml, "desc's no_gpu is set");
+    else if (!gpu && (!asked || !asked[0]))
+        dtrain__nvml_reason(nvml, "the ranks compute on the CPU");
+    else if (!dlopen || !dlsym || !dlclose)
+        dtrain__nvml_reason(nvml, "this program is linked without dlopen (add -ldl)");
+    if (nvml->reason[0]) return;
+    nvml->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!nvml->library) {
+        const char *why = dlerror ? dlerror() : NULL;
+        dtrain__nvml_reason(nvml, "%.190s", why ? why : "the library cannot be loaded");
+        return;
+    }
+    for (int i = 0; i < DTRAIN__NVML_CALLS; i++) nvml->calls[i] = dlsym(nvml->library, names[i]);
+    int code = nvml->calls[DTRAIN__NVML_INIT] ? dtrain__nvml_plain(nvml, DTRAIN__NVML_INIT)
+                                              : (int)DTRAIN__NVML_NOT_SUPPORTED;
+    nvml->started = code == DTRAIN__NVML_OK;
+    if (nvml->started) {
+        code = dtrain__nvml_find(metrics, gpu);
+        if (code != DTRAIN__NVML_OK)
+            dtrain__nvml_reason(nvml, "NVML does not know this rank's GPU (its error %d)", code);
+    } else dtrain__nvml_reason(nvml, "%.140s cannot be started (its error %d)", path, code);
+}
+
+/* Note an answer; a lost GPU ends the questions. */
+static void dtrain__nvml_note(dtrain_metrics *metrics, int code, dtrain_figure figure, double value)
+{
+    dtrain__nvml *nvml = &metrics->nvml;
+    const int at = (int)figure - (int)DTRAIN_FIGURE_GPU_UTILIZATION;
+    nvml->figures[at] = code == DTRAIN__NVML_OK ? (float)value : (float)DTRAIN__NAN;
+    if (code != DTRAIN__NVML_GPU_IS_LOST || nvml->reason[0]) return;
+    dtrain__nvml_reason(nvml, "NVML says that the GPU is lost");
+    dtrain_log(metrics->world, DTRAIN_LOG_WARNING, "the GPU of rank %d is lost, says NVML",
+               dtrain_world_rank(metrics->world));
+}
+
+/* Ask, if it is time to, and hand the answers to the trainer, whose next step tells all ranks. */
+DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics)
+{
+    dtrain__nvml *nvml = &metrics->nvml;
+    const double now = dtrain_seconds();
+    struct {
+        unsigned gpu, memory;
+    } utilization = {0, 0};
+    struct {
+        unsigned long long total, free, used;
+    } memory = {0, 0, 0};
+    unsigned clock = 0, power = 0, temperature = 0;
+    unsigned long long reasons = 0, errors = 0;
+    dtrain__nvml_ecc_fn ecc;
+    if (!nvml->device || nvml->reason[0] || now < nvml->ask_at) return;
+    nvml->ask_at = now + 1e-3 * metrics->desc.gpu_every_ms;
+    int code = dtrain__nvml_out(nvml, DTRAIN__NVML_UTILIZATION, &utilization);
+    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_UTILIZATION, 0.01 * utilization.gpu);
+    code = dtrain__nvml_out(nvml, DTRAIN__NVML_MEMORY, &memory);
+    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_MEMORY, (double)memory.used);
+    code = dtrain__nvml_which(nvml, DTRAIN__NVML_CLOCK, 1, &clock); /* multiprocessors, MHz */
+    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_CLOCK, 1e6 * clock);
+    code = dtrain__nvml_out(nvml, DTRAIN__NVML_POWER, &power); /* mW */
+    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_POWER, 1e-3 * power);
+    code = dtrain__nvml_which(nvml, DTRAIN__NVML_TEMPERATURE, 0, &temperature);
+    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_TEMPERATURE, temperature);
+    const int call =
+        nvml->calls[DTRAIN__NVML_REASONS] ? DTRAIN__NVML_REASONS : DTRAIN__NVML_REASONS_BEFORE;
+    code = dtrain__nvml_out(nvml, call, &reasons);
+    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_THROTTLE, (double)reasons);
+    memcpy(&ecc, &nvml->calls[DTRAIN__NVML_ECC], sizeof ecc);
+    code = ecc ? ecc(nvml->device, 1, 0, &errors) : DTRAIN__NVML_NOT_SUPPORTED;
+    dtrain__nvml_note(metrics, code, DTRAIN_FIGURE_GPU_ECC, (double)errors);
+    if (metrics->desc.trainer)
+        memcpy(metrics->desc.trainer->gpu, nvml->figures, sizeof nvml->figures);
+}
+
+DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics)
+{
+    dtrain__nvml *nvml = &metrics->nvml;
+    if (nvml->started) (void)dtrain__nvml_plain(nvml, DTRAIN__NVML_SHUTDOWN);
+    if (nvml->library) dlclose(nvml->library);
+    memset(nvml, 0, sizeof *nvml);
 }
 
 /* ================================================================================================

@@ -3,7 +3,7 @@
 # bench/results/MACHINE/ or FOLDER, for each WHAT
 #   WHAT.txt     machine, commit, compiler, load; then each command behind "$ " and what it printed
 #   WHAT.jsonl   a line about the machine and the commit; then each command, and one line a result
-# WHAT is any of: gemm conv resnet data collectives links sparse kernels train strategies compare accuracy scaling comm loss
+# WHAT is any of: gemm conv resnet data metrics collectives links sparse kernels train strategies compare accuracy scaling comm loss
 # checkpoint simulator; without it, all.
 # MACHINE is made from the processor's model and its widest instruction set. Run it on a machine that does nothing else;
 # all of it takes some two hours on two cores. --quick tests the script in seconds and needs --out: no figures.
@@ -14,7 +14,7 @@
 #   CIFAR=FOLDER  CIFAR-10's binary files, or a part of them: what accuracy is measured on
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build} machine= folder= quick=
-known="gemm conv resnet data collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator"
+known="gemm conv resnet data metrics collectives links sparse kernels train strategies compare accuracy scaling comm loss checkpoint simulator forecast"
 fail() { echo "record.sh: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in
@@ -68,6 +68,8 @@ run() {
     case $program in bench_train | bench_strategies | bench_scaling | bench_comm)
         make -s BUILD="$build" "$build/train_gpt" "$build/resnet_cifar" || exit 1
         set -- --program "$build/train_gpt" "$@" ;;
+        bench_forecast) make -s BUILD="$build" "$build/train_gpt" "$build/resnet_cifar" || exit 1
+            set -- --program "$build/train_gpt" --images "$build/resnet_cifar" "$@" ;;
         bench_resnet) make -s BUILD="$build" "$build/resnet_cifar" || exit 1; set -- --program "$build/resnet_cifar" "$@" ;;
     esac
     shown=$path
@@ -95,6 +97,7 @@ record() {
         conv) run bench_conv; run bench_conv --threads "$cores"; run bench_conv --bf16 ;;
         resnet) run bench_resnet --threads 1; run bench_resnet --threads "$cores" ;;
         data) run bench_data ;;
+        metrics) run bench_metrics --program "$build/train_gpt" ;;
         collectives) run bench_collectives --ranks 2; [ "$cores" -le 2 ] || run bench_collectives --ranks "$cores" ;;
         links) run bench_links --nodes 2,4 --gbit 0.3,1 --sizes 1M,4M,25M,100M ;;
         sparse) run bench_sparse ;;
@@ -118,6 +121,7 @@ record() {
             run bench_comm --parts train --train-models baby,gpt2 ;;
         loss) run bench_comm --parts loss --data "$DATA" ;;
         checkpoint) run bench_checkpoint --params 124 --reps 5 ;;
+        forecast) run bench_forecast --rounds 5 ;;
         simulator) run simulate --check tools/simulate/published.txt ;;
     esac
 }

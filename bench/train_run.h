@@ -19,7 +19,7 @@ typedef struct train_run {
 static inline int train_run_log(FILE *file, train_run *run)
 {
     static double rate[BENCH_MOST], step[BENCH_MOST], exposed[BENCH_MOST];
-    char line[2048];
+    char line[8192];
     int count = 0;
     run->val_loss = NAN;
     if (!file) return 1;

@@ -5,14 +5,13 @@
  *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/resnet_cifar.c dtrain_cuda.cu -lcublasLt -o resnet_cifar
  *   run:     ./resnet_cifar --data FOLDER      which holds data_batch_1.bin to _5.bin and test_batch.bin
  *            ./resnet_cifar --epochs 3         the same on images that it draws itself
- *   flags:   --data FOLDER  --ranks N  --batch N (images of a rank and step)  --threads N
- *            --epochs N, or --steps N in its place
- *            --seed N  --strategy ddp|zero1|shard_grad_op|full_shard|zero3  --precision fp32|bf16
- *            --sync-batchnorm  --log FILE  --device cpu|cuda
- *            --config FILE, which has flags as lines, "batch = 128" or "sync-batchnorm = 1"; the command line wins
+ *            ./resnet_cifar --epochs 1 --checkpoint run --save-every 5 --restarts 3 --resume auto
+ *   flags:   --data, --epochs or --steps in its place, --sync-batchnorm, and the switches of all training programs
+ *            (tools/run): --ranks --batch --threads --seed --strategy --precision --log ...; --help lists them
  *   expect   of ./resnet_cifar --ranks 2 --epochs 3 --batch 32, in half a minute of two cores:
  *     2000 training images, 500 for the test; 2 ranks x 32 images a step
- *     model   ResNet-20: 272474 parameters; strategy ddp: a rank sends 1089920 bytes a step
+ *     model   ResNet-20: 272474 parameters
+ *     strategy ddp: 1 shards x 2 replicas, gradients in 2 buckets; a rank sends 1089920 bytes a step ...
  *     memory  a rank will need 65.9 MiB: parameters 1.0, gradients 1.0, optimizer 1.0, ...
  *     epoch   steps      lr  training loss  test accuracy  images/s
  *         1      31  0.1000         2.0518         10.0 %       ...
@@ -22,25 +21,25 @@
  * Which image comes when, and how it is cropped and flipped, depends on seed, epoch and image alone. So
  * ranks that share a batch see together what one rank sees; with --sync-batchnorm they normalise over all
  * of it as well, and the curve is that of one rank (but for rounding). Without it each rank normalises over
- * its own images, as PyTorch's DDP does. */
+ * its own images, as PyTorch's DDP does.
+ *
+ * How to read it: images -> model -> batches -> what tools/run asks of a program. A training loop without tools/run,
+ * in one file, is in mlp.c and gpt.c. */
+#define RUN_NAME "resnet_cifar"
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
-#define CHECK(call)                        \
-    do {                                   \
-        if ((call) != DTRAIN_OK) return 1; \
-    } while (0)
+#include "tools/run/run.h"
 
 enum { SIDE = 32, COLORS = 3, PIXELS = SIDE * SIDE * COLORS, CLASSES = 10, PADDING = 4 };
 
 /* ---- images ---- */
 
-typedef struct settings {
-    const char *data, *log, *device, *config;
-    uint32_t kind, tape_flags;
-    long ranks, batch, threads, epochs, steps, seed;
-    bool sync;
-} settings;
+/* What the program can be asked for beside run_flags. */
+static struct {
+    const char *data;
+    long epochs, sync;
+} own_flags = {.epochs = 20};
 
 /* Draw images for a try without data: stripes whose direction and colour are those of a class, in noise. */
 static dtrain_result draw_images(void *user, int64_t first, int64_t count, void *items,
@@ -65,8 +64,7 @@ static dtrain_result draw_images(void *user, int64_t first, int64_t count, void 
 }
 
 /* Open the images of --data for training or for the test, or draw some. */
-static dtrain_result open_images(dtrain_world *world, const settings *s, bool test,
-                                 dtrain_dataset **out)
+static dtrain_result open_images(dtrain_world *world, bool test, dtrain_dataset **out)
 {
     static uint64_t seeds[2] = {1, 2};
     char path[4096] = "";
@@ -76,11 +74,11 @@ static dtrain_result open_images(dtrain_world *world, const settings *s, bool te
                                        .read = draw_images,
                                        .user = &seeds[test]};
     const dtrain_dataset_desc files = {.format = DTRAIN_DATA_CIFAR10, .path = path};
-    if (!s->data) return dtrain_dataset_open(world, &drawn, out);
-    if (test) snprintf(path, sizeof path, "%s/test_batch.bin", s->data);
+    if (!own_flags.data) return dtrain_dataset_open(world, &drawn, out);
+    if (test) snprintf(path, sizeof path, "%s/test_batch.bin", own_flags.data);
     for (int i = 1; i <= 5 && !test; i++)
         snprintf(path + strlen(path), sizeof path - strlen(path), "%s%s/data_batch_%d.bin",
-                 i > 1 ? "," : "", s->data, i);
+                 i > 1 ? "," : "", own_flags.data, i);
     return dtrain_dataset_open(world, &files, out);
 }
 
@@ -110,10 +108,10 @@ static dtrain_result plain(void *user, const dtrain_sample *sample, void *output
 /* Crop and flip, as drawn for this image in this epoch: on whatever rank, by whatever worker. */
 static dtrain_result augmented(void *user, const dtrain_sample *sample, void *output)
 {
-    const settings *s = user;
     float draw[3];
+    (void)user;
     for (uint64_t k = 0; k < 3; k++)
-        draw[k] = dtrain_random_uniform((uint64_t)s->seed, sample->epoch + 1,
+        draw[k] = dtrain_random_uniform((uint64_t)run_flags.seed, sample->epoch + 1,
                                         (uint64_t)sample->item * 3 + k);
     put_image(sample->data, (int)(draw[0] * (2 * PADDING + 1)) - PADDING,
               (int)(draw[1] * (2 * PADDING + 1)) - PADDING, draw[2] < 0.5f, output);
@@ -131,15 +129,17 @@ enum {
 enum { CONV1 = 0, NORM1, CONV2 = NORM1 + NORM, NORM2, SHORTCUT = NORM2 + NORM, NORM3 };
 
 typedef struct model {
-    const settings *s;
     dtrain_param params[PARAMS];
     char names[PARAMS][32];
     int count;
     dtrain_comm *comm; /* over which batches are normalised; NULL: each rank for itself */
-    int rank, ranks;
-    dtrain_loader *train, *test;
+    int64_t batch;
     float *x;        /* (batch, 32, 32, 3) */
     int32_t *labels; /* (batch) */
+    dtrain_dataset *images[2];
+    dtrain_loader *train, *test;
+    int64_t test_count, epoch_steps, epoch_begin; /* the last: the step before the epoch's first */
+    double loss_sum, begun;                       /* of the epoch so far */
 } model;
 
 static dtrain_param *declare(model *m, uint32_t unit, const char *prefix, const char *name)
@@ -224,7 +224,7 @@ static dtrain_tensor *conv_norm(dtrain_tape *t, const model *m, dtrain_tensor *x
 static dtrain_tensor *forward(dtrain_tape *t, model *m)
 {
     const dtrain_activation relu = DTRAIN_ACTIVATION_RELU, none = DTRAIN_ACTIVATION_NONE;
-    const int64_t shape[4] = {m->s->batch, SIDE, SIDE, COLORS};
+    const int64_t shape[4] = {m->batch, SIDE, SIDE, COLORS};
     dtrain_param *p = m->params;
     dtrain_tape_unit(t, 0);
     dtrain_tensor *x = dtrain_tape_input(t, DTRAIN_DTYPE_F32, 4, shape, m->x, false);
@@ -246,7 +246,7 @@ static dtrain_tensor *forward(dtrain_tape *t, model *m)
 static dtrain_tensor *loss(dtrain_tape *t, void *user)
 {
     model *m = user;
-    const int64_t shape[1] = {m->s->batch};
+    const int64_t shape[1] = {m->batch};
     dtrain_tensor *logits = forward(t, m);
     return dtrain_cross_entropy(
         t, logits, dtrain_tape_input(t, DTRAIN_DTYPE_I32, 1, shape, m->labels, false), 0, 0);
@@ -254,320 +254,237 @@ static dtrain_tensor *loss(dtrain_tape *t, void *user)
 
 /* ---- batches ---- */
 
+static dtrain_result set_batch(void *user, uint32_t batch)
+{
+    model *m = user;
+    free(m->x), free(m->labels);
+    m->batch = batch;
+    m->x = malloc((size_t)batch * PIXELS * sizeof *m->x);
+    m->labels = calloc(batch, sizeof *m->labels);
+    if (m->x && m->labels) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %u images", batch);
+}
+
 static dtrain_result next_batch(void *user)
 {
     model *m = user;
     return dtrain_loader_next(m->train, m->x, m->labels);
 }
 
-/* Measure the accuracy on `count` test images. Each rank takes its share of every batch; in the last one, images from
- * the beginning come again and do not count. */
-static dtrain_result test_accuracy(dtrain_world *world, dtrain_tape *t, model *m, int64_t count,
-                                   double *accuracy)
+/* Add what one batch says about the first `count` of its images: how many are right, and the sum of their losses. */
+static void judge(const model *m, const float *logits, int64_t count, double *right, double *loss)
 {
-    const int64_t batch = m->s->batch;
-    int64_t right = 0;
-    float *logits = malloc((size_t)batch * CLASSES * sizeof *logits);
+    for (int64_t i = 0; i < count; i++, logits += CLASSES) {
+        int best = 0;
+        double sum = 0;
+        for (int c = 1; c < CLASSES; c++)
+            if (logits[c] > logits[best]) best = c;
+        for (int c = 0; c < CLASSES; c++) sum += exp((double)(logits[c] - logits[best]));
+        *right += best == m->labels[i];
+        *loss += log(sum) - (double)(logits[m->labels[i]] - logits[best]);
+    }
+}
+
+/* Measure accuracy, in per cent, and loss on the test images. Each rank takes its share of every batch, every ranks-th
+ * image; in the last batch images from the beginning come again and do not count. */
+static dtrain_result test(dtrain_world *world, run_job *j, double *accuracy, double *mean_loss)
+{
+    model *m = j->own;
+    dtrain_tape *tape = dtrain_trainer_tape(j->trainer);
+    const int64_t rank = dtrain_world_rank(world), ranks = dtrain_world_size(world);
+    double sums[2] = {0, 0}; /* right, loss */
+    float *logits = malloc((size_t)m->batch * CLASSES * sizeof *logits);
     dtrain_result result = DTRAIN_OK;
     if (!logits) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for logits");
     dtrain_loader_seek(m->test, 0);
-    for (int64_t first = 0; first < count && result == DTRAIN_OK; first += batch * m->ranks) {
-        result = dtrain_loader_next(m->test, m->x, m->labels);
-        if (result == DTRAIN_OK)
-            result = dtrain_tape_begin(t, m->s->tape_flags | DTRAIN_TAPE_NO_GRAD, 0);
-        if (result == DTRAIN_OK) result = dtrain_tensor_read(t, forward(t, m), logits);
-        for (int64_t i = 0; i < batch && first + i * m->ranks + m->rank < count; i++) {
-            int best = 0;
-            for (int c = 1; c < CLASSES; c++)
-                if (logits[i * CLASSES + c] > logits[i * CLASSES + best]) best = c;
-            right += best == m->labels[i];
-        }
+    for (int64_t first = 0; first < m->test_count; first += m->batch * ranks) {
+        const int64_t left = (m->test_count - first - rank + ranks - 1) / ranks;
+        TRY(dtrain_loader_next(m->test, m->x, m->labels));
+        TRY(dtrain_tape_begin(tape, tape_flags(j->s) | DTRAIN_TAPE_NO_GRAD, 0));
+        TRY(dtrain_tensor_read(tape, forward(tape, m), logits));
+        judge(m, logits, left < m->batch ? left : m->batch, &sums[0], &sums[1]);
     }
+    float all[2] = {(float)sums[0], (float)sums[1]}; /* counts below 2^24 are exact */
+    TRY(dtrain_all_reduce(dtrain_world_comm(world), all, all, 2, DTRAIN_DTYPE_F32,
+                          DTRAIN_REDUCE_SUM, NULL));
+    *accuracy = 100 * (double)all[0] / (double)m->test_count;
+    *mean_loss = (double)all[1] / (double)m->test_count;
+cleanup:
     free(logits);
-    if (result != DTRAIN_OK) return result;
-    result = dtrain_all_reduce(dtrain_world_comm(world), &right, &right, 1, DTRAIN_DTYPE_I64,
-                               DTRAIN_REDUCE_SUM, NULL);
-    *accuracy = 100.0 * (double)right / (double)count;
     return result;
 }
 
-/* ---- memory ---- */
+/* ---- what tools/run asks of a program ---- */
 
-static double mib(uint64_t bytes) { return (double)bytes / 1048576; }
-
-static void show_plan(const dtrain_strategy *strategy, const dtrain_memory *m)
+/* With Muon the convolutions of the blocks, but not the shortcuts, are group 1. */
+static dtrain_result open_model(dtrain_world *world, run_job *j)
 {
-    dtrain_strategy_info info;
-    dtrain_strategy_query(strategy, &info);
-    printf("model   ResNet-20: %llu parameters; strategy %s: a rank sends %llu bytes a step\n",
-           (unsigned long long)info.trainable_elements, info.name,
-           (unsigned long long)info.step_bytes);
-    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
-           "buffers %.1f, activations %.1f + %.1f, workspace %.1f\n",
-           mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
-           mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+    model *m = j->own;
+    declare_model(m);
+    for (int i = 0; i < m->count && is_optimizer(j->s, DTRAIN_OPTIMIZER_MUON); i++)
+        if (m->params[i].shape[2] == 3 && m->params[i].unit > 0) m->params[i].group = 1;
+    j->params = m->params;
+    j->param_count = (size_t)m->count;
+    j->sample_things = 1;
+    j->steps = j->s->steps ? j->s->steps : own_flags.epochs;
+    if (!world || !own_flags.sync) return DTRAIN_OK;
+    return dtrain_comm_split(j->comm ? j->comm : dtrain_world_comm(world), 0, 0, &m->comm);
 }
 
-static void show_memory(const dtrain_device *device, const dtrain_memory *plan)
+static dtrain_result open_data(dtrain_world *world, run_job *j)
 {
-    uint64_t now = device->peak_bytes, peak = now;
-    if (device->ops->host_memory) dtrain_process_memory(&now, &peak);
-    printf("  memory  %.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n", mib(now), mib(peak),
-           mib(plan->total));
-}
-
-/* ---- a rank ---- */
-
-/* Train `total` steps, and print a line after each epoch, which ends with a test. */
-static int train_epochs(dtrain_world *world, dtrain_trainer *trainer, dtrain_metrics *metrics,
-                        model *m, int64_t test_count, int64_t per_epoch, int64_t total)
-{
-    double sum = 0, begun = dtrain_seconds();
-    for (int64_t step = 1, since = 1; step <= total; step++, since++) {
-        dtrain_step_record record;
-        double accuracy = 0;
-        CHECK(dtrain_trainer_step(trainer, &record));
-        CHECK(dtrain_metrics_step(metrics, &record));
-        sum += record.loss;
-        if (step % per_epoch && step != total) continue;
-        const double rate = (double)(since * m->s->batch * m->ranks) / (dtrain_seconds() - begun);
-        CHECK(test_accuracy(world, dtrain_trainer_tape(trainer), m, test_count, &accuracy));
-        if (m->rank == 0)
-            printf("%5lld %7lld  %6.4f  %13.4f  %11.1f %%  %8.0f\n",
-                   (long long)((step - 1) / per_epoch + 1), (long long)step, record.lr,
-                   sum / (double)since, accuracy, rate);
-        fflush(stdout);
-        sum = 0, since = 0, begun = dtrain_seconds();
-    }
-    return 0;
-}
-
-static int train(dtrain_world *world, void *user)
-{
-    const settings *s = user;
-    static model m; /* a rank is a process */
-    dtrain_strategy *strategy;
-    dtrain_optimizer *optimizer;
-    dtrain_trainer *trainer;
-    dtrain_metrics *metrics;
-    dtrain_dataset *train_images, *test_images;
-    dtrain_dataset_info train_info, test_info;
+    model *m = j->own;
+    dtrain_dataset_info test_images;
     dtrain_loader_info epoch;
-    m.s = s;
-    m.rank = dtrain_world_rank(world);
-    m.ranks = dtrain_world_size(world);
-    m.x = malloc((size_t)s->batch * PIXELS * sizeof *m.x);
-    m.labels = calloc((size_t)s->batch, sizeof *m.labels);
-    if (!m.x || !m.labels) {
-        dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a batch of %ld images", s->batch);
-        return 1;
-    }
-    CHECK(open_images(world, s, false, &train_images));
-    CHECK(open_images(world, s, true, &test_images));
-    dtrain_loader_desc images = {.batch = (uint32_t)s->batch,
-                                 .seed = (uint64_t)s->seed,
+    dtrain_result result = DTRAIN_OK;
+    for (int test = 0; test < 2; test++) TRY(open_images(world, test, &m->images[test]));
+    dtrain_loader_desc images = {.batch = j->batch,
+                                 .seed = (uint64_t)j->s->seed,
                                  .drop_last = true, /* what is left over waits for another epoch */
-                                 .dataset = train_images,
-                                 .workers = 1, /* makes the next batch while one is learned */
+                                 .dataset = m->images[0],
+                                 .workers = (uint32_t)j->s->workers,
                                  .transform = augmented,
-                                 .output_bytes = PIXELS * sizeof *m.x,
-                                 .user = user};
-    CHECK(dtrain_loader_create(world, &images, &m.train));
-    images.dataset = test_images;
+                                 .output_bytes = PIXELS * sizeof *m->x};
+    TRY(dtrain_loader_create(world, &images, &m->train));
+    images.dataset = m->images[1];
     images.in_order = true;
     images.drop_last = false;
     images.transform = plain;
-    CHECK(dtrain_loader_create(world, &images, &m.test));
-    dtrain_loader_query(m.train, &epoch);
-    dtrain_dataset_query(train_images, &train_info);
-    dtrain_dataset_query(test_images, &test_info);
-    const int64_t per_epoch = epoch.samples_per_epoch / (s->batch * m.ranks);
-    const int64_t total = s->steps ? s->steps : s->epochs * per_epoch;
-    declare_model(&m);
-
-    const dtrain_strategy_desc where = {.kind = s->kind, .init_seed = (uint64_t)s->seed};
-    CHECK(dtrain_strategy_create(world, m.params, (size_t)m.count, &where, &strategy));
-    if (s->sync) CHECK(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &m.comm));
-    dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
-    sgd.momentum = 0.9f;
-    sgd.weight_decay = 1e-4f;
-    CHECK(dtrain_optimizer_create(world, strategy, &sgd, &optimizer));
-    const dtrain_trainer_desc how = {.tokens = (uint32_t)s->batch,
-                                     .tape_flags = s->tape_flags,
-                                     .schedule = {.kind = DTRAIN_SCHEDULE_STEPS,
-                                                  .lr = 0.1f,
-                                                  .milestones = {total / 2, total * 3 / 4}},
-                                     .strategy = strategy,
-                                     .optimizer = optimizer,
-                                     .next_batch = next_batch,
-                                     .loss = loss,
-                                     .user = &m};
-    CHECK(dtrain_trainer_create(world, &how, &trainer));
-    dtrain_memory plan;
-    CHECK(dtrain_trainer_plan(world, &how, &plan));
-    const dtrain_metrics_desc report = {.total_steps = total, .jsonl_path = s->log};
-    CHECK(dtrain_metrics_create(world, &report, &metrics));
-
-    if (m.rank == 0) {
-        printf("%lld training images, %lld for the test; %d ranks x %ld images a step\n",
-               (long long)train_info.item_count, (long long)test_info.item_count, m.ranks,
-               s->batch);
-        show_plan(strategy, &plan);
-        printf("epoch   steps      lr  training loss  test accuracy  images/s\n");
-    }
-    if (train_epochs(world, trainer, metrics, &m, test_info.item_count, per_epoch, total)) return 1;
-    CHECK(dtrain_metrics_finish(metrics));
-    if (m.rank == 0) show_memory(dtrain_world_device(world), &plan);
-    dtrain_metrics_destroy(metrics);
-    dtrain_trainer_destroy(trainer);
-    dtrain_comm_destroy(m.comm);
-    dtrain_optimizer_destroy(optimizer);
-    dtrain_strategy_destroy(strategy);
-    dtrain_loader_destroy(m.train);
-    dtrain_loader_destroy(m.test);
-    dtrain_dataset_close(train_images);
-    dtrain_dataset_close(test_images);
-    free(m.x), free(m.labels);
-    return 0;
+    TRY(dtrain_loader_create(world, &images, &m->test));
+    dtrain_loader_query(m->train, &epoch);
+    dtrain_dataset_query(m->images[1], &test_images);
+    m->test_count = test_images.item_count;
+    m->epoch_steps =
+        epoch.samples_per_epoch / ((int64_t)j->batch * j->accum * dtrain_world_size(world));
+    if (m->epoch_steps < 1)
+        TRY(dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                        "an epoch has %lld images, fewer than a step of all ranks: lower --batch, "
+                        "--accum or --global-batch",
+                        (long long)epoch.samples_per_epoch));
+    j->steps = j->s->steps ? j->s->steps : own_flags.epochs * m->epoch_steps;
+    j->loader = m->train;
+cleanup:
+    return result;
 }
+
+static void show_start(dtrain_world *world, const run_job *j)
+{
+    const model *m = j->own;
+    const int ranks = dtrain_world_size(world);
+    dtrain_dataset_info images;
+    dtrain_strategy_info info;
+    dtrain_dataset_query(m->images[0], &images);
+    dtrain_strategy_query(j->strategy, &info);
+    show_device(j->s, world);
+    printf("%lld training images, %lld for the test; %d ranks x %u images a step\n",
+           (long long)images.item_count, (long long)m->test_count, ranks, j->batch * j->accum);
+    printf("model   ResNet-20: %llu parameters\n", (unsigned long long)info.trainable_elements);
+    show_resumed(j, ranks);
+    show_strategy(j, ranks);
+    printf("epoch   steps      lr  training loss  test accuracy  images/s\n");
+}
+
+/* End an epoch, or the run, with a test and a line of the table. */
+static dtrain_result validate(dtrain_world *world, run_job *j, int64_t done, bool stopping,
+                              dtrain_step_record *record)
+{
+    model *m = j->own;
+    double accuracy = 0;
+    dtrain_result result = DTRAIN_OK;
+    if (m->begun == 0 || m->epoch_begin > done) /* the first step of this rank, or a roll-back */
+        m->epoch_begin = done - 1, m->loss_sum = 0,
+        m->begun = dtrain_seconds() - record->step_ms / 1e3;
+    m->loss_sum += record->loss;
+    if (stopping || (done % m->epoch_steps && done != j->steps)) return DTRAIN_OK;
+    const double seconds = dtrain_seconds() - m->begun, steps = (double)(done - m->epoch_begin);
+    const double images = steps * j->batch * j->accum * dtrain_world_size(world);
+    TRY(test(world, j, &accuracy, &record->val_loss));
+    if (dtrain_world_rank(world) == 0)
+        printf("%5lld %7lld  %6.4f  %13.4f  %11.1f %%  %8.0f\n",
+               (long long)((done - 1) / m->epoch_steps + 1), (long long)done, record->lr,
+               m->loss_sum / steps, accuracy, images / seconds);
+    fflush(stdout);
+    m->epoch_begin = done, m->loss_sum = 0, m->begun = dtrain_seconds();
+cleanup:
+    return result;
+}
+
+static void close_model(run_job *j)
+{
+    model *m = j->own;
+    dtrain_loader_destroy(m->train);
+    dtrain_loader_destroy(m->test);
+    dtrain_dataset_close(m->images[0]);
+    dtrain_dataset_close(m->images[1]);
+    dtrain_comm_destroy(m->comm);
+    free(m->x), free(m->labels);
+    memset(m, 0, sizeof *m);
+}
+
+static const run_program program = {.things = "images",
+                                    .sample_name = "images/s",
+                                    .own_bytes = sizeof(model),
+                                    .least_batch = 2,
+                                    .own_table = true,
+                                    .open_model = open_model,
+                                    .set_batch = set_batch,
+                                    .loss = loss,
+                                    .next_batch = next_batch,
+                                    .open_data = open_data,
+                                    .validate = validate,
+                                    .show_start = show_start,
+                                    .close = close_model};
 
 /* ---- flags ---- */
 
-static bool number(const char *name, const char *text, long least, long *value)
+static const flag data_flags[] = {
+    FLAG_GROUP("data and batches"),
+    {"--data", 's', &own_flags.data, 0, 0,
+     "folder with data_batch_1.bin to _5.bin and test_batch.bin; without it images are drawn",
+     NULL},
+    {"--epochs", 'i', &own_flags.epochs, 1, 1e9, "passes over the training images", NULL},
+    {"--steps", 'i', &run_flags.steps, 1, 1e12, "optimizer steps, in place of --epochs", NULL},
+    {"--sync-batchnorm", 'b', &own_flags.sync, 0, 0,
+     "normalise over the batch of all ranks, not each rank over its own", NULL},
+};
+static const flag recipe[] = {FLAG_GROUP("optimization")}, shown[] = {FLAG_GROUP("monitoring")};
+
+/* Write the recipe of the paper into the switches, and make the table in the order of --help. */
+static void make_table(void)
 {
-    char *end;
-    *value = strtol(text, &end, 10);
-    if (*text && !*end && *value >= least && *value <= 1000000000) return true;
-    fprintf(stderr, "resnet_cifar: %s is \"%s\"; expected a number from %ld on\n", name, text,
-            least);
-    return false;
+    run_flags.batch = 64;
+    run_flags.seed = 0;
+    run_flags.init_seed = -1;
+    run_flags.optimizer = DTRAIN_OPTIMIZER_SGD - 1;
+    run_flags.schedule = DTRAIN_SCHEDULE_STEPS;
+    add_flags(data_flags, COUNT(data_flags));
+    add_flags(file_flags, COUNT(file_flags));
+    add_flags(batch_flags, COUNT(batch_flags));
+    add_flags(recipe, COUNT(recipe));
+    add_flags(optimizer_flags, COUNT(optimizer_flags));
+    add_shared_flags();
+    add_flags(shown, COUNT(shown));
+    add_flags(monitor_flags, COUNT(monitor_flags));
 }
 
-/* Count the letters to insert, delete and replace that make one word of another (Levenshtein, 1966). */
-static int distance(const char *from, const char *to)
+static int print_help(void)
 {
-    const int columns = (int)strlen(to);
-    int row[64]; /* from the letters of `from` so far to the first j of `to` */
-    for (int j = 0; j <= columns; j++) row[j] = j;
-    for (int i = 0; from[i]; i++) {
-        int corner = row[0];
-        row[0] = i + 1;
-        for (int j = 0; j < columns; j++) {
-            const int replaced = corner + (from[i] != to[j]);
-            const int changed = 1 + (row[j] < row[j + 1] ? row[j] : row[j + 1]);
-            corner = row[j + 1];
-            row[j + 1] = replaced < changed ? replaced : changed;
-        }
-    }
-    return row[columns];
-}
-
-/* Find a word in a list that ends with NULL; -1, with a sentence: it is not there. */
-static int word(const char *name, const char *text, const char *const *words)
-{
-    int nearest = 0;
-    for (int i = 0; words[i]; i++) {
-        if (strcmp(words[i], text) == 0) return i;
-        if (distance(text, words[i]) < distance(text, words[nearest])) nearest = i;
-    }
-    fprintf(stderr, "resnet_cifar: %s \"%s\" is not one of:", name, text);
-    for (int i = 0; words[i]; i++) fprintf(stderr, " %s", words[i]);
-    if (3 * distance(text, words[nearest]) <= (int)strlen(text))
-        fprintf(stderr, "; did you mean %s?", words[nearest]);
-    fprintf(stderr, "\n");
-    return -1;
-}
-
-/* Set what a flag asks for; value NULL: there is none. `where` begins the sentences about it: the place in a file, or
- * nothing. */
-static bool set(const char *where, const char *name, const char *value, settings *s)
-{
-    static const char *const kinds[] = {"ddp",        "zero1", "shard_grad_op",
-                                        "full_shard", "zero3", NULL};
-    static const char *const precisions[] = {"fp32", "bf16", NULL};
-    static const char *const switches[] = {"0", "1", NULL};
-    static const char *const names[] = {"--data",     "--log",       "--device",         "--ranks",
-                                        "--batch",    "--threads",   "--steps",          "--epochs",
-                                        "--strategy", "--precision", "--sync-batchnorm", "--seed",
-                                        "--config",   NULL};
-    char shown[512];
-    snprintf(shown, sizeof shown, "%sthe flag", where);
-    const int at = word(shown, name, names);
-    int found = 0;
-    snprintf(shown, sizeof shown, "%s%s", where, name);
-    if (at >= 0 && !value) fprintf(stderr, "resnet_cifar: %s needs a value\n", shown);
-    if (at < 0 || !value) return false;
-    switch (at) {
-    case 0: s->data = value; break;
-    case 1: s->log = value; break;
-    case 2: s->device = value; break;
-    case 3: return number(shown, value, 1, &s->ranks);
-    case 4: return number(shown, value, 2, &s->batch);
-    case 5: return number(shown, value, 1, &s->threads);
-    case 6: return number(shown, value, 1, &s->steps);
-    case 7: return number(shown, value, 1, &s->epochs);
-    case 8:
-        found = word(shown, value, kinds);
-        s->kind = (uint32_t)found + DTRAIN_STRATEGY_DDP;
-        break;
-    case 9:
-        found = word(shown, value, precisions);
-        s->tape_flags = found ? DTRAIN_TAPE_BF16 : 0;
-        break;
-    case 10:
-        found = word(shown, value, switches);
-        s->sync = found == 1;
-        break;
-    case 11: return number(shown, value, 0, &s->seed);
-    default: s->config = value;
-    }
-    return found >= 0;
-}
-
-static bool parse(int argc, char **argv, settings *s)
-{
-    for (int a = 1; a < argc; a++) {
-        const char *name = argv[a];
-        const bool is_switch = strcmp(name, "--sync-batchnorm") == 0;
-        if (!set("", name, is_switch ? "1" : a + 1 < argc ? argv[++a] : NULL, s)) return false;
-    }
-    return true;
-}
-
-/* Set the flags of a file of lines "key = value", where neither has blanks; '#' begins a comment. */
-static bool read_config(const char *path, settings *s)
-{
-    static char values[64][256]; /* flags point to them */
-    char line[512], name[128] = "--", where[400], rest[2];
-    FILE *file = fopen(path, "r");
-    bool good = file != NULL;
-    if (!good) fprintf(stderr, "resnet_cifar: cannot read \"%s\": %s\n", path, strerror(errno));
-    for (int at = 1, used = 0; good && fgets(line, sizeof line, file); at++) {
-        line[strcspn(line, "#\n")] = 0;
-        if (!line[strspn(line, " \t\r")]) continue;
-        snprintf(where, sizeof where, "%.300s:%d: ", path, at);
-        good = used < 64 &&
-               sscanf(line, " %100[^= \t] = %255s %1s", name + 2, values[used], rest) == 2;
-        if (!good) fprintf(stderr, "resnet_cifar: %sexpected key = value\n", where);
-        good = good && set(where, name, values[used++], s);
-    }
-    if (file) fclose(file);
-    return good;
+    printf("resnet_cifar: trains ResNet-20 on CIFAR-10 (dtrain %s)\n\n", dtrain_version());
+    flags_help(flag_table, flag_count);
+    return 0;
 }
 
 int main(int argc, char **argv)
 {
-    settings s = {.kind = DTRAIN_STRATEGY_DDP, .device = "cpu", .batch = 64, .epochs = 20};
-    dtrain_launch_desc desc = {.default_rank_count = 2};
-    if (!parse(argc, argv, &s)) return 2;
-    if (s.config && !(read_config(s.config, &s) && parse(argc, argv, &s))) return 2;
-    if (dtrain_device_ops_by_name(s.device, &desc.device_ops) != DTRAIN_OK) {
-        fprintf(stderr, "resnet_cifar: --device: %s\n", dtrain_last_error());
-        return 2;
-    }
-    desc.rank_count = (uint32_t)s.ranks;
-    desc.threads_per_rank = (uint32_t)s.threads;
-    if (dtrain_launch(&desc, train, &s, NULL) == DTRAIN_OK) return 0;
-    fprintf(stderr, "resnet_cifar: %s\n", dtrain_last_error());
-    return 1;
+    run_settings *s = &run_flags;
+    make_table();
+    for (int a = 1; a < argc; a++)
+        if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help();
+    if (read_flags(argc - 1, argv + 1)) return 2;
+    if (s->steps && given("--epochs")) return BAD("--steps and --epochs: use one of them");
+    if (s->batch < 2) return BAD("--batch is %ld; normalising a batch needs at least 2", s->batch);
+    if (s->init_seed < 0) s->init_seed = s->seed;
+    s->command = join_words(argc, argv);
+    apply_rates(s, 0.001);
+    return run_training(s, &program);
 }

@@ -39,7 +39,7 @@
        unscale, norm, clip                            optim/scaler.h
        optimizer on this rank's shards                optim/optimizer.h
        publish the new parameters                     strategy/strategy.h
-       record                                         train/trainer.h, train/metrics.h
+       record                                         train/trainer.h, monitor/metrics.h
        now and then: save all that must survive       state/state.h, state/checkpoint.h
 
    ------------------------------------------------------------------------------------------------

@@ -53,18 +53,24 @@ static inline bool config__value(const flag *f, char *text, size_t room)
     default:
         item = *(const long *)f->value;
         snprintf(text, room, "%ld", item);
-        return f->kind == 'b' || (double)item >= f->low;
+        return f->kind == 'b' || f->kind == 'a' || (double)item >= f->low;
     }
 }
 
-/* Write every flag that holds a value, under the headings of the table; not --config, which names such a file. */
+/* Whether a flag is one of a file: not those that name such a file, and not what to do in place of a run. */
+static inline bool config__kept(const flag *f)
+{
+    return f->kind != 'a' && strcmp(f->name, "--config") != 0 &&
+           strcmp(f->name, "--config-out") != 0;
+}
+
+/* Write every flag of a file that holds a value, under the headings of the table. */
 static inline void config_write(FILE *file, const flag *table, int count)
 {
     static char text[CONFIG_VALUE];
     for (int i = 0; i < count; i++) {
         if (!table[i].name) fprintf(file, "\n# %s\n", table[i].help);
-        else if (strcmp(table[i].name, "--config") != 0 &&
-                 config__value(&table[i], text, sizeof text))
+        else if (config__kept(&table[i]) && config__value(&table[i], text, sizeof text))
             fprintf(file, "%s = %s\n", table[i].name + 2, text);
     }
 }
@@ -109,9 +115,11 @@ static inline int config__line(const char *where, const flag *table, int count, 
     const char *key = config__trim(line), *value = config__unquote(equals + 1);
     snprintf(name + 2, sizeof name - 2, "%.*s", FLAGS_NAME - 1, key);
     const int at = flags_find(table, count, name);
-    if (at < 0 || strcmp(name, "--config") == 0) {
+    if (at < 0 || !config__kept(&table[at])) {
         const char *nearest = flags_nearest(table, count, key, strlen(key));
-        if (at >= 0) fprintf(stderr, "%s: a file cannot name another one\n", where);
+        if (at >= 0 && table[at].kind == 'a')
+            fprintf(stderr, "%s: --%s belongs on the command line\n", where, key);
+        else if (at >= 0) fprintf(stderr, "%s: a file cannot name another one\n", where);
         else
             fprintf(stderr, "%s: unknown key \"%.60s\"%s%s%s\n", where, key,
                     nearest ? "; did you mean " : "; keys are the flags that --help lists",

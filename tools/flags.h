@@ -11,7 +11,9 @@
 
 typedef struct flag {
     const char *name;
-    char kind;   /* s string, w one of the words, i integer, f number, b switch; W, I several */
+    char
+        kind; /* s string, w one of the words, i integer, f number, b switch; W, I several; a asks for
+                    something else than a run: a switch that no file has */
     void *value; /* const char *, long (place in words), long, double, long; flag_list */
     double low, high;
     const char *help;
@@ -141,7 +143,7 @@ static inline int flags__switch(const char *program, const flag *f, const char *
 static inline int flags__set(const char *program, const flag *f, const char *text)
 {
     double number = 0;
-    if (f->kind == 'b') return flags__switch(program, f, text);
+    if (f->kind == 'b' || f->kind == 'a') return flags__switch(program, f, text);
     if (f->kind == 's') return *(const char **)f->value = text, 0;
     if (f->kind == 'w') return flags__word(program, f, text, strlen(text), (long *)f->value);
     if (f->kind == 'W' || f->kind == 'I') return flags__list(program, f, text);
@@ -223,7 +225,8 @@ static inline int flags_parse(const char *program, const flag *table, int count,
         if (at < 0) return flags__unknown(program, table, count, name, length);
         const char *value = "1";
         if (name[length]) value = name + length + 1;
-        else if (table[at].kind != 'b') value = ++a < given ? arguments[a] : NULL;
+        else if (table[at].kind != 'b' && table[at].kind != 'a')
+            value = ++a < given ? arguments[a] : NULL;
         if (!value) {
             fprintf(stderr, "%s: %s needs a value\n", program, table[at].name);
             return 2;

@@ -10,6 +10,7 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline_internal.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/comm.h"
@@ -91,7 +92,9 @@ static void dtrain__count_operation(dtrain_comm *comm, const dtrain_collective *
 {
     comm->info.operation_count++;
     comm->info.payload_bytes += dtrain__send_bytes(what, comm->size);
-    comm->info.wire_bytes += dtrain__wire_bytes(what, comm->size);
+    const uint64_t bytes = dtrain__wire_bytes(what, comm->size);
+    comm->info.wire_bytes += bytes;
+    comm->info.kind_bytes[what->kind] += bytes;
     if (!comm->flight_since) comm->flight_since = now;
 }
 
@@ -103,10 +106,12 @@ DTRAIN__PRIVATE void dtrain__comm_landed(dtrain_comm *comm, uint64_t now)
     comm->flight_since = 0;
 }
 
-/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. */
-static uint64_t dtrain__comm_enter(const dtrain_comm *comm)
+/* Enter a public call that may work or wait, and leave it: two looks at the clock per call. The
+ * span of the call is the innermost one when it is left, because nothing below leaves one open. */
+static uint64_t dtrain__comm_enter(const dtrain_comm *comm, const char *what)
 {
     const uint64_t now = dtrain__now_ns();
+    (void)dtrain__span_begin_at(comm->world, DTRAIN_SPAN_COMM, what, DTRAIN__UNNUMBERED, now);
     dtrain__flight_enter(comm->world, now);
     return now;
 }
@@ -115,6 +120,7 @@ static dtrain_result dtrain__comm_leave(dtrain_comm *comm, uint64_t entered, dtr
 {
     const uint64_t now = dtrain__now_ns();
     comm->inside_ns += now - entered;
+    dtrain__span_end_at(comm->world, comm->world->timeline.depth - 1, now);
     dtrain__comm_landed(comm, now);
     dtrain__flight_leave(comm->world, now);
     dtrain__flight_fail(comm->world, result);
@@ -154,7 +160,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
     dtrain_work *started = NULL;
     if (work) *work = NULL;
     DTRAIN__TRY(dtrain__comm_usable(comm, dtrain__kind_of(kind)->call));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, dtrain__kind_of(kind)->name);
     dtrain_result result = dtrain__check_collective(comm, &what);
     if (result != DTRAIN_OK) {
         result = comm->ops->fail(comm, result, dtrain_last_error());
@@ -239,7 +245,7 @@ DTRAIN_API dtrain_result dtrain_work_wait(dtrain_work *work)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_wait"));
-    const uint64_t entered = dtrain__comm_enter(comm), record = work->record;
+    const uint64_t entered = dtrain__comm_enter(comm, "wait"), record = work->record;
     const dtrain_result result = comm->ops->wait(work);
     if (result == DTRAIN_OK) dtrain__flight_done(comm->world, record);
     return dtrain__comm_leave(comm, entered, result);
@@ -252,7 +258,7 @@ DTRAIN_API dtrain_result dtrain_work_test(dtrain_work *work, bool *done)
     if (!work) return DTRAIN_OK;
     dtrain_comm *comm = work->comm;
     DTRAIN__TRY(dtrain__comm_usable(comm, "dtrain_work_test"));
-    const uint64_t entered = dtrain__comm_enter(comm);
+    const uint64_t entered = dtrain__comm_enter(comm, "test");
     const dtrain_result result = comm->ops->test(work, done);
     if (result == DTRAIN_OK && *done) dtrain__flight_done(comm->world, work->record);
     return dtrain__comm_leave(comm, entered, result);

@@ -47,6 +47,8 @@ typedef enum dtrain_collective_kind {
     DTRAIN_COLLECTIVE_ALL_TO_ALL = 10
 } dtrain_collective_kind;
 
+#define DTRAIN_COLLECTIVE_KINDS 11 /* entries of a table by kind; [0] is unused */
+
 /* Reduce send (count) over all ranks into recv (count) of every rank. */
 DTRAIN_API dtrain_result dtrain_all_reduce(dtrain_comm *comm, const void *send, void *recv,
                                            size_t count, dtrain_dtype dtype, dtrain_reduce_op op,
@@ -120,6 +122,7 @@ typedef struct dtrain_comm_info {
     double inside_seconds;  /* this thread spent in communicator calls: cannot compute meanwhile */
     double flight_seconds;  /* at least one operation was under way */
     const int *world_ranks; /* (size) in the world; owned by the communicator */
+    uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* of wire_bytes, by dtrain_collective_kind */
 } dtrain_comm_info;
 /* Tell what a communicator has done; all zero for a comm of NULL. */
 DTRAIN_API void dtrain_comm_query(const dtrain_comm *comm, dtrain_comm_info *info);

@@ -22,6 +22,9 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline.h"
+#include "world/timeline_internal.h"
+#include "world/trace_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "comm/backend.h"
@@ -159,18 +162,56 @@ DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t 
     record->started_ns = world->flight->now_ns;
 }
 
-/* Note a look at the clock: it is the end of what was done since the look before. */
-static void dtrain__flight_look(dtrain__flight *flight, uint64_t now)
+/* Give a collective that has ended to the trace. A bucket's is tied to where it was started. */
+static void dtrain__flight_trace(dtrain_world *world, const dtrain__flight_record *record,
+                                 uint64_t number)
 {
+    static const char *const ops[] = {"", "sum", "mean", "min", "max", "prod"};
+    const dtrain_dtype dtype = (dtrain_dtype)record->dtype;
+    const bool gather = record->comm < 0;
+    dtrain__trace_event event;
+    memset(&event, 0, sizeof event);
+    event.begin_ns = record->queued_ns;
+    event.end_ns = record->ended_ns;
+    event.number = DTRAIN__UNNUMBERED;
+    event.track = DTRAIN__TRACK_COLLECTIVE;
+    event.kind = DTRAIN_SPAN_COMM;
+    event.count = record->count;
+    event.bytes = record->count * (gather ? 1 : dtrain_dtype_bytes(dtype));
+    event.sequence = record->sequence;
+    event.flow = record->part ? (uint64_t)(world->restart_count & 15u) << 48 |
+                                    (uint64_t)world->rank << 40 | number
+                              : 0;
+    event.comm = record->comm;
+    event.dtype = gather ? "byte" : dtrain_dtype_name(dtype);
+    event.op = ops[record->op <= DTRAIN_REDUCE_PROD ? record->op : 0];
+    snprintf(event.name, sizeof event.name, "%s",
+             gather ? "world all-gather" : dtrain__kind_of(record->kind)->name);
+    if (record->part) {
+        event.number = record->number;
+        snprintf(event.text, sizeof event.text, "%s %lld, %.20s", record->part,
+                 (long long)record->number, record->name);
+    }
+    dtrain__trace_put(world, &event);
+}
+
+/* Note a look at the clock: it is the end of what was done since the look before. */
+static void dtrain__flight_look(dtrain_world *world, uint64_t now)
+{
+    dtrain__flight *flight = world->flight;
     flight->now_ns = now;
-    for (uint32_t i = 0; i < flight->landed_count; i++)
-        flight->records[flight->landed[i] % DTRAIN__FLIGHT_RECORDS].ended_ns = now;
+    for (uint32_t i = 0; i < flight->landed_count; i++) {
+        dtrain__flight_record *record =
+            &flight->records[flight->landed[i] % DTRAIN__FLIGHT_RECORDS];
+        record->ended_ns = now;
+        if (world->timeline.traced) dtrain__flight_trace(world, record, flight->landed[i]);
+    }
     flight->landed_count = 0;
 }
 
 /* Record that a collective is done. The engine calls it as soon as that is so, dtrain_work_wait and
  * dtrain_work_test for every backend: the first call counts. */
-DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number)
+DTRAIN__PRIVATE void dtrain__flight_done(dtrain_world *world, uint64_t number)
 {
     dtrain__flight_record *record = dtrain__flight_at(world, number);
     dtrain__flight *flight = world->flight;
@@ -179,8 +220,7 @@ DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t num
     record->state = DTRAIN__FLIGHT_DONE;
     if (record->comm == 0 && record->sequence)
         dtrain__store(&world->control->pulses[world->rank].world_done, record->sequence);
-    if (flight->landed_count == DTRAIN__FLIGHT_LANDED)
-        dtrain__flight_look(flight, dtrain__now_ns());
+    if (flight->landed_count == DTRAIN__FLIGHT_LANDED) dtrain__flight_look(world, dtrain__now_ns());
     flight->landed[flight->landed_count++] = number;
 }
 
@@ -192,7 +232,7 @@ DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now)
     dtrain__flight *flight = world->flight;
     if (!flight) return;
     dtrain__store(&world->control->pulses[world->rank].beat_ns, now);
-    dtrain__flight_look(flight, now);
+    dtrain__flight_look(world, now);
     const uint32_t asked = dtrain__dumps_asked();
     if (asked == flight->asked) return;
     flight->asked = asked;
@@ -415,7 +455,7 @@ DTRAIN__PRIVATE void dtrain__flight_fail(dtrain_world *world, dtrain_result code
     char found[DTRAIN__ERROR_BYTES];
     if (!flight || code == DTRAIN_OK || flight->code != DTRAIN_OK) return;
     const uint64_t now = dtrain__now_ns();
-    dtrain__flight_look(flight, now);
+    dtrain__flight_look(world, now);
     flight->code = code;
     snprintf(found, sizeof found, "%s", dtrain_last_error());
     snprintf(flight->error, sizeof flight->error, "%s", dtrain__bare(found));

@@ -55,6 +55,6 @@ DTRAIN__PRIVATE void dtrain__flight_label(const dtrain_comm *comm, const char *p
 DTRAIN__PRIVATE uint64_t dtrain__flight_latest(const dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__flight_begin(dtrain_comm *comm, const dtrain_collective *what);
 DTRAIN__PRIVATE void dtrain__flight_started(const dtrain_world *world, uint64_t number);
-DTRAIN__PRIVATE void dtrain__flight_done(const dtrain_world *world, uint64_t number);
+DTRAIN__PRIVATE void dtrain__flight_done(dtrain_world *world, uint64_t number);
 DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now);
 DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now);

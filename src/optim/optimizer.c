@@ -66,12 +66,19 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    const dtrain_result result = optimizer->offloaded
-                                     ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                                     : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    DTRAIN__TRY(dtrain__strategy_keep(optimizer->strategy, result)); /* others await its values */
-    optimizer->step_count++;
-    return dtrain_strategy_publish(optimizer->strategy);
+    dtrain_world *world = optimizer->strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
+    dtrain_result result = optimizer->offloaded
+                               ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                               : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(optimizer->strategy, result); /* others await its values */
+    if (result == DTRAIN_OK) {
+        optimizer->step_count++;
+        result = dtrain_strategy_publish(optimizer->strategy);
+    }
+    dtrain__span_end(world, span);
+    return result;
 }
 
 /* Compute what changes from step to step for a group, for the step that comes next. */

@@ -81,15 +81,11 @@ static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total
 
 /* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
  * and clips them. */
-static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
-                                             float loss_scale, float max_norm, float *norm,
-                                             float *factor)
+static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale, float max_norm,
+                                     float *norm, float *factor)
 {
     double total;
     float clip = 1;
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!norm || !factor)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(dtrain__sum_squares(strategy));
     DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
@@ -101,6 +97,22 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
     return DTRAIN_OK;
+}
+
+/* Measure norm and factor for a public call, in a span. */
+static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const char *call,
+                                             float loss_scale, float max_norm, float *norm,
+                                             float *factor)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!norm || !factor)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__norm_of(strategy, loss_scale, max_norm, norm, factor);
+    dtrain__span_end(world, span);
+    return result;
 }
 
 DTRAIN_API dtrain_result dtrain_clip_grad_norm(dtrain_strategy *strategy, float max_norm,

@@ -165,6 +165,7 @@ struct dtrain_checkpoint {
     double begun;
     uint64_t bytes;    /* that this rank has written ... */
     double written_at; /* ... until then */
+    uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published */
 
     /* Both threads', under the mutex. */
     pthread_t thread;

@@ -122,6 +122,8 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
         info->staged_bytes += one.staged_bytes;
         info->inside_seconds += one.inside_seconds;
         info->flight_seconds += one.flight_seconds;
+        for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+            info->kind_bytes[kind] += one.kind_bytes[kind];
     }
 }
 

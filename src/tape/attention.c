@@ -155,7 +155,7 @@ static dtrain_result dtrain__attention_prepare(dtrain_op *op)
 
 static dtrain_result dtrain__attention_forward(dtrain_op *op)
 {
-    return op->device->ops->attention(op->device, &((const dtrain__attention *)op->args)->args);
+    return dtrain__counted_attention(op, &((const dtrain__attention *)op->args)->args);
 }
 
 /* The kernel writes all gradients at once and can only overwrite. Where two of them belong to one
@@ -177,7 +177,7 @@ static dtrain_result dtrain__attention_backward(dtrain_op *op)
     args.forward = x->args;
     args.d_y = op->outputs[0]->grad;
     args.d_q = d[0], args.d_k = d[1], args.d_v = d[2];
-    DTRAIN__TRY(op->device->ops->attention_backward(op->device, &args));
+    DTRAIN__TRY(dtrain__counted_attention_backward(op, &args));
     for (int i = 1; i < 3; i++) {
         bool accumulate;
         if (!x->aside[i]) continue;

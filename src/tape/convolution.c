@@ -99,7 +99,7 @@ static dtrain_result dtrain__conv2d_prepare(dtrain_op *op)
 
 static dtrain_result dtrain__conv2d_forward(dtrain_op *op)
 {
-    return op->device->ops->conv2d(op->device, (const dtrain_conv2d_args *)op->args);
+    return dtrain__counted_conv2d(op, (const dtrain_conv2d_args *)op->args);
 }
 
 static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
@@ -119,7 +119,7 @@ static dtrain_result dtrain__conv2d_backward(dtrain_op *op)
     args.d_bias = dtrain_op_param_grad(op, 1, &args.accumulate_bias);
     args.d_x = dtrain_op_input_grad(op, 0, &args.accumulate_x);
     DTRAIN__TRY(op->tape->error);
-    return op->device->ops->conv2d_backward(op->device, &args);
+    return dtrain__counted_conv2d_backward(op, &args);
 }
 
 DTRAIN__OP(conv2d, conv2d, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)

@@ -67,7 +67,7 @@ static dtrain_result dtrain__linear_prepare(dtrain_op *op)
 
 static dtrain_result dtrain__linear_forward(dtrain_op *op)
 {
-    return op->device->ops->gemm(op->device, &((const dtrain__linear *)op->args)->forward);
+    return dtrain__counted_gemm(op, &((const dtrain__linear *)op->args)->forward);
 }
 
 /* Return the layer that made x, if the product that makes d_x may finish its activation's backward.
@@ -128,7 +128,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
         gemm.beta = add_weight ? 1.0f : 0.0f;
         gemm.bias_grad = d_bias;
         gemm.accumulate_bias_grad = add_bias;
-        DTRAIN__TRY(ops->gemm(op->device, &gemm));
+        DTRAIN__TRY(dtrain__counted_gemm(op, &gemm));
     }
 
     /* d_x (rows,in) = d_z (rows,out) weight (out,in) */
@@ -149,7 +149,7 @@ static dtrain_result dtrain__linear_backward(dtrain_op *op)
         gemm.bias_grad = dtrain_op_param_grad(&inner->op, 1, &gemm.accumulate_bias_grad);
         before->grad_is_inner = true;
     }
-    return ops->gemm(op->device, &gemm);
+    return dtrain__counted_gemm(op, &gemm);
 }
 
 DTRAIN__OP(linear, linear, DTRAIN_OP_READS_INPUTS, DTRAIN_CHECKPOINT_LINEAR, 0, true)

@@ -222,6 +222,22 @@ static dtrain_result dtrain__take_param(dtrain_node *node, dtrain_param *p)
 
 /* ---- Running ----------------------------------------------------------------------------------*/
 
+/* Open a span for the kernels of an operation, with its first parameter as its place in the
+ * model; and close it. */
+DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op)
+{
+    const char *name = op->desc->name;
+    return dtrain__detail_begin(op->tape->world, strncmp(name, "dtrain_", 7) ? name : name + 7,
+                                op->param_count ? op->params[0]->name : NULL);
+}
+
+DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span)
+{
+    if (span == DTRAIN__NO_SPAN) return;
+    dtrain__detail_end(op->tape->world, span);
+    op->tape->unit_end_ns = op->tape->world->timeline.since_ns;
+}
+
 /* Run the node's kernels, now or again: inputs that autocast rounds, then its own forward. */
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
 {
@@ -233,7 +249,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node)
             DTRAIN__TRY(dtrain__tape_convert(op->device, x->count, node->source[i], x->dtype,
                                              (void *)op->input_data[i], op->cast));
     }
-    return op->desc->forward(op);
+    const uint32_t span = dtrain__op_span(op);
+    const dtrain_result result = op->desc->forward(op);
+    dtrain__op_span_end(op, span);
+    return result;
 }
 
 /* ---- Kernels that several operations launch ---------------------------------------------------*/

@@ -52,7 +52,7 @@ static dtrain_result dtrain__matmul_run(dtrain_op *op, dtrain_gemm_args *args)
     args->alpha = 1;
     args->ldc = args->n;
     for (int64_t i = 0; i < batch; i++) {
-        DTRAIN__TRY(op->device->ops->gemm(op->device, args));
+        DTRAIN__TRY(dtrain__counted_gemm(op, args));
         args->a = (const char *)args->a + a_bytes;
         args->b = (const char *)args->b + b_bytes;
         args->c = (char *)args->c + c_bytes;

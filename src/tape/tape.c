@@ -4,6 +4,8 @@
  * back in tape/backward.c. What a pass leaves behind, and for how long, is in tape_internal.h. */
 
 #include "core/platform_internal.h"
+#include "world/timeline_internal.h"
+#include "world/trace_internal.h"
 #include "world/world_internal.h"
 #include "tape/tape_internal.h"
 
@@ -23,6 +25,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     tape->layout = strategy ? &strategy->layout : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
+    if (!tape->planning) tape->world = world ? world : strategy ? strategy->world : NULL;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
@@ -85,6 +88,45 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
     dtrain__segment_begin(tape);
 }
 
+/* Write the name that a unit's parameters have in common, up to a dot: "h.2" of "h.2.ln_1.weight"
+ * and "h.2.attn.c_attn.weight". */
+static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char *name)
+{
+    const char *first = NULL;
+    size_t same = 0;
+    for (size_t i = 0; strategy && i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        size_t at = 0;
+        if ((int64_t)p->unit != unit || !p->name) continue;
+        if (!first) same = strlen(first = p->name);
+        while (at < same && first[at] == p->name[at]) at++;
+        if (at < same)
+            for (same = at; same > 0 && first[same] != '.';) same--;
+    }
+    if (first && !same)
+        same = strcspn(first, "."); /* nothing in common: the first stands for all */
+    if (first) snprintf(name, DTRAIN__TRACE_NAME, "%.*s", (int)same, first);
+    else snprintf(name, DTRAIN__TRACE_NAME, "unit");
+}
+
+/* Give the trace the unit that ends, up to its last operation, and note the begin of the next. */
+static void dtrain__unit_trace(dtrain_tape *tape, int64_t next)
+{
+    dtrain_world *world = tape->world;
+    const uint64_t begin = tape->unit_begin_ns;
+    char name[DTRAIN__TRACE_NAME];
+    tape->unit_begin_ns = 0;
+    if (!world || !world->timeline.traced) return;
+    if (begin && begin < tape->unit_end_ns) {
+        const bool back = tape->unit_pass == DTRAIN_PASS_BACKWARD;
+        dtrain__unit_name(tape->strategy, tape->unit, name);
+        dtrain__trace_span(world, DTRAIN__TRACK_RANK,
+                           back ? DTRAIN_SPAN_BACKWARD : DTRAIN_SPAN_FORWARD, name, NULL,
+                           tape->unit, begin, tape->unit_end_ns);
+    }
+    if (next >= 0) tape->unit_begin_ns = dtrain__now_ns();
+}
+
 /* Let go of the unit that is gathered and gather another; -1 = none. Releasing comes first: two
  * whole units at once would double what a sharded strategy keeps in memory. */
 DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit)
@@ -93,6 +135,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_enter(dtrain_tape *tape, int64_t unit
         tape->pass.state == DTRAIN__TAPE_DONE ? DTRAIN_PASS_BACKWARD : DTRAIN_PASS_FORWARD;
     const int64_t before = tape->unit;
     if (unit == before && pass == tape->unit_pass) return DTRAIN_OK;
+    dtrain__unit_trace(tape, unit);
     tape->unit = unit;
     tape->unit_pass = pass;
     if (tape->planning || !tape->strategy) return DTRAIN_OK;
@@ -258,6 +301,7 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
     if (!tape) return;
     info->node_count = tape->pass.node_count;
     info->tensor_count = tape->pass.tensor_count;
+    info->flops = tape->flops;
     info->recomputed_count = tape->pass.recomputed_count;
     info->gradient_bytes = tape->arenas[DTRAIN__ARENA_GRADIENTS].bytes;
     for (int i = DTRAIN__ARENA_DATA; i < DTRAIN__ARENAS; i++)

@@ -127,6 +127,8 @@ typedef struct dtrain_tape_info {
     uint64_t activation_bytes;  /* arenas, and what checkpointing drops into; largest pass so far */
     uint64_t gradient_bytes;    /* pool of activation gradients */
     uint64_t block_allocations; /* device allocations so far: constant in the steady state */
+    double flops; /* floating-point operations that it has launched so far, in matrix products,
+                     attention and convolutions; not those of operations of a program's own */
 } dtrain_tape_info;
 /* Count the operations and the memory of a tape. */
 DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *info);

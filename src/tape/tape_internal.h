@@ -146,11 +146,14 @@ typedef struct dtrain__staging {
 enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 
 struct dtrain_tape {
+    dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
     const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
+    uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */
     bool planning; /* on the plan device: params and strategy are left alone */
+    double flops;  /* see tape/launch.c */
     dtrain__bump arenas[DTRAIN__ARENAS];
     struct { /* what dtrain_tape_begin sets to zero */
         uint32_t state, flags;
@@ -190,6 +193,8 @@ DTRAIN__PRIVATE size_t dtrain__tensor_bytes(const dtrain_tensor *x);
 /* tape/op.c */
 #define DTRAIN__SHAPE_TEXT 96 /* 4 axes of 19 digits fit */
 DTRAIN__PRIVATE const char *dtrain__shape_text(const int64_t shape[4], char *text);
+DTRAIN__PRIVATE uint32_t dtrain__op_span(const dtrain_op *op);
+DTRAIN__PRIVATE void dtrain__op_span_end(const dtrain_op *op, uint32_t span);
 DTRAIN__PRIVATE dtrain_result dtrain__op_run(dtrain_node *node);
 DTRAIN__PRIVATE dtrain_result dtrain__casts_again(dtrain_tape *tape, uint32_t mark);
 DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_t count,
@@ -198,6 +203,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_convert(dtrain_device *device, int64_
 DTRAIN__PRIVATE dtrain_result dtrain__tape_add(dtrain_device *device, int64_t count, const void *x,
                                                uint32_t x_dtype, const void *y, uint32_t y_dtype,
                                                void *out);
+
+/* tape/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__counted_gemm(dtrain_op *op, const dtrain_gemm_args *args);
+DTRAIN__PRIVATE dtrain_result dtrain__counted_attention(dtrain_op *op,
+                                                        const dtrain_attention_args *args);
+DTRAIN__PRIVATE dtrain_result
+dtrain__counted_attention_backward(dtrain_op *op, const dtrain_attention_backward_args *args);
+DTRAIN__PRIVATE dtrain_result dtrain__counted_conv2d(dtrain_op *op, const dtrain_conv2d_args *args);
+DTRAIN__PRIVATE dtrain_result
+dtrain__counted_conv2d_backward(dtrain_op *op, const dtrain_conv2d_backward_args *args);
 
 /* tape/layers.c */
 DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, int64_t n,

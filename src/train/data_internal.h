@@ -64,6 +64,7 @@ typedef struct dtrain__batch {
     void *scratch;       /* of one sample as the dataset has it */
     void *inputs;        /* (batch, sample_bytes); NULL without workers, like targets */
     int32_t *targets;    /* (batch, sequence or 1) */
+    uint64_t read_ns[2]; /* for a trace: when a worker has begun to read it, and ended */
     bool ready;          /* read, with this result and sentence */
     dtrain_result result;
     char error[DTRAIN__ERROR_BYTES];
@@ -71,6 +72,7 @@ typedef struct dtrain__batch {
 
 struct dtrain_loader {
     dtrain_allocator allocator;
+    dtrain_world *world;     /* whose trace shows the workers; or NULL */
     dtrain_loader_desc desc; /* resolved */
     uint64_t rank, ranks;
     uint64_t timeout_ns;

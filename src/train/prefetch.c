@@ -19,6 +19,8 @@
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/result.h"
+#include "world/trace_internal.h"
+#include "world/world_internal.h"
 #include "train/data.h"
 #include "train/data_internal.h"
 
@@ -70,7 +72,9 @@ static void *dtrain__prefetch_worker(void *argument)
     dtrain__batch *batch;
     dtrain__set_thread_rank(p->rank);
     while ((batch = dtrain__prefetch_claim(loader)) != NULL) {
+        batch->read_ns[0] = dtrain__now_ns();
         batch->result = dtrain__loader_read(loader, batch, batch->inputs, batch->targets);
+        batch->read_ns[1] = dtrain__now_ns();
         if (batch->result != DTRAIN_OK)
             snprintf(batch->error, sizeof batch->error, "%s", dtrain_last_error());
         pthread_mutex_lock(&p->mutex);
@@ -96,6 +100,19 @@ static bool dtrain__prefetch_await(dtrain_loader *loader, const dtrain__batch *b
     while (!batch->ready && error == 0)
         error = pthread_cond_timedwait(&p->ready, &p->mutex, &deadline);
     return batch->ready;
+}
+
+/* Give the trace the reading of a batch: one track for each place in the ring, where batches follow
+ * each other. */
+static void dtrain__prefetch_trace(const dtrain_loader *loader, const dtrain__batch *batch)
+{
+    const size_t place = (size_t)(batch - loader->batches);
+    if (!loader->world || !loader->world->timeline.traced ||
+        DTRAIN__TRACK_READ + place >= DTRAIN__TRACE_TRACKS)
+        return;
+    dtrain__trace_span(loader->world, DTRAIN__TRACK_READ + (uint32_t)place, DTRAIN_SPAN_DATA,
+                       "read batch", NULL, (int64_t)loader->prefetch->taken, batch->read_ns[0],
+                       batch->read_ns[1]);
 }
 
 /* Take the next batch out of the ring, as a copy. One that failed leaves the workers at rest, to
@@ -132,6 +149,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__prefetch_take(dtrain_loader *loader, void 
         dtrain__prefetch_rest(loader);
         return result;
     }
+    dtrain__prefetch_trace(loader, batch);
     memcpy(inputs, batch->inputs, count * loader->sample_bytes);
     if (targets) memcpy(targets, batch->targets, count * loader->target_bytes);
     pthread_mutex_lock(&p->mutex);

@@ -47,6 +47,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
     else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
+    else trainer->tape->flops += queue->flops;
     dtrain_result ran = queue->graph ? device->ops->graph_launch(device, queue->graph) : DTRAIN_OK;
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
@@ -122,8 +123,10 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     dtrain_device *device = trainer->queue->device;
     dtrain_graph *unfinished;
     char text[DTRAIN__ERROR_BYTES];
+    const double flops = trainer->tape->flops;
     DTRAIN__TRY(device->ops->graph_begin(device));
     const dtrain_result result = dtrain__queue_all(trainer);
+    trainer->queue->flops = trainer->tape->flops - flops;
     if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
     if (device->ops->graph_end(device, &unfinished) == DTRAIN_OK)

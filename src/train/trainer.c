@@ -3,10 +3,10 @@
  * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
  * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
  *
- *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of 6 words
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
  *
- * The all-gather carries every rank's loss and times. It comes last so that the times are whole,
+ * The all-gather carries every rank's loss and figures. It comes last so that the times are whole,
  * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
  * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
  * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
@@ -24,6 +24,9 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline.h"
+#include "world/timeline_internal.h"
+#include "world/trace_internal.h"
 #include "world/world.h"
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
@@ -37,6 +40,12 @@
 #include "train/trainer.h"
 #include "train/trainer_internal.h"
 
+/* Where a step begins and ends. */
+typedef struct dtrain__step_mark {
+    double seconds, flops, spans[DTRAIN_SPAN_KINDS];
+    dtrain_comm_info comm;
+} dtrain__step_mark;
+
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
 #define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
@@ -47,40 +56,38 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
                                             dtrain_step_record *record);
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
                                               double *mean);
+static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark);
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
+                                    const dtrain__step_mark *after, float *own);
 static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *record);
 static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc);
 
-/* Take one step: micro-batches and update, either with the host in the middle or queued as a whole,
- * and then the record. */
-DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+/* Run micro-batches and update, either with the host in the middle or queued as a whole, and then
+ * make the record. */
+static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
 {
-    if (!trainer || !trainer->desc.optimizer)
-        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
-                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
     dtrain_step_record full;
-    dtrain_comm_info before, after;
+    dtrain__step_mark before, after;
     float own[DTRAIN__WORD_COUNT];
     memset(&full, 0, sizeof full);
     full.step = trainer->step;
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &before);
-    const double start = dtrain_seconds();
-    trainer->data = 0;
+    dtrain__trainer_mark(trainer, &before);
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
     else DTRAIN__TRY(dtrain__trainer_run(trainer, &full));
-    own[DTRAIN__WORD_STEP] = (float)(dtrain_seconds() - start);
-    dtrain__strategy_comm_info(trainer->desc.strategy, &after);
-
-    /* Time inside can exceed time in flight by the cost of the calls: exposed stays a part. */
-    const double exposed = after.inside_seconds - before.inside_seconds;
-    const double flight = after.flight_seconds - before.flight_seconds;
+    dtrain__trainer_mark(trainer, &after);
+    full.comm_bytes = after.comm.wire_bytes - before.comm.wire_bytes;
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        full.kind_bytes[kind] = after.comm.kind_bytes[kind] - before.comm.kind_bytes[kind];
+    dtrain__trainer_figures(trainer, &before, &after, own);
     own[DTRAIN__WORD_LOSS] = (float)full.loss;
-    own[DTRAIN__WORD_EXPOSED] = (float)exposed;
-    own[DTRAIN__WORD_COMM] = (float)(flight > exposed ? flight : exposed);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
-    own[DTRAIN__WORD_DATA] = (float)trainer->data;
-    full.comm_bytes = after.wire_bytes - before.wire_bytes;
-    DTRAIN__TRY(dtrain__trainer_record(trainer, own, &full));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
+    const dtrain_result recorded = dtrain__trainer_record(trainer, own, &full);
+    dtrain__span_end(trainer->world, span);
+    DTRAIN__TRY(recorded);
+    trainer->saving = after.spans[DTRAIN_SPAN_CHECKPOINT];
     trainer->step++;
     trainer->tokens = full.tokens;
     const uint32_t every = trainer->desc.verify_every;
@@ -88,6 +95,20 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
         DTRAIN__TRY(dtrain_strategy_verify(trainer->desc.strategy, NULL));
     if (record) *record = full;
     return DTRAIN_OK;
+}
+
+/* Take one step, in a span. */
+DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record)
+{
+    if (!trainer || !trainer->desc.optimizer)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
+                           trainer ? "optimizer: this trainer can only evaluate" : "trainer");
+    dtrain__trace_step(trainer->world, trainer->step);
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
+    const dtrain_result result = dtrain__trainer_step(trainer, record);
+    dtrain__span_end(trainer->world, span);
+    return result;
 }
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
@@ -112,7 +133,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
+    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
     *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
+    dtrain__span_end(trainer->world, span);
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
@@ -121,12 +144,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     return result;
 }
 
-/* Fetch a micro-batch, and count the time that it takes: the step stands still meanwhile. */
+/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
 {
-    const double start = dtrain_seconds();
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
-    trainer->data += dtrain_seconds() - start;
+    dtrain__span_end(trainer->world, span);
     return result;
 }
 
@@ -202,6 +226,84 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
                        (long long)trainer->step, record->grad_norm, advice);
 }
 
+/* Note where the clock, the communicators and the spans are. */
+static void dtrain__trainer_mark(const dtrain_trainer *trainer, dtrain__step_mark *mark)
+{
+    dtrain__strategy_comm_info(trainer->desc.strategy, &mark->comm);
+    for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
+        mark->spans[kind] = dtrain_span_seconds(trainer->world, (dtrain_span_kind)kind);
+    mark->flops = trainer->tape->flops;
+    mark->seconds = dtrain_seconds();
+}
+
+/* Fill in this rank's figures. Seconds inside of calls can exceed those in flight by the cost of
+ * the calls: exposed stays a part. Without a byte or a second in flight there is no bandwidth. */
+static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain__step_mark *before,
+                                    const dtrain__step_mark *after, float *own)
+{
+    static const struct {
+        dtrain_figure figure;
+        dtrain_span_kind kind;
+    } parts[] = {{DTRAIN_FIGURE_DATA, DTRAIN_SPAN_DATA},
+                 {DTRAIN_FIGURE_FORWARD, DTRAIN_SPAN_FORWARD},
+                 {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
+                 {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
+                 {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER}};
+    const dtrain_device *device = trainer->desc.strategy->device;
+    const uint64_t bytes = after->comm.wire_bytes - before->comm.wire_bytes;
+    const double exposed = after->spans[DTRAIN_SPAN_COMM] - before->spans[DTRAIN_SPAN_COMM];
+    double flight = after->comm.flight_seconds - before->comm.flight_seconds;
+    dtrain_tape_info tape;
+    dtrain_tape_query(trainer->tape, &tape);
+    if (flight < exposed) flight = exposed;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        own[parts[i].figure] = (float)(after->spans[parts[i].kind] - before->spans[parts[i].kind]);
+    own[DTRAIN_FIGURE_STEP] = (float)(after->seconds - before->seconds);
+    own[DTRAIN_FIGURE_HIDDEN_COMM] = (float)(flight - exposed);
+    own[DTRAIN_FIGURE_CHECKPOINT] = (float)(after->spans[DTRAIN_SPAN_CHECKPOINT] - trainer->saving);
+    own[DTRAIN__WORD_COMM] = (float)flight;
+    own[DTRAIN_FIGURE_BUS] = (float)(bytes && flight > 0 ? (double)bytes / flight : DTRAIN__NAN);
+    own[DTRAIN_FIGURE_MEMORY] = (float)(device->allocated_bytes + device->comm_bytes);
+    own[DTRAIN_FIGURE_MEMORY_PEAK] = (float)device->peak_bytes;
+    own[DTRAIN_FIGURE_ACTIVATIONS] = (float)(tape.activation_bytes + tape.gradient_bytes);
+    own[DTRAIN_FIGURE_FLOPS] = (float)(after->flops - before->flops);
+    memcpy(own + DTRAIN_FIGURE_GPU_UTILIZATION, trainer->gpu, sizeof trainer->gpu);
+}
+
+/* Reduce a figure over the ranks that know it, in rank order. */
+static dtrain_spread dtrain__trainer_spread(const dtrain_trainer *trainer, int figure)
+{
+    dtrain_spread all = {DTRAIN__NAN, DTRAIN__NAN, DTRAIN__NAN, -1, -1};
+    double sum = 0;
+    int known = 0;
+    for (int r = 0; r < trainer->ranks; r++) {
+        const float word = trainer->words[r * DTRAIN__WORD_COUNT + figure];
+        const double value = (double)word;
+        if (!dtrain_is_finite(word)) continue;
+        if (known == 0 || value < all.min) {
+            all.min = value;
+            all.min_rank = dtrain__world_rank(trainer->comm, r);
+        }
+        if (known == 0 || value > all.max) {
+            all.max = value;
+            all.max_rank = dtrain__world_rank(trainer->comm, r);
+        }
+        sum += value;
+        known++;
+    }
+    if (known) all.mean = sum / known;
+    return all;
+}
+
+DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
+                                        dtrain_figure figure)
+{
+    for (int r = 0; trainer && trainer->step > 0 && r < trainer->ranks; r++)
+        if (dtrain__world_rank(trainer->comm, r) == rank && (uint32_t)figure < DTRAIN_FIGURE_COUNT)
+            return (double)trainer->words[r * DTRAIN__WORD_COUNT + (int)figure];
+    return DTRAIN__NAN;
+}
+
 /* Complete the record from the words of all ranks, which come to the same verdict here: all losses
  * and the norm finite, or the same error on each; and all loss scales move alike. */
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
@@ -209,14 +311,13 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
 {
     const bool overflow = !dtrain_is_finite((float)record->grad_norm);
     dtrain_loss_scaler *scaler = &trainer->scaler;
-    double mean[DTRAIN__WORD_COUNT], seconds = 0, data = 0;
+    double mean[DTRAIN__WORD_COUNT];
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
-    for (int r = 0; r < trainer->ranks; r++) {
-        const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
-        if ((double)words[DTRAIN__WORD_STEP] > seconds) seconds = (double)words[DTRAIN__WORD_STEP];
-        if ((double)words[DTRAIN__WORD_DATA] > data) data = (double)words[DTRAIN__WORD_DATA];
-    }
+    record->ranks = trainer->ranks;
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
+        record->figures[f] = dtrain__trainer_spread(trainer, f);
+    const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
     record->skipped_steps = trainer->skipped;
     if (trainer->scaling) {
         record->loss_scale = (double)scaler->scale;
@@ -231,8 +332,8 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     record->tokens_per_second = seconds > 0 ? (double)tokens / seconds : 0;
     record->step_ms = 1e3 * seconds;
     record->comm_ms = 1e3 * mean[DTRAIN__WORD_COMM];
-    record->exposed_comm_ms = 1e3 * mean[DTRAIN__WORD_EXPOSED];
-    record->data_ms = 1e3 * data;
+    record->exposed_comm_ms = 1e3 * mean[DTRAIN_FIGURE_EXPOSED_COMM];
+    record->data_ms = 1e3 * record->figures[DTRAIN_FIGURE_DATA].max;
     record->stop_requested = mean[DTRAIN__WORD_STOP] > 0;
     dtrain__straggler(trainer, record);
     return DTRAIN_OK;
@@ -267,7 +368,7 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
     int slowest = 0;
     for (int r = 0; r < trainer->ranks; r++, words += DTRAIN__WORD_COUNT) {
         const double seconds =
-            (double)words[DTRAIN__WORD_STEP] - (double)words[DTRAIN__WORD_EXPOSED];
+            (double)words[DTRAIN_FIGURE_STEP] - (double)words[DTRAIN_FIGURE_EXPOSED_COMM];
         if (r == 0 || seconds > most) {
             most = seconds;
             slowest = r;
@@ -304,7 +405,10 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     float loss = 0;
     if (next_batch) DTRAIN__TRY(next_batch(user));
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);
     dtrain_tensor *tensor = trainer->desc.loss(trainer->tape, user);
+    dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain_tape_error(trainer->tape));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
     *sum += (double)loss;
@@ -325,8 +429,9 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
         const dtrain_result result = dtrain__evaluate_one(trainer, next_batch, user, &sum);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
-    float own[DTRAIN__WORD_COUNT] = {0};
+    float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
+    memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
     own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
@@ -357,6 +462,9 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
+    trainer->saving = dtrain_span_seconds(world, DTRAIN_SPAN_CHECKPOINT);
+    for (size_t i = 0; i < sizeof trainer->gpu / sizeof *trainer->gpu; i++)
+        trainer->gpu[i] = (float)DTRAIN__NAN;
     dtrain_loss_scaler_desc none;
     memset(&none, 0, sizeof none);
     const bool given = memcmp(&desc->loss_scaling, &none, sizeof none) != 0;

@@ -5,14 +5,15 @@
  *
  *     for each micro-batch: dtrain_strategy_accumulate(is another to come?) -> next_batch
  *                           -> loss, on the tape -> dtrain_tape_backward -> dtrain_strategy_finish
- *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of six
- *     numbers per rank, from which every rank makes the same record */
+ *     unscale and clip -> dtrain_optimizer_step at the schedule's rate -> an all-gather of some
+ *     twenty numbers per rank, from which every rank makes the same record */
 
 #pragma once
 
 #include "core/api.h"
 #include "core/result.h"
 #include "world/world.h"
+#include "comm/comm.h"
 #include "strategy/memory.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
@@ -59,6 +60,44 @@ typedef struct dtrain_trainer_desc {
     void *user;
 } dtrain_trainer_desc;
 
+/* What every rank measures in a step and tells all others. The parts of its time are those of spans
+ * (world/timeline.h), which do not overlap: forward has no communication in it, and data + forward
+ * + backward + exposed_comm + optimizer is the step without what the trainer itself takes. On a
+ * GPU, where calls queue work, they say where the host was; a graph has only the step. */
+typedef enum dtrain_figure {
+    DTRAIN_FIGURE_STEP = 0,         /* seconds from the first batch to the end of the update */
+    DTRAIN_FIGURE_DATA = 1,         /* in next_batch */
+    DTRAIN_FIGURE_FORWARD = 2,      /* in loss, without communication, as in all of them */
+    DTRAIN_FIGURE_BACKWARD = 3,     /* in dtrain_tape_backward and dtrain_strategy_finish */
+    DTRAIN_FIGURE_EXPOSED_COMM = 4, /* in calls of communicators */
+    DTRAIN_FIGURE_HIDDEN_COMM = 5,  /* an operation was in flight, and the rank elsewhere */
+    DTRAIN_FIGURE_OPTIMIZER = 6,    /* in norm, clipping and update */
+    DTRAIN_FIGURE_CHECKPOINT = 7,   /* in saving since the step before, ranks' waits included */
+    DTRAIN_FIGURE_TIMES = 8,        /* how many of them are seconds */
+    /* Bytes that this rank sent by the ring formula / seconds in flight: the bus bandwidth of
+     * nccl-tests, busbw = S / t * 2 (n - 1) / n for an all-reduce of S bytes in n ranks. */
+    DTRAIN_FIGURE_BUS = 8,
+    DTRAIN_FIGURE_MEMORY = 9, /* bytes of the device that the library has allocated, now ... */
+    DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
+    DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
+    DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
+    /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
+    DTRAIN_FIGURE_GPU_UTILIZATION = 13, /* 0 to 1 */
+    DTRAIN_FIGURE_GPU_MEMORY = 14,      /* bytes in use, by all processes */
+    DTRAIN_FIGURE_GPU_CLOCK = 15,       /* Hz */
+    DTRAIN_FIGURE_GPU_POWER = 16,       /* W */
+    DTRAIN_FIGURE_GPU_TEMPERATURE = 17, /* degrees Celsius */
+    DTRAIN_FIGURE_GPU_THROTTLE = 18,    /* NVML's bits of why clocks are low */
+    DTRAIN_FIGURE_GPU_ECC = 19,         /* uncorrected errors since the driver was loaded */
+    DTRAIN_FIGURE_COUNT = 20
+} dtrain_figure;
+
+/* A figure of all ranks; NaN and -1 where no rank has measured it. */
+typedef struct dtrain_spread {
+    double min, mean, max;
+    int min_rank, max_rank; /* in the world; the lowest of equal ones */
+} dtrain_spread;
+
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
     int64_t step;     /* from 0 */
@@ -77,6 +116,9 @@ typedef struct dtrain_step_record {
     double loss_scale;        /* of this step's backward; 0: no loss scaling */
     uint64_t skipped_steps;   /* since the start, this one included: gradients were not finite */
     int slowest_rank;
+    int ranks; /* that the figures come from; 0: a record without figures */
+    dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
+    uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;
@@ -112,6 +154,10 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
+/* Return a figure of one rank in the last step; NaN: not measured, or no such rank. Every rank
+ * knows those of all ranks, as fp32. */
+DTRAIN_API double dtrain_trainer_figure(const dtrain_trainer *trainer, int rank,
+                                        dtrain_figure figure);
 /* Return the trainer's tape, for passes of the host's own between two steps. */
 DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer);
 

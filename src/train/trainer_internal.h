@@ -17,14 +17,11 @@
 #include "device/backend.h"
 #include "device/device.h"
 
-/* What a rank tells the others each step. */
+/* What a rank tells the others each step: its figures, and behind them */
 enum {
-    DTRAIN__WORD_LOSS,
-    DTRAIN__WORD_STEP,
-    DTRAIN__WORD_COMM,
-    DTRAIN__WORD_EXPOSED,
+    DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
+    DTRAIN__WORD_COMM, /* seconds that an operation was in flight */
     DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
-    DTRAIN__WORD_DATA, /* seconds in next_batch */
     DTRAIN__WORD_COUNT
 };
 
@@ -46,10 +43,11 @@ struct dtrain_trainer {
     uint32_t in_a_row; /* ... and how many of them were the last ones */
     uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;       /* their sum */
-    double data;       /* seconds that this call of step has spent in next_batch */
-    float *words;      /* (ranks, WORD_COUNT), host memory: gathered in place */
-    double *compute;   /* (ranks) seconds, for the median */
-    int slow_rank; /* slowest of the last step, and for how many steps it has been a straggler */
+    double saving;     /* seconds in checkpoints until the end of the last step */
+    float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
+    float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
+    double *compute; /* (ranks) seconds, for the median */
+    int slow_rank;   /* slowest of the last step, and for how many steps it has been a straggler */
     int slow_steps;
     bool *named;                 /* (ranks) warned about already */
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
@@ -64,6 +62,7 @@ typedef struct dtrain__queue {
     size_t pinned_bytes;          /* of both */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
+    double flops;                 /* of the graph */
 } dtrain__queue;
 
 /* Unknown. A bit pattern instead of NAN survives -ffast-math. */

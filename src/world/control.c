@@ -399,8 +399,11 @@ DTRAIN_API dtrain_result dtrain_world_all_gather(dtrain_world *world, const void
                            bytes, DTRAIN_WORLD_ALL_GATHER_BYTES);
     DTRAIN__TRY(dtrain__world_check(world, "dtrain_world_all_gather"));
     DTRAIN__TRY(dtrain__trouble(world));
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_COMM, "world all-gather", DTRAIN__UNNUMBERED);
     dtrain__flight_gather(world, bytes);
     const dtrain_result result = dtrain__gather_all(world, mine, bytes, all);
     dtrain__flight_gathered(world, result);
+    dtrain__span_end(world, span);
     return result;
 }

@@ -15,6 +15,7 @@
 #include "world/environment_internal.h"
 #include "world/launch_internal.h"
 #include "world/link_internal.h"
+#include "world/trace_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
 #include "device/device.h"
@@ -36,6 +37,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     if (!world) return;
     const dtrain_allocator allocator = world->allocator;
     dtrain__world_comm_end(world);
+    dtrain__trace_destroy(world);
     dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
@@ -71,6 +73,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
         (dtrain_world *)dtrain__alloc(&desc->allocator, 1, sizeof *world, "a world");
     *out = world;
     if (!world) return DTRAIN_ERROR_MEMORY;
+    world->timeline.since_ns = dtrain__now_ns();
     world->rank = world->local_rank = rank;
     world->size = world->local_size = launch->place.size;
     world->node_count = 1;
@@ -101,6 +104,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     device.tune = desc->tune;
     device.memory_limit = desc->memory_limit;
     device.allocator = desc->allocator;
+    DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);

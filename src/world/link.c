@@ -152,6 +152,32 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank)
 
 /* ---- Receiving --------------------------------------------------------------------------------*/
 
+/* Answer a question about the time on rank 0, and hear the answer on the rank that has asked. The
+ * answer with the shortest way counts: what happened at half of that way on this clock happened
+ * then on rank 0's, and no more than half of it wrong (Cristian, "Probabilistic Clock
+ * Synchronization", 1989). Others get answers that are not for them, and drop them. */
+static bool dtrain__clock_apply(dtrain_world *world, int from, int rank, const char *data,
+                                size_t bytes)
+{
+    dtrain__connection *end = &world->link->ends[from];
+    const uint64_t now = dtrain__now_ns();
+    dtrain__clock_frame clock;
+    if (bytes != sizeof clock) return false;
+    if (world->rank && rank != world->rank) return true;
+    memcpy(&clock, data, sizeof clock);
+    if (end->clock_rounds++ == DTRAIN__CLOCK_ROUNDS) return false;
+    if (world->rank == 0) {
+        clock.answered_ns = now;
+        dtrain__link_append(world, DTRAIN__FRAME_CLOCK, rank, &clock, sizeof clock);
+        return true;
+    }
+    const uint64_t half = (now - clock.asked_ns) / 2;
+    if (end->clock_rounds > 1 && half >= world->clock_error_ns) return true;
+    world->clock_error_ns = half;
+    world->clock_offset_ns = (int64_t)(clock.answered_ns - (clock.asked_ns + half));
+    return true;
+}
+
 /* Bring the control page up to what a frame from rank `from` says and, on rank 0, send it on; false
  * when it makes no sense. */
 static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__frame *frame,
@@ -161,6 +187,8 @@ static bool dtrain__frame_apply(dtrain_world *world, int from, const dtrain__fra
     const int rank = frame->rank;
     bool news = true;
     if (world->rank == 0 ? rank != from : rank < 0 || rank >= world->size) return false;
+    if (frame->kind == DTRAIN__FRAME_CLOCK)
+        return dtrain__clock_apply(world, from, rank, data, frame->bytes);
     if (rank == world->rank) return true; /* rank 0 sends it to all */
     if (frame->kind == DTRAIN__FRAME_GATHER) {
         dtrain__gather_slot *slot = &control->slots[rank];
@@ -248,6 +276,35 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms)
         if (polls[i].revents & ~POLLOUT || (blind && polls[i].fd >= 0))
             dtrain__link_receive(world, i);
     dtrain__link_flush(link);
+}
+
+/* Compare the clocks of all ranks with rank 0's, once, when they have met: an offset for each rank,
+ * for tools that lay traces beside each other. Every rank asks some times, one question behind the
+ * other, and rank 0 does nothing but answer meanwhile. */
+DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
+{
+    dtrain__link *link = world->link;
+    dtrain__wait wait = dtrain__wait_begin();
+    dtrain__clock_frame clock = {0, 0};
+    int asked = 0;
+    for (;;) {
+        bool all = true;
+        for (int i = 0; i < link->count; i++)
+            all = all && (i == world->rank || link->ends[i].clock_rounds == DTRAIN__CLOCK_ROUNDS);
+        if (all) return DTRAIN_OK;
+        if (world->rank && asked == link->ends[0].clock_rounds) {
+            asked++;
+            clock.asked_ns = dtrain__now_ns();
+            dtrain__link_send(world, DTRAIN__FRAME_CLOCK, world->rank, &clock, sizeof clock);
+        }
+        dtrain__link_pump(world, 20);
+        const dtrain_result result = dtrain__wait_poll(world, &wait);
+        if (result == DTRAIN_ERROR_TIMEOUT)
+            return dtrain__abort_with(world, result,
+                                      "dtrain_launch: a rank does not answer, or does not ask, "
+                                      "what time it is");
+        DTRAIN__TRY(result);
+    }
 }
 
 /* Pump from inside a wait. It costs some microseconds, so at most once a millisecond. */

@@ -11,7 +11,8 @@
  *     GATHER     the rank's next record of dtrain_world_all_gather, at most 4096 bytes
  *     EXIT       its dtrain__exit_record
  *     ABORT      its dtrain__abort_record
- *     WAIT       for which rank it has been waiting for long: int32 */
+ *     WAIT       for which rank it has been waiting for long: int32
+ *     CLOCK      what time it is: to rank 0 as a question, and back as its answer */
 
 #pragma once
 
@@ -25,13 +26,21 @@ typedef enum dtrain__frame_kind {
     DTRAIN__FRAME_GATHER = 1,
     DTRAIN__FRAME_EXIT = 2,
     DTRAIN__FRAME_ABORT = 3,
-    DTRAIN__FRAME_WAIT = 4
+    DTRAIN__FRAME_WAIT = 4,
+    DTRAIN__FRAME_CLOCK = 5
 } dtrain__frame_kind;
 
 typedef struct dtrain__frame {
     uint32_t kind, bytes; /* of data that follow */
     int32_t rank;         /* the rank that the frame is about */
 } dtrain__frame;
+
+/* Of CLOCK: when the question was asked on the clock of that rank, and rank 0's answer. */
+typedef struct dtrain__clock_frame {
+    uint64_t asked_ns, answered_ns;
+} dtrain__clock_frame;
+
+#define DTRAIN__CLOCK_ROUNDS 8
 
 #define DTRAIN__FRAME_ROOM (sizeof(dtrain__frame) + DTRAIN_WORLD_ALL_GATHER_BYTES)
 
@@ -40,6 +49,7 @@ typedef struct dtrain__connection {
     char name[96];    /* of the other end, for messages */
     size_t sent;      /* bytes of link->out that this end has been sent */
     uint64_t deaf_ns; /* since when it cannot be read, for want of memory; 0: it can */
+    int clock_rounds; /* questions answered on rank 0, answers heard elsewhere */
     size_t in_bytes;
     char in[DTRAIN__FRAME_ROOM]; /* received and not yet a whole frame */
 } dtrain__connection;
@@ -72,6 +82,7 @@ DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
+DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms);
 
 /* world/rendezvous.c */

@@ -200,6 +200,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__world_join(dtrain_world *world,
     const dtrain_result met = dtrain__meet(world, place);
     if (met != DTRAIN_OK) dtrain__link_destroy(world); /* no other rank knows this one */
     DTRAIN__TRY(met);
+    DTRAIN__TRY(dtrain__clocks_compare(world));
     DTRAIN__TRY(dtrain__find_hosts(world, place));
     for (int attempt = 0; attempt < 6 && world->node_count == 1 && !world->link->shared;
          attempt++) {

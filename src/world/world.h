@@ -68,6 +68,22 @@ typedef struct dtrain_emulation {
     double latency_us;          /* of a message between nodes */
 } dtrain_emulation;
 
+/* A trace: what every rank does when, in the Trace Event Format, for ui.perfetto.dev or
+ * chrome://tracing. Rank r writes a file of its own, with ".rank<r>" before the extension of path:
+ * passes, units and operations by name, waits, the update, checkpoints, and every collective with
+ * its bytes and the bucket that asked for it. build/trace brings the files of all ranks together.
+ * What is seen of a device that queues its work, a GPU, is when the host queued it.
+ *
+ * Memory is taken at the start and files are written between steps; a file that cannot be created
+ * is an error of the rank, and one that later cannot be written a warning: training goes on. */
+typedef struct dtrain_trace_desc {
+    const char *path;     /* NULL = no trace */
+    uint64_t first_step;  /* of a trainer: what is before it is left out */
+    uint64_t step_count;  /* so many of a trainer's steps; 0 = all */
+    uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
+    uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
+} dtrain_trace_desc;
+
 /* Zero means default. */
 typedef struct dtrain_launch_desc {
     uint32_t rank_count;       /* of the world; 0 = the launcher's number, and without a launcher
@@ -106,6 +122,7 @@ typedef struct dtrain_launch_desc {
     const char *flight_directory; /* every rank whose run fails writes its last collectives there,
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
+    dtrain_trace_desc trace;      /* all zero = none */
 } dtrain_launch_desc;
 
 /* How the run ended. */

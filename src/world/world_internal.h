@@ -16,6 +16,7 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/timeline_internal.h"
 #include "world/world.h"
 #include "device/device.h"
 
@@ -151,10 +152,13 @@ struct dtrain_world {
     const struct dtrain_comm_ops *comm_ops; /* asked for; NULL: local */
     dtrain_comm *comm;                      /* all ranks */
     uint64_t gather_count;
+    int64_t clock_offset_ns;       /* what makes this rank's clock rank 0's, see link.c ... */
+    uint64_t clock_error_ns;       /* ... and by how much that may be wrong */
     int told_by;                   /* 1 + the rank whose failure this one was told of; 0: none */
     struct dtrain__engine *comms;  /* this rank's communicators, newest first */
     int64_t comm_count;            /* every communicator made so far has a smaller number */
     struct dtrain__flight *flight; /* its last collectives, see comm/flight.c */
+    dtrain__timeline timeline;     /* its spans, see timeline.c */
     dtrain__part *retired; /* of communicators that this rank has destroyed and others still use */
 };
 

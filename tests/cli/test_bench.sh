@@ -34,6 +34,7 @@ small="--layers 1 --channels 32 --seq 16 --batch 2"
 check "bench_gemm" "^NT 64 x 64 x 64 .* yes" '"shape": "NT 768 x 384 x 128".*"GFLOP/s_max"' "$bench/bench_gemm" --quick
 check "bench_conv" "^16 to 16 +weight .* yes" '"layer": "depthwise 64".*"of_gemm": [0-9]' "$bench/bench_conv" --quick
 check "bench_data" "^128 images, bytes +2 workers .* yes" '"batch": "8 x 64 tokens", "reader": "read".*"exposed_us": [0-9]' "$bench/bench_data" --quick
+check "bench_metrics" "^all .* yes" '"writer": "TensorBoard".*"of_step_%": [0-9]' "$bench/bench_metrics" --quick $trainer --directory "$tmp"
 check "bench_resnet" "^dtrain, bf16 .* yes" '"configuration": "dtrain, fp32".*"floor": [0-9]' "$bench/bench_resnet" --quick \
     --program "$build/resnet_cifar"
 check "bench_collectives" "^all-reduce +1048576 +private .* yes" '"operation": "barrier"' "$bench/bench_collectives" --quick
@@ -60,6 +61,8 @@ else skip "bench_strategies, PyTorch" "torch is not installed"; fi
 grep -q "^no rows of PyTorch: .*not found" "$tmp/out"; verdict $? "bench_strategies says that there is no PyTorch" "no line says so"
 check "bench_scaling" "^ +12 +full_shard .* same +yes +yes" '"strategy": "full_shard", "ranks": 2' "$bench/bench_scaling" $trainer --quick \
     --flags "$small"
+check "bench_forecast" "^resnet20 +full_shard +2 .* yes" '"model": "tiny", "strategy": "ddp".*"ratio": [0-9]' "$bench/bench_forecast" $trainer --quick \
+    --images "$build/resnet_cifar"
 check "bench_comm" "top-k 0.1 % .* yes" '"method": "hierarchical, top-k 1 %".*"staged_bytes": 0, "correct": true' \
     "$bench/bench_comm" $trainer --quick --shrink 2 --svg "$tmp/comm.svg"
 grep -q "^</svg>" "$tmp/comm.svg" && [ "$(grep -c '<polyline' "$tmp/comm.svg")" -eq 5 ]
@@ -72,7 +75,7 @@ if [ -x "$build/emu/bench_kernels" ]; then
             --steps 20 --precision $precision --flags "--lr 1e-2"
     done
 else skip "GPU benchmarks" "no emulated GPU"; fi
-for program in gemm conv resnet collectives links checkpoint sparse kernels train strategies scaling comm; do
+for program in gemm conv resnet collectives links checkpoint sparse kernels train strategies scaling comm forecast; do
     refuse "bench_$program refuses an unknown flag" 'unknown flag "--fast"' "$bench/bench_$program" --quick --fast
 done
 refuse "llmc.sh without llm.c" 'is no checkout of llm.c' sh bench/llmc.sh "$tmp"

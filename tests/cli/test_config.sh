@@ -68,17 +68,89 @@ bad "a byte 0" "zero.conf is not a text" "$build/train_gpt" --config "$tmp/zero.
 bad "a misspelt flag" 'unknown flag "--layer"; did you mean --layers\? --help lists them' "$build/train_gpt" --layer 2
 bad "a flag like no other" 'unknown flag "--frobnicate"; --help lists them' "$build/train_gpt" --frobnicate=2
 
-# The example has a reader of its own.
+# The other program reads the same switches in the same way.
 resnet="$build/resnet_cifar"
 printf '# few\nranks = 1\nthreads=1\nbatch = 8 # images\nsteps = 9\nsync-batchnorm = 1\n' >"$tmp/images.conf"
 good "resnet_cifar, a file, and a flag that wins" "1 ranks x 8 images" $resnet --config "$tmp/images.conf" --steps 1
 grep -q '^    1       1 ' "$tmp/out"; result "resnet_cifar, one step" $? "$tmp/out"
 echo "stratgy = ddp" >"$tmp/wrong.conf"
-bad "resnet_cifar, a misspelt key" 'wrong.conf:1: the flag "--stratgy" .* did you mean --strategy\?' $resnet --config "$tmp/wrong.conf"
+bad "resnet_cifar, a misspelt key" 'wrong.conf:1: unknown key "stratgy"; did you mean strategy\?' $resnet --config "$tmp/wrong.conf"
 printf '\nbatch 8\n' >"$tmp/wrong.conf"
-bad "resnet_cifar, no key" 'wrong.conf:2: expected key = value' $resnet --config "$tmp/wrong.conf"
+bad "resnet_cifar, no key" 'wrong.conf:2: "batch 8" is not of the form key = value' $resnet --config "$tmp/wrong.conf"
 echo "batch = x" >"$tmp/wrong.conf"
 bad "resnet_cifar, no number" 'wrong.conf:1: --batch is "x"' $resnet --config "$tmp/wrong.conf"
 bad "resnet_cifar, a misspelt flag" 'did you mean --batch\?' $resnet --bacth 8
-bad "resnet_cifar, no file" 'cannot read ".*none"' $resnet --config "$tmp/none"
+bad "resnet_cifar, no file" '--config: .*none: No such file' $resnet --config "$tmp/none"
+bad "resnet_cifar, one image" 'batch is 1; normalising' $resnet --batch 1
+bad "resnet_cifar, two lengths of a run" 'steps and --epochs: use one of them' $resnet --steps 3 --epochs 1
+echo "dry-run = 1" >"$tmp/wrong.conf"
+bad "what is no switch of a file" 'wrong.conf:1: --dry-run belongs on the command line' $resnet --config "$tmp/wrong.conf"
+bad "no such cluster" 'cluster is "h1000", which is none' $resnet --dry-run --cluster h1000
+bad "a cluster without a forecast" 'cluster does nothing without --dry-run' $resnet --cluster h100
+bad "a forecast of no training" 'dry-run does nothing with --generate' "$build/train_gpt" --generate 5 --dry-run
+bad "a log of no training" 'csv does nothing with --steps 0' "$build/train_gpt" --steps 0 --csv "$tmp/none" --import "$tmp/none"
+bad "two questions" 'dry-run and --tune: use one after the other' $resnet --dry-run --tune
+bad "what --tune was once" 'tune-gemm needs a GPU' "$build/train_gpt" --tune-gemm
+for line in "--save-every 3:save-every does nothing without --checkpoint" "--topk-ratio 0.1:topk-ratio does nothing without --compression" \
+    "--optimizer muon --strategy zero1:muon needs whole matrices" "--min-lr 0.1:min-lr does nothing with --schedule steps" \
+    "--offload all:offload needs a GPU" "--strategy hybrid_shard:strategy hybrid_shard: .*set node_size" "--global-batch 7:global-batch: .*nearest"; do
+    bad "resnet_cifar ${line%%:*}" "${line#*:}" $resnet ${line%%:*} --steps 1
+done
+
+# --dry-run: what it prints is the run, as a file; nothing is written, and hardly any memory is needed.
+gpt="$build/train_gpt $flags"
+good "dry run" '^# step .* ms predicted: products' $gpt --data "$tmp/two words.txt" --deterministic --checkpoint "$tmp/dry" --dry-run
+cp "$tmp/out" "$tmp/dry.conf"
+[ ! -e "$tmp/dry" ]; result "dry run, makes no directory" $? "$tmp/out"
+good "dry run, its output is a file of flags" "bit-identical" "$build/train_gpt" --config "$tmp/dry.conf"
+same "of the same run" "$plain"
+sed 's/^checkpoint = .*//' "$tmp/dry/config" | grep -v '^#' >"$tmp/written"
+sed 's/^checkpoint = .*//' "$tmp/dry.conf" | grep -v '^#' | grep -v '^$' >"$tmp/printed"
+grep -v '^$' "$tmp/written" | cmp -s - "$tmp/printed"; result "dry run, every flag as the run has it" $? "$tmp/printed"
+good "dry run, --config-out" "predicted" $gpt --dry-run --config-out "$tmp/out.conf"
+good "resnet_cifar, dry run" "exposed ms" $resnet --batch 4 --dry-run
+cp "$tmp/out" "$tmp/images.conf"
+good "resnet_cifar, its output is a file of flags" "1 ranks x 4 images" $resnet --config "$tmp/images.conf" --ranks 1 --steps 1
+# memory PROGRAM FLAGS...: the memory of a dry run, by class, is what the run itself says, but for the process
+memory() {
+    name="$*"
+    "$@" --dry-run 2>&1 | sed -n 's/^# memory .*: \(parameters.*\), workspace.*/\1/p' >"$tmp/planned"
+    "$@" 2>&1 | sed -n 's/^memory .*: \(parameters.*\), workspace.*/\1/p' >"$tmp/made"
+    [ -s "$tmp/planned" ] && cmp -s "$tmp/planned" "$tmp/made"
+    result "dry run, memory: ${name#"$build"/}" $? "$tmp/planned"
+}
+for strategy in ddp zero1 full_shard "hybrid_shard --node-size 2"; do
+    memory "$build/train_gpt" --steps 1 --eval-batches 0 --sample 0 --ranks 4 --strategy $strategy
+done
+memory "$build/train_gpt" --steps 1 --eval-batches 0 --sample 0 --ranks 1 --precision bf16 --accum 2 --activation-checkpointing 1
+memory "$build/resnet_cifar" --steps 1 --batch 4 --ranks 2 --strategy shard_grad_op --sync-batchnorm
+memory "$build/resnet_cifar" --steps 1 --batch 4 --ranks 2 --compression topk
+big="$build/train_gpt --model gpt2_xl --ranks 64 --strategy full_shard --dry-run"
+(ulimit -v 4000000; timeout 60 $big) >"$tmp/out" 2>&1
+grep -q '64 ranks here need .* would not fit' "$tmp/out" && grep -q '^# *64 .*<- this run' "$tmp/out" && grep -q '^# *512 ' "$tmp/out"
+result "dry run, 1558 M parameters on 64 ranks in 4 GB of addresses" $? "$tmp/out"
+good "dry run on a cluster" '^# assumed  *all rates, of h100' "$build/train_gpt" --model gpt2 --ranks 16 --dry-run --cluster h100
+good "dry run, a limit" 'memory-limit is 10 MiB a rank: would not fit' "$build/train_gpt" --dry-run --memory-limit 10
+good "dry run, given links" '^# given .* nodes of 2 ranks, 1 Gb/s and 50 us' "$build/train_gpt" --dry-run --emulate 2x2:1:50
+bad "dry run, a refusal" "muon needs whole matrices" "$build/train_gpt" --dry-run --optimizer muon --strategy zero1
+
+# --tune: what does not fit is not tried, what is given stays, and the choice is a file of flags.
+for ranks in 1 2 4; do
+    good "tune, $ranks ranks" ' chosen$' $gpt --ranks $ranks --batch 2 --tune --data "$tmp/two words.txt" --config-out "$tmp/tuned.conf"
+    [ "$(grep -c ' chosen$' "$tmp/out")" -eq 1 ] && grep -q -x 'batch = 2' "$tmp/tuned.conf"
+    result "tune, $ranks ranks: one is chosen, and what was given stays" $? "$tmp/out"
+done
+good "tuned, a run with it" "over 4 steps" "$build/train_gpt" --config "$tmp/tuned.conf"
+small="$build/train_gpt --layers 2 --channels 32 --heads 2 --seq 32 --ranks 2 --threads 1"
+good "tune, a limit" 'ddp .* would not fit: 2 MiB a rank are the limit' $small --tune --memory-limit 2
+awk '/ chosen$/ { fits = $6 < 2 } END { exit !fits }' "$tmp/out"
+result "tune, what is chosen fits" $? "$tmp/out"
+good "tune, a global batch" ' chosen$' $small --tune --global-batch 8 --strategy ddp --bucket-kib 100
+[ "$(sed -n 's/^batch = //p;s/^global-batch = //p' "$tmp/out" | tail -n 1)" = 8 ] &&
+    awk '/^# ddp/ { if ($3 * $4 != 4) exit 1 }' "$tmp/out"
+result "tune, every candidate has the global batch" $? "$tmp/out"
+good "tune, refusals are rows" 'zero1 .* refused: .*whole matrices' $small --tune --optimizer muon --batch 1
+bad_lines=1
+bad "tune, nothing fits" "no candidate could be measured" $small --channels 256 --tune --memory-limit 1
+bad "tune, a global batch that cannot be shared" "global-batch: .* nearest that can is 6" $small --tune --global-batch 7
 finish

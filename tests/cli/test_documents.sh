@@ -213,8 +213,10 @@ judge() {
         build/bench/*) flags_of "$line" ;;
         bench_*) flags_of "build/bench/$line" ;;
         simulate) whole "build/$line" ;;
+        build/trace) how="says how it is used"; build/trace >"$tmp/out" 2>&1; grep -q "^trace $2 OUT\|^trace $2 IN" "$tmp/out" ;;
         build/flight) how="says how it is used"; build/flight >"$tmp/out" 2>&1; grep -q '^flight DIRECTORY' "$tmp/out" ;;
-        build/train_gpt | ./gpt | ./train_gpt) begins "$line" ;;
+        build/train_gpt | ./gpt | ./train_gpt)
+            case $line in *--dry-run* | *--tune*) whole "$line" ;; *) begins "$line" ;; esac ;;
         build/* | ./*) whole "$line" ;;
         mpirun) whole "$line" ;;
         torchrun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;

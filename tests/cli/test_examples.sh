@@ -103,7 +103,7 @@ $resnet --batch 4 --steps 3 --strategy full_shard 2>&1 | awk '/%/ { print $4, $5
 result "resnet_cifar, full_shard has the losses of ddp" $? "$tmp/other"
 bad "resnet_cifar, a file that is cut off" "data_batch_2.bin has 100 bytes, no whole number of records of 3073" \
     sh -c "mkdir $tmp/cut; cp $cifar/* $tmp/cut; head -c 100 $cifar/data_batch_2.bin >$tmp/cut/data_batch_2.bin; $build/resnet_cifar --data $tmp/cut"
-bad "resnet_cifar, unknown strategy" "\"zero9\" is not one of: ddp" $resnet --strategy zero9
+bad "resnet_cifar, unknown strategy" "strategy is \"zero9\"; it takes one of: ddp" $resnet --strategy zero9
 bad "resnet_cifar, too large a batch" "with drop_last nothing is left" $resnet --ranks 2 --batch 400
 good "train_gpt --help" "--weight-decay" "$build/train_gpt" --help
 good "train_gpt, sample" "a sample" $gpt --sample 20

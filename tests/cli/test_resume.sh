@@ -44,6 +44,43 @@ if [ "$full" = 1 ]; then
         $many --ranks 64 --steps 8 --resume "$tmp/many/step-000000000006"
 fi
 
+# ---- the same of ResNet, whose running averages are no parameters of the optimizer ----
+images="$build/resnet_cifar --threads 1 --ranks 2 --batch 4 --timeout 20 --deterministic"
+mkdir "$tmp/cifar"
+for file in data_batch_1 data_batch_2 data_batch_3 data_batch_4 data_batch_5 test_batch; do
+    for image in 0 1 2 3 4 5 6 7; do printf "\\$image"; head -c 3072 dtrain.h; done >"$tmp/cifar/$file.bin"
+done
+images="$images --data $tmp/cifar"
+for flags in "--steps 12" "--steps 12 --strategy full_shard --sync-batchnorm" "--steps 6 --accum 2 --precision bf16 --strategy zero1"; do
+    dir=$tmp/images
+    rm -rf "$dir"
+    $images $flags >"$tmp/out" 2>&1
+    expected=$(hash_of "$tmp/out") accuracy=$(grep '%$\|% ' "$tmp/out" | awk '/^ *[0-9]+ +[0-9]+ +0/ { last = $5 } END { print last }')
+    $images $flags --checkpoint "$dir" --save-every 2 --keep 9 >/dev/null 2>&1
+    for step in "$dir"/step-*; do case $step in *2) ;; *) rm -r "$step" ;; esac; done
+    rm -rf "$dir"/step-*12
+    $images $flags --checkpoint "$dir" --resume auto >"$tmp/out" 2>&1
+    same "resnet_cifar $flags: 2 steps, saved, the rest"
+    [ -n "$accuracy" ] && awk '/^ *[0-9]+ +[0-9]+ +0/ { last = $5 } END { print last }' "$tmp/out" | grep -q -x "$accuracy"
+    result "and its test accuracy" $? "$tmp/out"
+done
+good "resnet_cifar, saved by one strategy" "over 2 steps" $images --steps 2 --schedule constant --checkpoint "$tmp/other"
+good "gone on with by another" 'saved by 2 ranks of ddp, resharded to 3 of zero3' \
+    $images --ranks 3 --steps 3 --schedule constant --strategy zero3 --resume "$tmp/other"
+$images --steps 60 --workers 2 >"$tmp/out" 2>&1
+expected=$(hash_of "$tmp/out")
+for more in "" "--snapshot-every 1"; do
+    rm -rf "$tmp/hit"
+    $images --steps 60 --workers 2 --checkpoint "$tmp/hit" --save-every 3 --restarts 3 $more >"$tmp/out" 2>&1 &
+    launcher=$!
+    wait_for 60 test -e "$tmp/hit/latest"
+    kill -KILL "$(ranks_of $launcher | tail -n 1)"
+    wait $launcher
+    grep -q 'restart 1 of 3' "$tmp/out"
+    result "resnet_cifar, kill -9 $more: started again" $? "$tmp/out"
+    same "and it comes to the same end"
+done
+
 # ---- signals ----
 long="$gpt --steps 1500 --save-every 100"
 $gpt --steps 1500 >"$tmp/out" 2>&1

@@ -15,6 +15,7 @@ tape:     core world comm strategy parallel
 optim:    core world comm strategy parallel tape
 train:    core world comm strategy parallel tape optim
 state:    core world comm strategy parallel tape optim train
+monitor:  core world comm strategy parallel tape optim train state
 device:   core'
 everybody='dtrain.h dtrain_cuda.cu dtrain_nccl.h device/device.h device/backend.h device/device_internal.h'
 

@@ -255,7 +255,7 @@ static int full_rank(dtrain_world *world, void *user)
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
     CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK); /* it has been done and reported */
     dtrain_metrics_destroy(metrics);
-    CHECK_MSG(strstr(dtrain_last_error(), "6 of 6 lines of the log file /dev/full could not"), "%s",
+    CHECK_MSG(strstr(dtrain_last_error(), "6 of 6 lines of the log file of /dev/full"), "%s",
               dtrain_last_error());
     return 0;
 }
@@ -271,7 +271,7 @@ static void test_full_disk(void)
     CHECK_MSG(strstr(warning, "/dev/full cannot be written: No space left"), "%s", warning);
 }
 
-/* A disk that fills up inside a line and is then freed: only that line is lost. */
+/* A disk that fills up inside a line and is then freed: only that line is lost, and nothing of it stays. */
 static int limited_rank(dtrain_world *world, void *user)
 {
     dtrain_metrics_desc desc;
@@ -301,8 +301,6 @@ static void test_torn_line(void)
     CHECK(warnings == 1);
     const char *line = read_back(log_path);
     CHECK(json_number(line, "step") == 0);
-    line = next_line(line); /* 300 bytes end somewhere in here */
-    CHECK(line[0] == '{' && !memchr(line, '}', strcspn(line, "\n")));
     for (int step = 3; step < 6; step++) {
         line = next_line(line);
         CHECK(line[0] == '{' && json_number(line, "step") == step);
@@ -339,7 +337,7 @@ static void test_pipe(void)
     unlink(log_path);
     if (!CHECK(mkfifo(log_path, 0600) == 0)) return;
     with_world(pipe_rank, NULL);
-    CHECK(warnings == 1);
+    CHECK_MSG(warnings == 1, "%d: %s", warnings, warning);
     unlink(log_path);
 }
 
@@ -438,6 +436,8 @@ static void test_live_line(void)
     size.ws_col = 60, size.ws_row = 24;
     CHECK(slave >= 0 && ioctl(slave, TIOCSWINSZ, &size) == 0);
     FILE *terminal = fdopen(dup(slave), "w");
+    setenv("TERM", "xterm", 1);
+    setenv("NO_COLOR", "1", 1);
     double start = test_seconds();
     with_world(live_rank, terminal);
     double elapsed = test_seconds() - start;

@@ -25,8 +25,9 @@
  * What it leaves out: the input pipeline, the host (a GPU's queue is assumed never to run dry), and
  * congestion by other jobs. A prediction is as good as --efficiency, or better: as --measured-rate.
  *
- * How to read it: flags -> simulate_models.h -> simulate_cluster.h (cost models, virtual device, virtual
- * communicator) -> one step -> tables, JSON, SVG -> published figures -> main. */
+ * How to read it: flags -> simulate_models.h -> simulate_cluster.h (cost models), simulate_device.h and
+ * simulate_comm.h (a virtual device, a virtual communicator) -> one step -> tables, JSON, SVG -> published figures ->
+ * main. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -181,7 +182,7 @@ static int parse_flags(int count, char **arguments)
 }
 
 #include "simulate_models.h"
-#include "simulate_cluster.h"
+#include "simulate_comm.h"
 
 /* ---- the cluster that the flags ask for -------------------------------------------------------- */
 

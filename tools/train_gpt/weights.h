@@ -6,12 +6,6 @@
 #include "settings.h"
 #include "llmc.h"
 
-#define TRY(call)                              \
-    do {                                       \
-        result = (call);                       \
-        if (result != DTRAIN_OK) goto cleanup; \
-    } while (0)
-
 static bool ends_with(const char *text, const char *end)
 {
     const size_t bytes = strlen(text), end_bytes = strlen(end);

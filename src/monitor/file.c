@@ -1,0 +1,161 @@
+/* Text, and files that cannot stop a training
+ *
+ * Writing is quiet: a reader that has gone (SIGPIPE) or a limit on the size of files (SIGXFSZ) is
+ * an error here, not the end of the process. A record that was written in part is cut off again, so
+ * that a disk that is full for a while costs whole records and no reader stumbles; a pipe cannot be
+ * cut, and the next record then begins with a line end. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "monitor/monitor_internal.h"
+
+DTRAIN__PRIVATE void dtrain__line_add(dtrain__line *text, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    const size_t room = text->room - text->used;
+    const int length = vsnprintf(text->text + text->used, room, format, args);
+    va_end(args);
+    if (length < 0) return;
+    text->used += (size_t)dtrain__min(length, (int64_t)room - 1);
+}
+
+/* Add a finite number with nine digits, which give an fp32 back exactly, or an integer whole. The
+ * host's locale may have another decimal point, of several bytes even: what no number contains
+ * becomes a point. */
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags)
+{
+    char number[64];
+    bool other = false;
+    const char *format = !(flags & DTRAIN_METRIC_INTEGER) ? "%.9g"
+                         : fabs(value) < 1e18             ? "%.0f"
+                                                          : "%.17g";
+    snprintf(number, sizeof number, format, value);
+    for (const char *at = number; *at; at++) {
+        const bool usual = (*at >= '0' && *at <= '9') || strchr("+-e", *at);
+        if (usual || !other) dtrain__line_add(text, "%c", usual ? *at : '.');
+        other = !usual;
+    }
+}
+
+/* Block the signals of a failed write in this thread ... */
+DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet)
+{
+    sigset_t set;
+    sigemptyset(&quiet->waiting);
+    sigemptyset(&set);
+    sigaddset(&set, SIGPIPE);
+    sigaddset(&set, SIGXFSZ);
+    sigpending(&quiet->waiting);
+    pthread_sigmask(SIG_BLOCK, &set, &quiet->before);
+}
+
+/* ... and take one that the write has caused; one that waited before is left alone. errno stays. */
+DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet)
+{
+    const struct timespec at_once = {0, 0};
+    const int error = errno;
+    sigset_t set;
+    sigemptyset(&set);
+    if (error == EPIPE && sigismember(&quiet->waiting, SIGPIPE) != 1) sigaddset(&set, SIGPIPE);
+    if (error == EFBIG && sigismember(&quiet->waiting, SIGXFSZ) != 1) sigaddset(&set, SIGXFSZ);
+    if (error == EPIPE || error == EFBIG) sigtimedwait(&set, NULL, &at_once);
+    pthread_sigmask(SIG_SETMASK, &quiet->before, NULL);
+    errno = error;
+}
+
+/* Write all bytes; *written says how many came to be. */
+static bool dtrain__write_some(int fd, const void *data, size_t bytes, size_t *written)
+{
+    dtrain__quiet quiet;
+    ssize_t wrote = 0;
+    dtrain__quiet_begin(&quiet);
+    errno = 0;
+    for (*written = 0; *written < bytes; *written += (size_t)wrote) {
+        wrote = write(fd, (const char *)data + *written, bytes - *written);
+        if (wrote < 0 && errno == EINTR) wrote = 0;
+        else if (wrote <= 0) break;
+    }
+    dtrain__quiet_end(&quiet);
+    return *written == bytes;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
+                                                size_t bytes)
+{
+    size_t written;
+    if (dtrain__write_some(fd, data, bytes, &written)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", path, strerror(errno));
+}
+
+/* Cut what follows the last line end off a file that is to be appended to: the run before may have
+ * been killed while it wrote a line. */
+static dtrain_result dtrain__records_mend(dtrain__records *file)
+{
+    char block[4096];
+    const int reader = open(file->path, O_RDONLY | O_CLOEXEC);
+    int64_t end = file->size;
+    while (reader >= 0 && end > 0) {
+        const int64_t first = dtrain__max(0, end - (int64_t)sizeof block);
+        const ssize_t got = pread(reader, block, (size_t)(end - first), (off_t)first);
+        if (got != end - first) break;
+        while (end > first && block[end - first - 1] != '\n') end--;
+        if (end > first) break;
+    }
+    if (reader >= 0) close(reader);
+    if (end == file->size) return DTRAIN_OK;
+    if (reader < 0 || ftruncate(file->fd, (off_t)end) != 0) file->torn = true;
+    else file->size = end;
+    return DTRAIN_OK;
+}
+
+/* Open a file to append records to. Not blocking: a pipe that nobody reads must not hold training
+ * up. */
+DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
+                                                   bool append)
+{
+    struct stat status;
+    const int how = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK;
+    file->path = path;
+    file->torn = false;
+    file->size = -1;
+    file->fd = open(path, append ? how : how | O_TRUNC, 0666);
+    if (file->fd < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE,
+                           "dtrain_metrics_create: the file %s cannot be opened: %s", path,
+                           errno == ENXIO ? "nobody reads this pipe" : strerror(errno));
+    if (fstat(file->fd, &status) == 0 && S_ISREG(status.st_mode)) file->size = status.st_size;
+    return file->size > 0 ? dtrain__records_mend(file) : DTRAIN_OK;
+}
+
+/* Append a record; on failure nothing of it stays, or the file is torn. */
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
+                                                     size_t bytes)
+{
+    size_t written = 0;
+    if (file->fd < 0) return dtrain_fail(DTRAIN_ERROR_FILE, "%s is not open", file->path);
+    if (file->torn && !dtrain__write_some(file->fd, "\n", 1, &written))
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", file->path,
+                           strerror(errno));
+    if (file->torn && file->size >= 0) file->size++;
+    file->torn = false;
+    if (dtrain__write_some(file->fd, data, bytes, &written)) {
+        if (file->size >= 0) file->size += (int64_t)bytes;
+        return DTRAIN_OK;
+    }
+    const int error = errno;
+    if (written > 0) file->torn = file->size < 0 || ftruncate(file->fd, (off_t)file->size) != 0;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", file->path, strerror(error));
+}
+
+/* Close the file; network file systems report a failed write here. */
+DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
+{
+    if (file->fd < 0) return DTRAIN_OK;
+    const bool closed = close(file->fd) == 0 || errno == EINTR;
+    file->fd = -1;
+    if (closed) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be closed: %s", file->path, strerror(errno));
+}

@@ -1,0 +1,239 @@
+/* Histograms of weights and gradients
+ *
+ * Each rank counts what it alone holds: its shard, a slice of a shard that other nodes hold too, or
+ * a slice of what every rank holds. The sum over ranks is the histogram of the whole tensor, under
+ * every strategy, without any rank ever seeing the whole.
+ *
+ * Buckets are those of the floating-point format: four to a power of two, the same for all tensors
+ * and ranks, so that counts can be added and a value's bucket is a shift of its bits:
+ *
+ *     ... [-1.25, -1) ... (-2^-64, 2^-64) ... [1, 1.25) [1.25, 1.5) [1.5, 1.75) [1.75, 2) ...
+ *
+ * A value that is a limit belongs to the bucket farther from 0. Values from 2^64 on share the last
+ * bucket of their sign.
+ *
+ * The cost of a step with histograms is one pass over values and gradients (1 ns an element and
+ * rank, divided by the ranks that share the work), a copy to the host on a GPU, and a reduce and an
+ * all-gather of 136 KB for every 8 parameters. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "comm/comm.h"
+#include "comm/comm_internal.h"
+#include "strategy/strategy.h"
+#include "strategy/strategy_internal.h"
+#include "train/trainer_internal.h"
+#include "monitor/metrics.h"
+#include "monitor/monitor_internal.h"
+#include "device/device.h"
+
+#define DTRAIN__SIDE 512 /* buckets of a sign: 4 for each of 128 powers of 2 */
+#define DTRAIN__BUCKETS (2 * DTRAIN__SIDE + 1) /* the one around 0 is in the middle */
+#define DTRAIN__LOWEST ((127 - 64) * 4)        /* bits >> 21 of 2^-64 */
+#define DTRAIN__TOGETHER 16                    /* histograms in one reduce */
+#define DTRAIN__CHUNK 16384                    /* values of one copy to the host */
+
+/* What a rank knows beside the buckets; it travels as words of 8 bytes. */
+typedef struct dtrain__moments {
+    double min, max, sum, sum_squares, count, nonfinite;
+} dtrain__moments;
+
+#define DTRAIN__MOMENT_WORDS (sizeof(dtrain__moments) / sizeof(int64_t))
+
+typedef struct dtrain__histograms {
+    dtrain_strategy *strategy;
+    dtrain_comm *comm;
+    int ranks, rank, root; /* in comm; root is rank 0 of the world */
+    int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
+    dtrain__moments mine[DTRAIN__TOGETHER];
+    double limits[DTRAIN__BUCKETS], buckets[DTRAIN__BUCKETS]; /* of the one that is written */
+    float chunk[DTRAIN__CHUNK];
+    dtrain__moments all[1]; /* (ranks, TOGETHER) */
+} dtrain__histograms;
+
+static size_t dtrain__histograms_bytes(int ranks)
+{
+    return sizeof(dtrain__histograms) + sizeof(dtrain__moments) * DTRAIN__TOGETHER * (size_t)ranks;
+}
+
+/* Count one value. */
+static void dtrain__histogram_add(int64_t *counts, dtrain__moments *m, float value)
+{
+    const uint32_t bits = dtrain__f32_bits(value);
+    const int magnitude = (int)(bits >> 21 & 0x3ff) - DTRAIN__LOWEST;
+    if (!dtrain_is_finite(value)) {
+        m->nonfinite++;
+        return;
+    }
+    const int side = magnitude < 0 ? -1 : (int)dtrain__min(magnitude, DTRAIN__SIDE - 1);
+    counts[bits >> 31 ? DTRAIN__SIDE - 1 - side : DTRAIN__SIDE + 1 + side]++;
+    const double x = (double)value;
+    if (m->count == 0 || x < m->min) m->min = x;
+    if (m->count == 0 || x > m->max) m->max = x;
+    m->sum += x;
+    m->sum_squares += x * x;
+    m->count++;
+}
+
+/* Return the upper limit of a bucket. */
+static double dtrain__histogram_limit(int bucket)
+{
+    const int side = bucket < DTRAIN__SIDE ? DTRAIN__SIDE - 1 - bucket : bucket - DTRAIN__SIDE;
+    const double limit = ldexp(1 + 0.25 * (side % 4), side / 4 - 64);
+    if (bucket == DTRAIN__BUCKETS - 1) return DBL_MAX;
+    return bucket < DTRAIN__SIDE ? -limit : limit;
+}
+
+/* Count values of the device's memory or the host's, times a scale. */
+static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
+                                            int64_t count, float scale)
+{
+    dtrain_device *device = h->strategy->device;
+    for (int64_t first = 0; values && first < count; first += DTRAIN__CHUNK) {
+        const int64_t n = dtrain__min(count - first, DTRAIN__CHUNK);
+        const float *chunk = values + first;
+        if (!device->ops->host_memory) {
+            DTRAIN__TRY(dtrain_device_copy(device, h->chunk, chunk, (size_t)n * sizeof(float)));
+            chunk = h->chunk;
+        }
+        for (int64_t i = 0; i < n; i++)
+            dtrain__histogram_add(h->counts[slot], &h->mine[slot], chunk[i] * scale);
+    }
+    return DTRAIN_OK;
+}
+
+/* Find the part of a trainable parameter that this rank counts: ranks that hold the same divide it
+ * evenly among themselves. */
+static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
+{
+    const dtrain_strategy *strategy = h->strategy;
+    const dtrain__layout *layout = &strategy->layout;
+    int holders = h->ranks, number = h->rank;
+    if (!dtrain__shard_of(strategy, i, part)) return;
+    if (!dtrain__value_is_whole(layout, &layout->entries[i])) {
+        dtrain_comm *across = strategy->groups[DTRAIN__ACROSS];
+        holders = layout->all / layout->ranks;
+        number = holders > 1 ? dtrain_comm_rank(across) : 0;
+    }
+    const int64_t first =
+        part->count / holders * number + dtrain__min(number, part->count % holders);
+    const int64_t count = part->count / holders + (number < part->count % holders);
+    if (part->value) part->value += first;
+    if (part->grad) part->grad += first;
+    part->count = count;
+}
+
+/* Write a histogram that all ranks have added to. Runs of empty buckets become one. */
+static void dtrain__histogram_write(dtrain_metrics *metrics, int slot, const char *what,
+                                    const char *name)
+{
+    dtrain__histograms *h = metrics->histograms;
+    const int64_t *counts = h->counts[slot];
+    char tag[256];
+    dtrain_histogram whole;
+    dtrain_metrics_event event;
+    memset(&whole, 0, sizeof whole);
+    for (int r = 0; r < h->ranks; r++) {
+        const dtrain__moments *m = &h->all[r * DTRAIN__TOGETHER + slot];
+        if (m->count > 0 && (whole.count == 0 || m->min < whole.min)) whole.min = m->min;
+        if (m->count > 0 && (whole.count == 0 || m->max > whole.max)) whole.max = m->max;
+        whole.sum += m->sum;
+        whole.sum_squares += m->sum_squares;
+        whole.count += (uint64_t)m->count;
+        whole.nonfinite += (uint64_t)m->nonfinite;
+    }
+    int first = 0, last = DTRAIN__BUCKETS - 1;
+    while (first < last && counts[first] == 0) first++;
+    while (first < last && counts[last] == 0) last--;
+    for (int i = first; i <= last; i++) {
+        if (i < last && counts[i] == 0 && counts[i + 1] == 0) continue;
+        h->limits[whole.bucket_count] = dtrain__histogram_limit(i);
+        h->buckets[whole.bucket_count++] = (double)counts[i];
+    }
+    whole.limits = h->limits;
+    whole.buckets = h->buckets;
+    snprintf(tag, sizeof tag, "%s/%s", what, name);
+    memset(&event, 0, sizeof event);
+    event.kind = DTRAIN_METRICS_HISTOGRAM;
+    event.step = metrics->last.step;
+    event.tag = tag;
+    event.histogram = &whole;
+    dtrain__metrics_event(metrics, &event);
+}
+
+/* Add the histograms in slots [0, used) up and write them; parameters[slot / 2] are theirs. */
+static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const size_t *parameters,
+                                               int used)
+{
+    dtrain__histograms *h = metrics->histograms;
+    const size_t buckets = (size_t)used * DTRAIN__BUCKETS;
+    dtrain__moments *mine = h->all + h->rank * DTRAIN__TOGETHER;
+    memcpy(mine, h->mine, sizeof h->mine);
+    DTRAIN__TRY(dtrain_reduce(h->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
+                              DTRAIN_REDUCE_SUM, h->root, NULL));
+    DTRAIN__TRY(dtrain_all_gather(h->comm, mine, h->all, DTRAIN__TOGETHER * DTRAIN__MOMENT_WORDS,
+                                  DTRAIN_DTYPE_I64, NULL));
+    for (int slot = 0; h->rank == h->root && slot < used; slot++)
+        dtrain__histogram_write(metrics, slot, slot % 2 ? "gradients" : "weights",
+                                h->strategy->params[parameters[slot / 2]].name);
+    memset(h->counts, 0, sizeof h->counts);
+    memset(h->mine, 0, sizeof h->mine);
+    return DTRAIN_OK;
+}
+
+/* Make the histograms of this step. All ranks walk through the same parameters in the same order.
+ * Gradients are those of the step that is over, before clipping and without the loss scale. */
+DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
+{
+    dtrain__histograms *h = metrics->histograms;
+    const dtrain_strategy *strategy = h->strategy;
+    const double scale = metrics->last.loss_scale;
+    const float unscale = scale > 0 ? (float)(1 / scale) : 1;
+    size_t parameters[DTRAIN__TOGETHER / 2];
+    int used = 0;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_metrics_step"));
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        dtrain_shard part;
+        if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
+        memset(&part, 0, sizeof part);
+        dtrain__histogram_part(h, i, &part);
+        parameters[used / 2] = i;
+        DTRAIN__TRY(dtrain__histogram_fill(h, used++, part.value, part.count, 1));
+        DTRAIN__TRY(dtrain__histogram_fill(h, used++, part.grad, part.count, unscale));
+        if (used < DTRAIN__TOGETHER) continue;
+        DTRAIN__TRY(dtrain__histograms_reduce(metrics, parameters, used));
+        used = 0;
+    }
+    return used ? dtrain__histograms_reduce(metrics, parameters, used) : DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
+{
+    dtrain_trainer *trainer = metrics->desc.trainer;
+    int root = -1;
+    for (int r = 0; trainer && r < trainer->ranks; r++)
+        if (dtrain__world_rank(trainer->comm, r) == 0) root = r;
+    if (root < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_create: histogram_every needs %s",
+                           trainer ? "rank 0 among the ranks of the trainer" : "a trainer in desc");
+    dtrain__histograms *h = metrics->histograms = (dtrain__histograms *)dtrain__alloc(
+        &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
+    if (!h) return DTRAIN_ERROR_MEMORY;
+    h->strategy = trainer->desc.strategy;
+    h->comm = trainer->comm;
+    h->ranks = trainer->ranks;
+    h->rank = trainer->rank;
+    h->root = root;
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics)
+{
+    dtrain__histograms *h = metrics->histograms;
+    if (h) dtrain__free(&metrics->allocator, h, 1, dtrain__histograms_bytes(h->ranks));
+    metrics->histograms = NULL;
+}

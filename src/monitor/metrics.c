@@ -1,0 +1,448 @@
+/* The stream of metrics
+ *
+ * A record becomes values (table.c), which go to every sink in turn, and into the summary. Nothing
+ * here may stop a training: only creation can fail. What a sink loses is counted, the first loss is
+ * a warning, and dtrain_metrics_finish tells how much it was.
+ *
+ * The library's writers are sinks like the host's, through the same table of functions. Medians are
+ * over the last 1024 steps: fixed memory, however long the run. */
+
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "train/trainer.h"
+#include "train/trainer_internal.h"
+#include "monitor/metrics.h"
+#include "monitor/monitor_internal.h"
+
+/* ---- Sinks ------------------------------------------------------------------------------------*/
+
+/* Return what a person knows a sink by: its file, or its name. */
+static const char *dtrain__sink_name(const dtrain_metrics *metrics, size_t i)
+{
+    const dtrain_metrics_sink_info *info = &metrics->infos[i];
+    return info->path[0] ? info->path : info->name;
+}
+
+/* Count how a call of a sink went. The sentence of the first failure is a warning. */
+static void dtrain__sink_count(dtrain_metrics *metrics, size_t i, dtrain_result result)
+{
+    const char *why = dtrain_last_error();
+    metrics->busy = false;
+    if (result == DTRAIN_OK) metrics->infos[i].written++;
+    else if (metrics->infos[i].lost++ == 0)
+        dtrain_log(metrics->world, DTRAIN_LOG_WARNING,
+                   "metrics, %s: %s; training goes on without the %s that are lost",
+                   metrics->infos[i].name, why[0] ? why : dtrain_result_text(result),
+                   metrics->sinks[i].unit);
+}
+
+/* Say that a sink is about to be called: its error, if any, is its own. */
+static void dtrain__sink_enter(dtrain_metrics *metrics)
+{
+    metrics->busy = true;
+    dtrain__set_last_error("");
+}
+
+static double dtrain__wall_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+DTRAIN__PRIVATE void dtrain__metrics_event(dtrain_metrics *metrics,
+                                           const dtrain_metrics_event *event)
+{
+    dtrain_metrics_event timed = *event;
+    timed.wall_time = dtrain__wall_seconds();
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        if (!sink->event) continue;
+        dtrain__sink_enter(metrics);
+        dtrain__sink_count(metrics, i, sink->event(sink->user, &timed));
+    }
+}
+
+/* Add one of the host's sinks, or refuse it. */
+static dtrain_result dtrain__sink_take(dtrain_metrics *metrics, const dtrain_metrics_sink *given)
+{
+    if (!given->name)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: sink %zu of desc has no name",
+                           (size_t)(given - metrics->desc.sinks));
+    if (!given->every_rank && dtrain_world_rank(metrics->world) != 0) return DTRAIN_OK;
+    dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
+    sink->table = *given;
+    sink->unit = "calls";
+    metrics->infos[metrics->sink_count].name = given->name;
+    metrics->infos[metrics->sink_count++].path = "";
+    return DTRAIN_OK;
+}
+
+/* List the sinks of this rank: the library's, on rank 0, in the order of the desc, and the host's.
+ */
+static dtrain_result dtrain__sinks_list(dtrain_metrics *metrics)
+{
+    const dtrain_metrics_desc *desc = &metrics->desc;
+    const char *const paths[DTRAIN__OWN_SINKS] = {"", desc->jsonl_path, desc->csv_path,
+                                                  desc->prometheus_path, desc->tensorboard_dir};
+    bool (*const writers[DTRAIN__OWN_SINKS])(dtrain_metrics *, dtrain__sink *) = {
+        dtrain__console_sink, dtrain__jsonl_sink, dtrain__csv_sink, dtrain__prometheus_sink,
+        dtrain__tensorboard_sink};
+    for (size_t i = 0; dtrain_world_rank(metrics->world) == 0 && i < DTRAIN__OWN_SINKS; i++) {
+        dtrain__sink *sink = &metrics->sinks[metrics->sink_count];
+        if (!writers[i](metrics, sink)) continue;
+        metrics->infos[metrics->sink_count].name = sink->table.name;
+        metrics->infos[metrics->sink_count++].path = paths[i];
+    }
+    for (size_t i = 0; i < desc->sink_count; i++)
+        DTRAIN__TRY(dtrain__sink_take(metrics, &desc->sinks[i]));
+    return DTRAIN_OK;
+}
+
+/* Open all sinks. The first failure is the error. */
+static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
+{
+    const dtrain_metrics_desc *desc = &metrics->desc;
+    const dtrain_metrics_run run = {dtrain_world_rank(metrics->world),
+                                    dtrain_world_size(metrics->world),
+                                    desc->run_name,
+                                    desc->first_step,
+                                    desc->append,
+                                    desc->config,
+                                    desc->hparams,
+                                    DTRAIN__METRIC_COUNT,
+                                    dtrain__metric_table()};
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        dtrain__sink *sink = &metrics->sinks[i];
+        dtrain__sink_enter(metrics);
+        const dtrain_result result =
+            sink->table.open ? sink->table.open(sink->table.user, &run) : DTRAIN_OK;
+        metrics->busy = false;
+        sink->opened = result == DTRAIN_OK;
+        if (sink->opened) continue;
+        if (!dtrain_last_error()[0])
+            (void)dtrain_fail(result, "dtrain_metrics_create: the sink %s cannot be opened: %s",
+                              metrics->infos[i].name, dtrain_result_text(result));
+        return result;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Creation ---------------------------------------------------------------------------------*/
+
+/* Move a text of desc behind the texts copied so far, or count its bytes while there is no memory.
+ */
+static void dtrain__string_keep(dtrain_metrics *metrics, char *memory, const char **text)
+{
+    if (!*text) return;
+    const size_t bytes = strlen(*text) + 1;
+    if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
+    metrics->texts_bytes += bytes;
+}
+
+static void dtrain__strings_keep(dtrain_metrics *metrics, char *memory)
+{
+    dtrain_metrics_desc *desc = &metrics->desc;
+    const char **const texts[] = {&desc->jsonl_path,      &desc->csv_path,  &desc->prometheus_path,
+                                  &desc->tensorboard_dir, &desc->nvml_path, &desc->run_name,
+                                  &desc->config,          &desc->hparams};
+    metrics->texts_bytes = 0;
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
+        dtrain__string_keep(metrics, memory, texts[i]);
+}
+
+/* Make everything that can fail. */
+static dtrain_result dtrain__metrics_open(dtrain_metrics *metrics)
+{
+    const dtrain_allocator *a = &metrics->allocator;
+    dtrain_metrics_desc *desc = &metrics->desc;
+    const size_t room = metrics->sink_room;
+    dtrain__strings_keep(metrics, NULL);
+    metrics->texts = (char *)dtrain__alloc(a, metrics->texts_bytes, 1, "texts of metrics");
+    if (!metrics->texts) {
+        metrics->texts_bytes = 0;
+        return DTRAIN_ERROR_MEMORY;
+    }
+    dtrain__strings_keep(metrics, metrics->texts);
+    metrics->sinks = (dtrain__sink *)dtrain__alloc(a, room, sizeof *metrics->sinks, "sinks");
+    metrics->infos =
+        (dtrain_metrics_sink_info *)dtrain__alloc(a, room, sizeof *metrics->infos, "sinks");
+    if (!metrics->sinks || !metrics->infos) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain__sinks_list(metrics));
+    if (desc->histogram_every) DTRAIN__TRY(dtrain__histograms_create(metrics));
+    dtrain__metrics_plan(metrics);
+    dtrain__nvml_open(metrics);
+    return dtrain__sinks_open(metrics);
+}
+
+/* Create the stream. Ranks other than 0 have no writers but the host's with every_rank. */
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out)
+{
+    if (out) *out = NULL;
+    if (!world || !desc || !out || (desc->sink_count && !desc->sinks))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: world, desc, desc's sinks or out is NULL");
+    if (desc->run_name && strlen(desc->run_name) > 200)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: run_name has more than 200 bytes");
+    dtrain_metrics *metrics =
+        (dtrain_metrics *)dtrain__alloc(&world->allocator, 1, sizeof *metrics, "metrics");
+    if (!metrics) return DTRAIN_ERROR_MEMORY;
+    metrics->allocator = world->allocator;
+    metrics->world = world;
+    metrics->desc = *desc;
+    metrics->sink_room = DTRAIN__OWN_SINKS + desc->sink_count;
+    metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
+    if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
+    if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
+    if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
+    metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
+    metrics->summary.val_loss = DTRAIN__NAN;
+    const dtrain_result result = dtrain__metrics_open(metrics);
+    if (result == DTRAIN_OK) {
+        *out = metrics;
+        return DTRAIN_OK;
+    }
+    char text[DTRAIN__ERROR_BYTES]; /* what stands is why it could not be created */
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    for (size_t i = 0; i < metrics->sink_count; i++) /* ours have nothing to say of this run */
+        if (metrics->sinks[i].table.user == metrics) metrics->sinks[i].opened = false;
+    dtrain_metrics_destroy(metrics);
+    dtrain__set_last_error(text);
+    return result;
+}
+
+/* ---- The run ----------------------------------------------------------------------------------*/
+
+/* Keep the books. The clock starts one step before the first record: that step has been paid for as
+ * well. */
+static void dtrain__summary_add(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    const size_t at = (size_t)(metrics->summary.steps % DTRAIN__RECENT);
+    dtrain_summary *s = &metrics->summary;
+    const double now = dtrain_seconds();
+    if (s->steps == 0) {
+        s->first_loss = record->loss;
+        metrics->started = now - 1e-3 * record->step_ms;
+    }
+    metrics->last = *record;
+    metrics->recent[DTRAIN__RECENT_RATE][at] = record->tokens_per_second;
+    metrics->recent[DTRAIN__RECENT_STEP][at] = record->step_ms;
+    metrics->recent[DTRAIN__RECENT_COMM][at] = record->comm_ms;
+    metrics->recent[DTRAIN__RECENT_EXPOSED][at] = record->exposed_comm_ms;
+    metrics->recent[DTRAIN__RECENT_DATA][at] = record->data_ms;
+    s->steps++;
+    s->last_loss = record->loss;
+    if (dtrain__finite(record->val_loss)) s->val_loss = record->val_loss;
+    s->tokens = record->tokens;
+    s->comm_bytes += record->comm_bytes;
+    s->seconds = now - metrics->started;
+}
+
+static dtrain_result dtrain__metrics_usable(const dtrain_metrics *metrics, const void *given,
+                                            const char *call)
+{
+    if (!metrics || !given)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: metrics or another argument is NULL", call);
+    if (metrics->busy || metrics->finished)
+        return dtrain_fail(DTRAIN_ERROR_USAGE, "%s: %s", call,
+                           metrics->busy ? "a sink must not call the metrics that call it"
+                                         : "the metrics are finished");
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record)
+{
+    DTRAIN__TRY(dtrain__metrics_usable(metrics, record, "dtrain_metrics_step"));
+    dtrain__summary_add(metrics, record);
+    dtrain__nvml_sample(metrics);
+    dtrain__metrics_fill(metrics, record);
+    const dtrain_metrics_sample sample = {
+        record->step,    dtrain__wall_seconds(), DTRAIN__METRIC_COUNT, dtrain__metric_table(),
+        metrics->values, metrics->known,         &metrics->last};
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain_metrics_sink *sink = &metrics->sinks[i].table;
+        if (!sink->step) continue;
+        dtrain__sink_enter(metrics);
+        dtrain__sink_count(metrics, i, sink->step(sink->user, &sample));
+    }
+    const uint32_t every = metrics->desc.histogram_every;
+    return every && record->step % every == 0 ? dtrain__histograms_step(metrics) : DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
+                                             const char *text)
+{
+    const dtrain_metrics_event event = {DTRAIN_METRICS_TEXT, step, 0, tag, text, NULL};
+    DTRAIN__TRY(dtrain__metrics_usable(metrics, tag && text ? tag : NULL, "dtrain_metrics_text"));
+    dtrain__metrics_event(metrics, &event);
+    return DTRAIN_OK;
+}
+
+/* ---- What a program can ask -------------------------------------------------------------------*/
+
+/* Order doubles for qsort; none of them is NaN. */
+static int dtrain__compare_doubles(const void *a, const void *b)
+{
+    double x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+/* Compute the median of the recent steps; NaN when none of them is finite. */
+static double dtrain__median(const dtrain_metrics *metrics, int what)
+{
+    const int64_t count = dtrain__min(metrics->summary.steps, DTRAIN__RECENT);
+    double sorted[DTRAIN__RECENT];
+    size_t n = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (dtrain__finite(metrics->recent[what][i])) sorted[n++] = metrics->recent[what][i];
+    if (n == 0) return DTRAIN__NAN;
+    qsort(sorted, n, sizeof *sorted, dtrain__compare_doubles);
+    return 0.5 * sorted[(n - 1) / 2] + 0.5 * sorted[n / 2];
+}
+
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary)
+{
+    if (!summary) return;
+    memset(summary, 0, sizeof *summary);
+    if (!metrics) return;
+    *summary = metrics->summary;
+    summary->tokens_per_second = dtrain__median(metrics, DTRAIN__RECENT_RATE);
+    summary->step_ms = dtrain__median(metrics, DTRAIN__RECENT_STEP);
+    summary->comm_ms = dtrain__median(metrics, DTRAIN__RECENT_COMM);
+    summary->exposed_comm_ms = dtrain__median(metrics, DTRAIN__RECENT_EXPOSED);
+    summary->data_ms = dtrain__median(metrics, DTRAIN__RECENT_DATA);
+    summary->scaling = summary->step_ms > 0
+                           ? (summary->step_ms - summary->exposed_comm_ms) / summary->step_ms
+                           : DTRAIN__NAN;
+}
+
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info)
+{
+    if (!info) return;
+    memset(info, 0, sizeof *info);
+    if (!metrics) return;
+    info->count = DTRAIN__METRIC_COUNT;
+    info->metrics = dtrain__metric_table();
+    info->values = metrics->values;
+    info->known = metrics->known;
+    info->sink_count = metrics->sink_count;
+    info->sinks = metrics->infos;
+    info->no_gpu = metrics->nvml.reason;
+    info->no_plan = metrics->no_plan;
+}
+
+/* Say why a metric of the table is not known. */
+static const char *dtrain__why_unknown(const dtrain_metrics *metrics, int id)
+{
+    const dtrain_metric *row = &dtrain__metric_table()[id];
+    if (metrics->summary.steps == 0 && !(row->flags & DTRAIN_METRIC_FIXED))
+        return "no step has been reported";
+    if (strcmp(row->group, "gpu") == 0 && metrics->nvml.reason[0]) return metrics->nvml.reason;
+    if (id == DTRAIN__METRIC_PEAK_SHARE && !(metrics->desc.peak_flops > 0))
+        return "desc's peak_flops is 0";
+    if (strncmp(row->name, "predicted_", 10) == 0 && metrics->no_plan[0]) return metrics->no_plan;
+    return "it was not measured in the last step";
+}
+
+DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
+                                              int rank, double *value)
+{
+    const dtrain_metric *table = dtrain__metric_table();
+    int id = 0;
+    if (value) *value = DTRAIN__NAN;
+    if (!metrics || !name || !value)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_value: metrics, name or value is NULL");
+    while (id < DTRAIN__METRIC_COUNT && strcmp(table[id].name, name) != 0) id++;
+    if (id == DTRAIN__METRIC_COUNT)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_value: no metric is called %s",
+                           name);
+    if (rank >= 0 && !(table[id].flags & DTRAIN_METRIC_RANKS))
+        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                           "dtrain_metrics_value: %s is one number for all ranks, ask for rank -1",
+                           name);
+    if (rank >= 0) *value = dtrain__rank_value(metrics, id, rank);
+    else if (metrics->known[id]) *value = metrics->values[id];
+    if (rank >= 0 ? dtrain__finite(*value) : metrics->known[id]) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "dtrain_metrics_value: %s is not available: %s",
+                       name, dtrain__why_unknown(metrics, id));
+}
+
+/* ---- The end ----------------------------------------------------------------------------------*/
+
+/* Tell what was lost, sink by sink, in one sentence. */
+static dtrain_result dtrain__metrics_losses(dtrain_metrics *metrics)
+{
+    char lost[DTRAIN__ERROR_BYTES] = "";
+    dtrain__line text = {lost, 0, sizeof lost};
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain_metrics_sink_info *info = &metrics->infos[i];
+        if (info->lost)
+            dtrain__line_add(&text, "%s%llu of %llu %s of %s", text.used ? "; " : "",
+                             (unsigned long long)info->lost,
+                             (unsigned long long)(info->lost + info->written),
+                             metrics->sinks[i].unit, dtrain__sink_name(metrics, i));
+    }
+    if (!text.used) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_metrics_finish: what could not be written: %s",
+                       lost);
+}
+
+/* End the stream; a second call finds nothing left to do. Losses are told here, where the training
+ * is over and an error stops nothing. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics)
+{
+    dtrain_summary summary;
+    if (!metrics)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_metrics_finish: metrics is NULL");
+    if (metrics->finished) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__metrics_usable(metrics, metrics, "dtrain_metrics_finish"));
+    metrics->finished = true;
+    dtrain_metrics_summary(metrics, &summary);
+    for (size_t i = 0; i < metrics->sink_count; i++) {
+        const dtrain__sink *sink = &metrics->sinks[i];
+        if (!sink->opened || !sink->table.finish) continue;
+        dtrain__sink_enter(metrics);
+        dtrain__sink_count(metrics, i, sink->table.finish(sink->table.user, &summary));
+    }
+    return dtrain__metrics_losses(metrics);
+}
+
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics)
+{
+    if (!metrics) return;
+    const dtrain_allocator allocator = metrics->allocator;
+    if (metrics->busy) {
+        dtrain_log(metrics->world, DTRAIN_LOG_ERROR,
+                   "dtrain_metrics_destroy: a sink must not destroy the metrics that call it");
+        return;
+    }
+    char
+        text[DTRAIN__ERROR_BYTES]; /* a run that has failed ends here: why is what the host reads */
+    snprintf(text, sizeof text, "%s", dtrain_last_error());
+    (void)dtrain_metrics_finish(metrics);
+    dtrain__set_last_error(text);
+    (void)dtrain__records_close(&metrics->jsonl);
+    (void)dtrain__records_close(&metrics->csv);
+    (void)dtrain__records_close(&metrics->tensorboard.file);
+    dtrain__nvml_close(metrics);
+    dtrain__histograms_destroy(metrics);
+    dtrain__prometheus_free(metrics);
+    dtrain__tensorboard_free(metrics);
+    dtrain__free(&allocator, metrics->texts, metrics->texts_bytes, 1);
+    dtrain__free(&allocator, metrics->sinks, metrics->sink_room, sizeof *metrics->sinks);
+    dtrain__free(&allocator, metrics->infos, metrics->sink_room, sizeof *metrics->infos);
+    dtrain__free(&allocator, metrics, 1, sizeof *metrics);
+}

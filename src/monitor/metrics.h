@@ -1,0 +1,230 @@
+/* Metrics
+ *
+ * One stream of metrics, several writers. Call dtrain_metrics_step with each record of the trainer,
+ * and dtrain_metrics_finish at the end; the desc says who writes: a console, JSON lines, CSV,
+ * TensorBoard event files, a Prometheus text file, and sinks of the host's own.
+ *
+ * Every metric has a row in one table (dtrain_metrics_query shows it): the name is the JSON key and
+ * the CSV column, group/name is TensorBoard's tag, and Prometheus has dtrain_ and the name in base
+ * units. What was not measured is left out, and what is measured and not finite is null in JSON,
+ * nan or inf elsewhere. The keys of a JSON line, in this order:
+ *
+ *     step             from 0
+ *     loss             mean over micro-batches and ranks
+ *     val_loss         of the steps in which the host has evaluated
+ *     grad_norm, lr
+ *     tokens           of all ranks since the start
+ *     tokens_per_second
+ *     step_ms          slowest rank
+ *     comm_ms          an operation was in flight; mean over ranks
+ *     exposed_comm_ms  of that, ranks waited; mean over ranks
+ *     data_ms          in wait for batches; slowest rank
+ *     comm_bytes       that this rank sent, by the ring formula
+ *     loss_scale, skipped_steps      with loss scaling, or where a step was skipped
+ *     straggler_score, slowest_rank  of compute time; two ranks or more
+ *     forward_ms, backward_ms, hidden_comm_ms, optimizer_ms, checkpoint_ms
+ *                      means over ranks; the checkpoint is the one saved before this step
+ *     PART_ms_min, PART_ms_mean, PART_ms_max, PART_ms_rank
+ *                      over ranks, and which has the largest, for PART = step, data, forward,
+ *                      backward, exposed_comm, hidden_comm, optimizer, checkpoint; two ranks or
+ *                      more
+ *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
+ *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
+ *                      reduce, send, all_to_all; where it is not 0
+ *     flops_per_second of all ranks: operations that the tape launched, see dtrain_tape_info
+ *     peak_share       of desc.peak_flops
+ *     memory_bytes, memory_peak_bytes  of the rank's device: counted by the library where it
+ *                      allocates, now and the most so far; the rank that holds most
+ *     memory_activation_bytes          of it, the tape's: the largest pass so far; likewise
+ *     gpu_utilization  0 to 1; this and what follows by NVML, mean over ranks' GPUs
+ *     gpu_memory_bytes, gpu_clock_hz, gpu_power_watts
+ *     gpu_temperature_celsius          the hottest
+ *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
+ *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
+ *
+ * The last line has "final": true, step, loss, val_loss, steps, tokens, first_loss, last_loss,
+ * seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling, comm_bytes, and
+ * with desc.trainer what a rank holds and what was predicted (dtrain_trainer_plan):
+ *
+ *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
+ *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,
+ *     predicted_bytes (with the process itself) */
+
+#pragma once
+
+#include "core/api.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "train/trainer.h"
+
+typedef struct dtrain_metrics dtrain_metrics;
+
+typedef struct dtrain_summary {
+    int64_t steps;
+    uint64_t tokens;
+    double first_loss, last_loss, val_loss;   /* NaN where unknown */
+    double seconds, tokens_per_second;        /* tokens_per_second: median of steps */
+    double step_ms, comm_ms, exposed_comm_ms; /* medians */
+    double data_ms;                           /* median */
+    double scaling;                           /* (step - exposed) / step: an upper estimate */
+    uint64_t comm_bytes;                      /* of all steps, this rank */
+} dtrain_summary;
+
+#define DTRAIN_METRIC_INTEGER 1u /* exact below 2^53 */
+#define DTRAIN_METRIC_COUNTER 2u /* never falls: Prometheus gets a counter */
+#define DTRAIN_METRIC_FIXED 4u   /* the same in all steps: not in every line */
+#define DTRAIN_METRIC_RANKS 8u   /* every rank has its own: dtrain_metrics_value */
+
+/* A row of the table of metrics. */
+typedef struct dtrain_metric {
+    uint32_t flags;
+    const char *name, *group, *help;
+    const char *base;  /* the name in base units, "step_seconds" for "step_ms" */
+    double base_scale; /* value * base_scale is in base units */
+} dtrain_metric;
+
+/* What a step has come to. Everything in it is valid during the call. */
+typedef struct dtrain_metrics_sample {
+    int64_t step;
+    double wall_time; /* seconds since 1970 */
+    size_t count;
+    const dtrain_metric *metrics; /* (count) */
+    const double *values;         /* (count) */
+    const bool *known;            /* (count): false: not measured in this step */
+    const dtrain_step_record *record;
+} dtrain_metrics_sample;
+
+/* The distribution of a tensor. Bucket i holds values from limits[i-1] (included; -inf before the
+ * first) to limits[i] (excluded). Values that are not finite are counted apart. */
+typedef struct dtrain_histogram {
+    double min, max, sum, sum_squares;
+    uint64_t count, nonfinite;
+    size_t bucket_count;
+    const double *limits, *buckets; /* (bucket_count) */
+} dtrain_histogram;
+
+typedef enum dtrain_metrics_event_kind {
+    DTRAIN_METRICS_TEXT = 1,
+    DTRAIN_METRICS_HISTOGRAM = 2
+} dtrain_metrics_event_kind;
+
+/* Something beside the numbers of a step. */
+typedef struct dtrain_metrics_event {
+    uint32_t kind; /* dtrain_metrics_event_kind */
+    int64_t step;
+    double wall_time;
+    const char *tag;                   /* "gradients/w", "config" */
+    const char *text;                  /* of a text, or NULL */
+    const dtrain_histogram *histogram; /* of a histogram, or NULL */
+} dtrain_metrics_event;
+
+/* What a sink is told when it is opened. */
+typedef struct dtrain_metrics_run {
+    int rank, size;
+    const char *name;    /* desc.run_name */
+    int64_t first_step;  /* of a run that goes on; 0 */
+    bool append;         /* to what an earlier run has written */
+    const char *config;  /* or NULL */
+    const char *hparams; /* lines of NAME=VALUE, or NULL */
+    size_t count;
+    const dtrain_metric *metrics; /* (count): all that there are */
+} dtrain_metrics_run;
+
+/* A writer. Any function may be NULL. They are called by the thread that calls the metrics, in the
+ * order open, then step and event, then finish, once, if open succeeded. An error of open is
+ * dtrain_metrics_create's. Later ones are counted, the first is a warning with the error's sentence
+ * (or the code's, where dtrain_last_error is empty), and the sink is called again in the next step:
+ * training goes on whatever a sink does. */
+typedef struct dtrain_metrics_sink {
+    bool every_rank; /* false: rank 0 alone */
+    const char *name;
+    dtrain_result (*open)(void *user, const dtrain_metrics_run *run);
+    dtrain_result (*step)(void *user, const dtrain_metrics_sample *sample);
+    dtrain_result (*event)(void *user, const dtrain_metrics_event *event);
+    dtrain_result (*finish)(void *user, const dtrain_summary *summary);
+    void *user;
+} dtrain_metrics_sink;
+
+/* Every zero is the default written beside the field. Texts are copied. */
+typedef struct dtrain_metrics_desc {
+    uint32_t progress_every;     /* steps between lines when progress is no terminal; 0 = 10 */
+    int64_t total_steps;         /* for the bar and the time left; 0 = unknown */
+    FILE *progress;              /* a live line on a terminal, a table otherwise; NULL = none. On a
+                                terminal NO_COLOR is respected, and TERM=dumb gets the table */
+    const char *jsonl_path;      /* a file of one JSON object a step; NULL = none */
+    bool append;                 /* to what is in the files, as a run that was resumed does */
+    const char *csv_path;        /* RFC 4180, one row a step, a column for every metric that is not
+                                FIXED; appending to a file with other columns is an error. NULL =
+                                none */
+    const char *prometheus_path; /* NAME.prom in the directory of node_exporter's textfile
+                                     collector, replaced at most once a second; NULL = none */
+    const char *tensorboard_dir; /* one run: events.out.tfevents.* is made in it; NULL = none */
+    uint32_t histogram_every;    /* steps between histograms of weights and gradients, for
+                                     TensorBoard and for sinks with event; needs trainer, and the
+                                     same number on all ranks: dtrain_metrics_step is collective
+                                     in these steps. 0 = never */
+    uint32_t gpu_every_ms;       /* between two questions to NVML; 0 = 5000 */
+    bool no_gpu;                 /* do not load NVML */
+    const char *nvml_path;       /* NULL = DTRAIN_NVML of the environment, else
+                                     libnvidia-ml.so.1 */
+    const char *run_name;        /* a label; NULL = "dtrain" */
+    const char *config;          /* text for TensorBoard, such as the configuration file; NULL */
+    const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
+    int64_t first_step;          /* of a run that goes on: TensorBoard drops later steps of the
+                                     run before; 0 = from the start */
+    double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
+    dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
+                                each rank, histograms, and what ranks hold; its loss is planned
+                                once, as by dtrain_trainer_plan. NULL = records alone */
+    const dtrain_metrics_sink *sinks; /* (sink_count) the host's; NULL = none */
+    size_t sink_count;
+} dtrain_metrics_desc;
+
+/* Create the stream of a run. Rank 0 alone writes, apart from sinks with every_rank; every rank
+ * keeps the summary. A file that cannot be opened, or a sink, is an error. Later no failure stops
+ * the training: it is counted, and the first of each sink is a warning. Local. */
+DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain_metrics_desc *desc,
+                                               dtrain_metrics **out);
+/* Report one step. Local, except for histograms; the only errors are those of arguments and of
+ * histograms' collectives. */
+DTRAIN_API dtrain_result dtrain_metrics_step(dtrain_metrics *metrics,
+                                             const dtrain_step_record *record);
+/* Send a text to the sinks that take events: a sample, a note. Local. */
+DTRAIN_API dtrain_result dtrain_metrics_text(dtrain_metrics *metrics, int64_t step, const char *tag,
+                                             const char *text);
+/* Tell what the run has come to so far, on any rank. */
+DTRAIN_API void dtrain_metrics_summary(const dtrain_metrics *metrics, dtrain_summary *summary);
+
+/* How a sink has fared. */
+typedef struct dtrain_metrics_sink_info {
+    const char *name;       /* "json lines" */
+    const char *path;       /* "" for the host's sinks */
+    uint64_t written, lost; /* calls that succeeded and failed */
+} dtrain_metrics_sink_info;
+
+typedef struct dtrain_metrics_info {
+    size_t count;
+    const dtrain_metric *metrics; /* (count) the table */
+    const double *values;         /* (count) of the last step */
+    const bool *known;            /* (count) */
+    size_t sink_count;
+    const dtrain_metrics_sink_info *sinks; /* (sink_count) */
+    const char *no_gpu;                    /* why there are no GPU metrics; "" where there are */
+    const char *no_plan;                   /* why memory is not predicted; "" where it is */
+} dtrain_metrics_info;
+/* Show all metrics of the last step, on any rank. The arrays are the stream's, and change with the
+ * next step; zeros for NULL. */
+DTRAIN_API void dtrain_metrics_query(const dtrain_metrics *metrics, dtrain_metrics_info *info);
+/* Look up one metric of the last step by its name; rank -1 for all ranks together, or a rank for
+ * those with DTRAIN_METRIC_RANKS. *value is NaN when it was not measured, and the result is
+ * DTRAIN_ERROR_UNSUPPORTED with a sentence that says why; an unknown name is
+ * DTRAIN_ERROR_ARGUMENT. */
+DTRAIN_API dtrain_result dtrain_metrics_value(const dtrain_metrics *metrics, const char *name,
+                                              int rank, double *value);
+/* Print the summary as a table for people; the parts of a step with the ranks that take longest. */
+DTRAIN_API void dtrain_metrics_print_summary(const dtrain_metrics *metrics, FILE *file);
+/* End the progress line, let every sink write its end (JSON: a last object with the summary and
+ * "final": true) and close its file. DTRAIN_ERROR_FILE says what was lost on the way. */
+DTRAIN_API dtrain_result dtrain_metrics_finish(dtrain_metrics *metrics);
+/* Finish, if that was not done, and free; NULL is ignored. */
+DTRAIN_API void dtrain_metrics_destroy(dtrain_metrics *metrics);

@@ -1,0 +1,315 @@
+/* The stream of metrics and its writers
+ *
+ * The order of reading is that of a step: metrics.c (the stream), table.c (the values of a step),
+ * file.c (text, and writing that nothing can stop), console.c, jsonl.c, csv.c, prometheus.c,
+ * tensorboard.c (the writers), histogram.c and nvml.c (what is measured here). */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/log.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "world/world_internal.h"
+#include "train/trainer.h"
+#include "train/trainer_internal.h"
+#include "monitor/metrics.h"
+
+/* ---- The table --------------------------------------------------------------------------------*/
+
+/* X(ID, name, group, flags, base name, base scale, help) */
+/* clang-format off */
+#define DTRAIN__METRIC_LIST(X)                                                                     \
+    X(LOSS, "loss", "train", 0, "loss", 1, "Mean loss over micro-batches and ranks.")              \
+    X(VAL_LOSS, "val_loss", "train", 0, "val_loss", 1, "Mean loss of the last evaluation.")        \
+    X(GRAD_NORM, "grad_norm", "train", 0, "grad_norm", 1, "Gradient norm before clipping.")        \
+    X(LR, "lr", "train", 0, "learning_rate", 1, "Learning rate.")                                  \
+    X(TOKENS, "tokens", "train", DTRAIN__COUNTS, "tokens_total", 1,                                \
+      "Tokens or samples of all ranks.")                                                           \
+    X(RATE, "tokens_per_second", "throughput", 0, "tokens_per_second", 1,                          \
+      "Tokens or samples of all ranks a second.")                                                  \
+    X(STEP, "step_ms", "time", DTRAIN_METRIC_RANKS, "step_seconds", 1e-3,                          \
+      "Time of a step, slowest rank.")                                                             \
+    X(COMM, "comm_ms", "time", 0, "comm_seconds", 1e-3,                                            \
+      "Time with an operation in flight, mean of ranks.")                                          \
+    X(EXPOSED, "exposed_comm_ms", "time", DTRAIN_METRIC_RANKS, "exposed_comm_seconds", 1e-3,       \
+      "Time that ranks waited in communication, mean.")                                            \
+    X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, "data_seconds", 1e-3,                          \
+      "Time in wait for batches, slowest rank.")                                                   \
+    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN_METRIC_INTEGER, "comm_bytes", 1,                    \
+      "Bytes that rank 0 sent in the step.")                                                       \
+    X(LOSS_SCALE, "loss_scale", "train", 0, "loss_scale", 1, "Loss scale of the step.")            \
+    X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, "skipped_steps_total", 1,                 \
+      "Steps without an update.")                                                                  \
+    X(STRAGGLER, "straggler_score", "comm", 0, "straggler_ratio", 1,                               \
+      "Slowest rank's compute time by the median's.")                                              \
+    X(SLOWEST, "slowest_rank", "comm", DTRAIN_METRIC_INTEGER, "slowest_rank", 1,                   \
+      "Rank that computed longest.")                                                               \
+    X(FORWARD, "forward_ms", "time", DTRAIN_METRIC_RANKS, "forward_seconds", 1e-3,                 \
+      "Time in the forward pass, mean of ranks.")                                                  \
+    X(BACKWARD, "backward_ms", "time", DTRAIN_METRIC_RANKS, "backward_seconds", 1e-3,              \
+      "Time in the backward pass, mean of ranks.")                                                 \
+    X(HIDDEN, "hidden_comm_ms", "time", DTRAIN_METRIC_RANKS, "hidden_comm_seconds", 1e-3,          \
+      "Communication behind compute, mean of ranks.")                                              \
+    X(OPTIMIZER, "optimizer_ms", "time", DTRAIN_METRIC_RANKS, "optimizer_seconds", 1e-3,           \
+      "Time in norm and update, mean of ranks.")                                                   \
+    X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, "checkpoint_seconds", 1e-3,        \
+      "Time in saving before the step, mean of ranks.")                                            \
+    DTRAIN__SPREAD_LIST(X, STEP, "step", "a step")                                                 \
+    DTRAIN__SPREAD_LIST(X, DATA, "data", "wait for batches")                                       \
+    DTRAIN__SPREAD_LIST(X, FORWARD, "forward", "the forward pass")                                 \
+    DTRAIN__SPREAD_LIST(X, BACKWARD, "backward", "the backward pass")                              \
+    DTRAIN__SPREAD_LIST(X, EXPOSED, "exposed_comm", "exposed communication")                       \
+    DTRAIN__SPREAD_LIST(X, HIDDEN, "hidden_comm", "hidden communication")                          \
+    DTRAIN__SPREAD_LIST(X, OPTIMIZER, "optimizer", "norm and update")                              \
+    DTRAIN__SPREAD_LIST(X, CHECKPOINT, "checkpoint", "saving")                                     \
+    X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, "bus_bytes_per_second", 1,         \
+      "Bus bandwidth as nccl-tests have it, mean of ranks.")                                       \
+    DTRAIN__KIND_LIST(X)                                                                           \
+    X(FLOPS, "flops_per_second", "throughput", 0, "flops_per_second", 1,                           \
+      "Floating-point operations of all ranks a second.")                                          \
+    X(PEAK_SHARE, "peak_share", "throughput", 0, "flops_ratio", 1, "Share of the devices' peak.")  \
+    X(MEMORY, "memory_bytes", "memory", DTRAIN__EACH, "memory_bytes", 1,                           \
+      "Device memory allocated, largest rank.")                                                    \
+    X(MEMORY_PEAK, "memory_peak_bytes", "memory", DTRAIN__EACH, "memory_peak_bytes", 1,            \
+      "Most device memory so far, largest rank.")                                                  \
+    X(MEMORY_ACTIVATION, "memory_activation_bytes", "memory", DTRAIN__EACH,                        \
+      "memory_activation_bytes", 1,                                                                \
+      "Activations of the largest pass, largest rank.")                                            \
+    X(GPU_UTILIZATION, "gpu_utilization", "gpu", DTRAIN_METRIC_RANKS, "gpu_utilization_ratio", 1,  \
+      "GPU utilization, mean of ranks.")                                                           \
+    X(GPU_MEMORY, "gpu_memory_bytes", "gpu", DTRAIN__EACH, "gpu_memory_bytes", 1,                  \
+      "GPU memory in use, largest rank.")                                                          \
+    X(GPU_CLOCK, "gpu_clock_hz", "gpu", DTRAIN_METRIC_RANKS, "gpu_clock_hertz", 1,                 \
+      "Clock of the multiprocessors, mean of ranks.")                                              \
+    X(GPU_POWER, "gpu_power_watts", "gpu", DTRAIN_METRIC_RANKS, "gpu_power_watts", 1,              \
+      "Power, mean of ranks.")                                                                     \
+    X(GPU_TEMPERATURE, "gpu_temperature_celsius", "gpu", DTRAIN_METRIC_RANKS,                      \
+      "gpu_temperature_celsius", 1,                                                                \
+      "Temperature, hottest GPU.")                                                                 \
+    X(GPU_THROTTLE, "gpu_throttle", "gpu", DTRAIN__EACH, "gpu_throttle_reasons", 1,                \
+      "NVML's bits of why clocks are low, of any rank.")                                           \
+    X(GPU_ECC, "gpu_ecc_errors", "gpu", DTRAIN__EACH, "gpu_ecc_errors", 1,                         \
+      "Uncorrected ECC errors of all ranks' GPUs.")                                                \
+    DTRAIN__HELD_LIST(X)
+
+#define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
+#define DTRAIN__EACH (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
+
+#define DTRAIN__SPREAD_LIST(X, ID, part, text)                                                     \
+    X(ID##_MIN, part "_ms_min", "ranks", 0, part "_min_seconds", 1e-3,                             \
+      "Time in " text ", fastest rank.")                                                           \
+    X(ID##_MEAN, part "_ms_mean", "ranks", 0, part "_mean_seconds", 1e-3,                          \
+      "Time in " text ", mean of ranks.")                                                          \
+    X(ID##_MAX, part "_ms_max", "ranks", 0, part "_max_seconds", 1e-3,                             \
+      "Time in " text ", slowest rank.")                                                           \
+    X(ID##_RANK, part "_ms_rank", "ranks", DTRAIN_METRIC_INTEGER, part "_max_rank", 1,             \
+      "Slowest rank in " text ".")
+
+/* In the order of dtrain_collective_kind, without those that move nothing. */
+#define DTRAIN__KIND_LIST(X)                                                                       \
+    DTRAIN__KIND_ROW(X, ALL_REDUCE, "all_reduce")                                                  \
+    DTRAIN__KIND_ROW(X, REDUCE_SCATTER, "reduce_scatter")                                          \
+    DTRAIN__KIND_ROW(X, ALL_GATHER, "all_gather")                                                  \
+    DTRAIN__KIND_ROW(X, BROADCAST, "broadcast")                                                    \
+    DTRAIN__KIND_ROW(X, REDUCE, "reduce")                                                          \
+    DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
+    DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
+#define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
+    X(ID, kind "_bytes", "comm", DTRAIN_METRIC_INTEGER, kind "_bytes", 1,                          \
+      "Bytes that rank 0 sent in the step by " kind ".")
+
+#define DTRAIN__HELD_LIST(X)                                                                       \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", PARAM, "param", "held for parameters")                 \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", GRAD, "grad", "held for gradients")                    \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", OPTIMIZER, "optimizer", "held for optimizer state")    \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", BUFFER, "buffer", "held to gather and reduce")         \
+    DTRAIN__HELD_ROW(X, MEMORY_, "memory_", HOST, "host", "held in host memory")                   \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", PARAM, "param", "predicted for parameters")      \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", GRAD, "grad", "predicted for gradients")         \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", OPTIMIZER, "optimizer",                          \
+      "predicted for optimizer state")                                                             \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", BUFFER, "buffer",                                \
+      "predicted to gather and reduce")                                                            \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", HOST, "host", "predicted in host memory")        \
+    DTRAIN__HELD_ROW(X, PREDICTED_, "predicted_", ACTIVATION, "activation",                        \
+      "predicted for activations and their gradients")                                             \
+    X(PREDICTED, "predicted_bytes", "memory", DTRAIN__FIXED, "predicted_bytes", 1,                 \
+      "Bytes of rank 0 that were predicted.")
+#define DTRAIN__HELD_ROW(X, WHAT, what, ID, name, text)                                            \
+    X(WHAT##ID, what name "_bytes", "memory", DTRAIN__FIXED, what name "_bytes", 1,                \
+      "Bytes of rank 0 " text ".")
+#define DTRAIN__FIXED (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_FIXED)
+/* clang-format on */
+
+enum {
+#define DTRAIN__METRIC_NUMBER(ID, name, group, flags, base, scale, help) DTRAIN__METRIC_##ID,
+    DTRAIN__METRIC_LIST(DTRAIN__METRIC_NUMBER)
+#undef DTRAIN__METRIC_NUMBER
+        DTRAIN__METRIC_COUNT
+};
+
+/* Return false for NaN and infinity, also under -ffast-math. */
+static inline bool dtrain__finite(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff;
+}
+
+/* ---- Text and files ---------------------------------------------------------------------------*/
+
+/* Text in memory that does not grow: what does not fit is cut, which no line here comes near. */
+typedef struct dtrain__line {
+    char *text;
+    size_t used, room;
+} dtrain__line;
+
+#define DTRAIN__LINE_SPACE 16384 /* all metrics of a step, as JSON or CSV: 5 KB */
+
+/* A file that records are appended to: all of a record, or nothing where the file can be cut. */
+typedef struct dtrain__records {
+    int fd;       /* -1: none */
+    int64_t size; /* up to the end of the last whole record; -1: it cannot be cut (a pipe) */
+    bool torn;    /* it ends inside a record */
+    const char *path;
+} dtrain__records;
+
+typedef struct dtrain__quiet {
+    sigset_t before, waiting;
+} dtrain__quiet;
+
+/* ---- Writers ----------------------------------------------------------------------------------*/
+
+typedef struct dtrain__console {
+    FILE *file;
+    bool terminal, color;
+    double redraw_at; /* the live line rests until then */
+} dtrain__console;
+
+typedef struct dtrain__prometheus {
+    double write_at;                         /* not before */
+    double steps;                            /* so far */
+    double kind_bytes[DTRAIN__METRIC_COUNT]; /* so far, of KIND_bytes */
+    double wall_time;                        /* of the last step */
+    char *next;                              /* (next_bytes) path of the next version */
+    size_t next_bytes;
+    int fd; /* the next version, while it is written */
+    dtrain_result result;
+    dtrain__line text;
+} dtrain__prometheus;
+
+typedef struct dtrain__tensorboard {
+    dtrain__records file;
+    char *path; /* of the file; owned */
+    size_t path_bytes;
+    void *record; /* (room) the record under way; owned, grows for long texts */
+    size_t used, room;
+    bool overflow; /* no memory for the record */
+} dtrain__tensorboard;
+
+/* Steps that medians look back on, of: */
+#define DTRAIN__RECENT 1024
+enum {
+    DTRAIN__RECENT_RATE,
+    DTRAIN__RECENT_STEP,
+    DTRAIN__RECENT_COMM,
+    DTRAIN__RECENT_EXPOSED,
+    DTRAIN__RECENT_DATA,
+    DTRAIN__RECENT_COUNT
+};
+
+/* NVML, as far as it is there: see nvml.c. */
+typedef struct dtrain__nvml {
+    void *library, *device;
+    void *calls[12]; /* addresses of functions; NULL: this version has none */
+    bool started;
+    double ask_at;
+    float figures[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* the last answers */
+    char reason[200]; /* why there is nothing; "" */
+} dtrain__nvml;
+
+/* One of the sinks. */
+typedef struct dtrain__sink {
+    dtrain_metrics_sink table;
+    const char *unit; /* what is lost: "lines of the log file" */
+    bool opened;
+} dtrain__sink;
+
+#define DTRAIN__OWN_SINKS 5
+
+struct dtrain_metrics {
+    dtrain_allocator allocator;
+    dtrain_world *world;
+    dtrain_metrics_desc desc; /* resolved; texts are in `texts` */
+    char *texts;              /* (texts_bytes) */
+    size_t texts_bytes;
+    dtrain__sink *sinks;             /* (sink_room), sink_count in use */
+    dtrain_metrics_sink_info *infos; /* likewise */
+    size_t sink_count, sink_room;
+    bool busy; /* a sink is being called: it must not call back */
+    bool finished;
+    char scratch[DTRAIN__LINE_SPACE]; /* for the text of one sink at a time */
+
+    dtrain__console console;
+    dtrain__records jsonl, csv;
+    dtrain__prometheus prometheus;
+    dtrain__tensorboard tensorboard;
+
+    double values[DTRAIN__METRIC_COUNT]; /* of the last step */
+    bool known[DTRAIN__METRIC_COUNT];
+    char no_plan[DTRAIN__ERROR_BYTES]; /* why memory is not predicted; "" */
+    dtrain__nvml nvml;
+    struct dtrain__histograms *histograms; /* NULL: none are made */
+
+    double started; /* when the first step began */
+    dtrain_step_record last;
+    dtrain_summary summary;                              /* running; medians are made on request */
+    double recent[DTRAIN__RECENT_COUNT][DTRAIN__RECENT]; /* step n is at n % DTRAIN__RECENT */
+};
+
+/* monitor/table.c */
+DTRAIN__PRIVATE const dtrain_metric *dtrain__metric_table(void);
+DTRAIN__PRIVATE void dtrain__metrics_plan(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics,
+                                          const dtrain_step_record *record);
+DTRAIN__PRIVATE double dtrain__rank_value(const dtrain_metrics *metrics, int id, int rank);
+
+/* monitor/file.c */
+DTRAIN__PRIVATE DTRAIN__PRINTF(2, 3) void dtrain__line_add(dtrain__line *text, const char *format,
+                                                           ...);
+DTRAIN__PRIVATE void dtrain__line_number(dtrain__line *text, double value, uint32_t flags);
+DTRAIN__PRIVATE void dtrain__quiet_begin(dtrain__quiet *quiet);
+DTRAIN__PRIVATE void dtrain__quiet_end(const dtrain__quiet *quiet);
+DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const void *data,
+                                                size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const char *path,
+                                                   bool append);
+DTRAIN__PRIVATE dtrain_result dtrain__records_append(dtrain__records *file, const void *data,
+                                                     size_t bytes);
+DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file);
+
+/* Writers: fill in the table of one, if the desc asks for it. */
+DTRAIN__PRIVATE bool dtrain__console_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE bool dtrain__jsonl_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE bool dtrain__csv_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE bool dtrain__prometheus_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE bool dtrain__tensorboard_sink(dtrain_metrics *metrics, dtrain__sink *sink);
+DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics);
+
+/* monitor/metrics.c */
+DTRAIN__PRIVATE void dtrain__metrics_event(dtrain_metrics *metrics,
+                                           const dtrain_metrics_event *event);
+
+/* monitor/histogram.c */
+DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics);
+DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__histograms_destroy(dtrain_metrics *metrics);
+
+/* monitor/nvml.c */
+DTRAIN__PRIVATE void dtrain__nvml_open(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__nvml_sample(dtrain_metrics *metrics);
+DTRAIN__PRIVATE void dtrain__nvml_close(dtrain_metrics *metrics);

@@ -1,0 +1,221 @@
+/* A text file for Prometheus
+ *
+ * node_exporter's textfile collector reads DIRECTORY/NAME.prom whenever it is asked, so the file is
+ * replaced as a whole: the next version is written beside it, as NAME.prom.next, which the
+ * collector does not read, and renamed. At most once a second, and once at the end: Prometheus asks
+ * every 15 seconds or so, and a step has better things to do. Format: text 0.0.4, no time stamps
+ * (the collector drops a file that has them).
+ *
+ *     # HELP dtrain_step_seconds Time of a step, slowest rank.
+ *     # TYPE dtrain_step_seconds gauge
+ *     dtrain_step_seconds{run="a"} 0.0125
+ *     # HELP dtrain_rank_step_seconds Time of a step, slowest rank: of each rank.
+ *     # TYPE dtrain_rank_step_seconds gauge
+ *     dtrain_rank_step_seconds{run="a",rank="0"} 0.0125
+ *
+ * Values that are not finite are NaN, +Inf and -Inf. */
+
+#include "core/platform_internal.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "monitor/metrics.h"
+#include "monitor/monitor_internal.h"
+
+/* Send what has gathered to the next version. */
+static void dtrain__prometheus_flush(dtrain__prometheus *p)
+{
+    if (p->result == DTRAIN_OK)
+        p->result = dtrain__write_all(p->fd, p->next, p->text.text, p->text.used);
+    p->text.used = 0;
+}
+
+static void dtrain__prometheus_number(dtrain__prometheus *p, double value)
+{
+    const bool whole = value == floor(value) && fabs(value) < 9e15;
+    if (dtrain__finite(value))
+        dtrain__line_number(&p->text, value, whole ? DTRAIN_METRIC_INTEGER : 0);
+    else dtrain__line_add(&p->text, "%s", value > 0 ? "+Inf" : value < 0 ? "-Inf" : "NaN");
+    dtrain__line_add(&p->text, "\n");
+    if (p->text.used > sizeof((dtrain_metrics *)0)->scratch / 2) dtrain__prometheus_flush(p);
+}
+
+/* Begin a metric; of "dtrain_" and both names. */
+static void dtrain__prometheus_head(dtrain__prometheus *p, const char *first, const char *name,
+                                    const char *help, bool counter)
+{
+    dtrain__line_add(&p->text, "# HELP dtrain_%s%s %s\n# TYPE dtrain_%s%s %s\n", first, name, help,
+                     first, name, counter ? "counter" : "gauge");
+}
+
+/* Begin a sample: the name and the labels of the run, escaped, without the closing brace. */
+static void dtrain__prometheus_sample(const dtrain_metrics *metrics, dtrain__prometheus *p,
+                                      const char *first, const char *name)
+{
+    dtrain__line_add(&p->text, "dtrain_%s%s{run=\"", first, name);
+    for (const char *at = metrics->desc.run_name; *at; at++)
+        if (*at == '\n') dtrain__line_add(&p->text, "\\n");
+        else dtrain__line_add(&p->text, *at == '\\' || *at == '"' ? "\\%c" : "%c", *at);
+    dtrain__line_add(&p->text, "\"");
+}
+
+/* Write one number of the whole run. */
+static void dtrain__prometheus_one(const dtrain_metrics *metrics, dtrain__prometheus *p,
+                                   const char *name, const char *help, bool counter, double value)
+{
+    dtrain__prometheus_head(p, "", name, help, counter);
+    dtrain__prometheus_sample(metrics, p, "", name);
+    dtrain__line_add(&p->text, "} ");
+    dtrain__prometheus_number(p, value);
+}
+
+/* Write a metric of each rank that has measured it. */
+static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prometheus *p, int id)
+{
+    const dtrain_metric *row = &dtrain__metric_table()[id];
+    const int ranks = dtrain_world_size(metrics->world);
+    bool begun = false;
+    for (int rank = 0; rank < ranks; rank++) {
+        const double value = dtrain__rank_value(metrics, id, rank);
+        if (!dtrain__finite(value)) continue;
+        if (!begun) {
+            dtrain__line_add(&p->text,
+                             "# HELP dtrain_rank_%s %s Here: of each rank.\n"
+                             "# TYPE dtrain_rank_%s gauge\n",
+                             row->base, row->help, row->base);
+            begun = true;
+        }
+        dtrain__prometheus_sample(metrics, p, "rank_", row->base);
+        dtrain__line_add(&p->text, ",rank=\"%d\"} ", rank);
+        dtrain__prometheus_number(p, value * row->base_scale);
+    }
+}
+
+/* Write the bytes sent so far, by kind of collective. */
+static void dtrain__prometheus_kinds(const dtrain_metrics *metrics, dtrain__prometheus *p)
+{
+    bool begun = false;
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++) {
+        const char *name = dtrain__metric_table()[id].name;
+        if (!(p->kind_bytes[id] > 0)) continue;
+        if (!begun)
+            dtrain__prometheus_head(p, "", "sent_bytes_total",
+                                    "Bytes that rank 0 sent, by kind of collective.", true);
+        begun = true;
+        dtrain__prometheus_sample(metrics, p, "", "sent_bytes_total");
+        dtrain__line_add(&p->text, ",op=\"%.*s\"} ", (int)(strlen(name) - strlen("_bytes")), name);
+        dtrain__prometheus_number(p, p->kind_bytes[id]);
+    }
+}
+
+/* Write all of a version. */
+static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
+{
+    dtrain__prometheus *p = &metrics->prometheus;
+    const dtrain_metric *table = dtrain__metric_table();
+    dtrain__prometheus_one(metrics, p, "finished", "1 when the run is over.", false, finished);
+    dtrain__prometheus_one(metrics, p, "steps_total", "Steps that this run has made.", true,
+                           p->steps);
+    if (p->steps > 0) {
+        dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 0.", false,
+                               (double)metrics->last.step);
+        dtrain__prometheus_one(metrics, p, "last_step_timestamp_seconds",
+                               "When the last step was reported.", false, p->wall_time);
+    }
+    for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
+        if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
+            if (dtrain__finite(metrics->summary.val_loss))
+                dtrain__prometheus_one(metrics, p, table[id].base, table[id].help, false,
+                                       metrics->summary.val_loss);
+        } else if (metrics->known[id])
+            dtrain__prometheus_one(metrics, p, table[id].base, table[id].help,
+                                   (table[id].flags & DTRAIN_METRIC_COUNTER) != 0,
+                                   metrics->values[id] * table[id].base_scale);
+        if (table[id].flags & DTRAIN_METRIC_RANKS) dtrain__prometheus_ranks(metrics, p, id);
+    }
+    dtrain__prometheus_kinds(metrics, p);
+    dtrain__prometheus_flush(p);
+}
+
+/* Replace the file. On failure the last version stays. */
+static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool finished)
+{
+    dtrain__prometheus *p = &metrics->prometheus;
+    const char *path = metrics->desc.prometheus_path;
+    const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
+    p->text = text;
+    p->result = DTRAIN_OK;
+    p->fd = open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
+    if (p->fd < 0)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", p->next, strerror(errno));
+    dtrain__prometheus_version(metrics, finished);
+    const bool closed = close(p->fd) == 0 || errno == EINTR;
+    if (p->result == DTRAIN_OK && (!closed || rename(p->next, path) != 0))
+        p->result =
+            dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be replaced: %s", path, strerror(errno));
+    if (p->result != DTRAIN_OK) unlink(p->next);
+    return p->result;
+}
+
+static dtrain_result dtrain__prometheus_open(void *user, const dtrain_metrics_run *run)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__prometheus *p = &metrics->prometheus;
+    const char *path = metrics->desc.prometheus_path;
+    const size_t length = strlen(path);
+    (void)run;
+    if (length < 6 || strcmp(path + length - 5, ".prom") != 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_metrics_create: the Prometheus file %s does not end in .prom: "
+                           "node_exporter would not read it",
+                           path);
+    p->next_bytes = length + sizeof ".next";
+    p->next = (char *)dtrain__alloc(&metrics->allocator, p->next_bytes, 1, "a path");
+    if (!p->next) return DTRAIN_ERROR_MEMORY;
+    snprintf(p->next, p->next_bytes, "%s.next", path);
+    return dtrain__prometheus_replace(metrics, false);
+}
+
+static dtrain_result dtrain__prometheus_step(void *user, const dtrain_metrics_sample *sample)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    dtrain__prometheus *p = &metrics->prometheus;
+    const double now = dtrain_seconds();
+    p->steps++;
+    p->wall_time = sample->wall_time;
+    for (int id = DTRAIN__METRIC_ALL_REDUCE; id <= DTRAIN__METRIC_ALL_TO_ALL; id++)
+        if (sample->known[id]) p->kind_bytes[id] += sample->values[id];
+    if (now < p->write_at) return DTRAIN_OK;
+    p->write_at = now + 1;
+    return dtrain__prometheus_replace(metrics, false);
+}
+
+static dtrain_result dtrain__prometheus_finish(void *user, const dtrain_summary *summary)
+{
+    dtrain_metrics *metrics = (dtrain_metrics *)user;
+    (void)summary;
+    return metrics->prometheus.next ? dtrain__prometheus_replace(metrics, true) : DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE bool dtrain__prometheus_sink(dtrain_metrics *metrics, dtrain__sink *sink)
+{
+    const dtrain_metrics_sink table = {false,
+                                       "prometheus",
+                                       dtrain__prometheus_open,
+                                       dtrain__prometheus_step,
+                                       NULL,
+                                       dtrain__prometheus_finish,
+                                       metrics};
+    if (!metrics->desc.prometheus_path) return false;
+    sink->table = table;
+    sink->unit = "versions of the file";
+    return true;
+}
+
+DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)
+{
+    dtrain__prometheus *p = &metrics->prometheus;
+    dtrain__free(&metrics->allocator, p->next, p->next_bytes, 1);
+    p->next = NULL;
+}

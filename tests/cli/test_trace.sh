@@ -1,0 +1,87 @@
+#!/bin/sh
+# Timelines as a user makes them: train_gpt --trace, and build/trace. Python reads the files by the rules of the Trace Event Format and
+# works out exposed communication, which is what the metrics say within 5 %; buckets travel while backward goes on; ranks whose
+# clocks differ (time namespaces) come together; a killed rank leaves a file that can be read.
+. tests/support/shell.sh
+take_ports
+python=${PYTHON:-python3}
+have "$python" || { skip "timelines" "no $python"; finish; }
+check() { "$python" tests/cli/check_trace.py "$@" >"$tmp/said" 2>&1; }
+gpt="$build/train_gpt --layers 2 --heads 2 --channels 64 --seq 64 --batch 8 --bucket-kib 64 --eval-batches 0 --sample 0 --threads 1 --timeout 20"
+traced() { rm -f "$tmp"/t.*; $gpt --trace "$tmp/t.json" --log "$tmp/t.log" "$@" >"$tmp/out" 2>&1; }
+
+for ranks in 2 4; do
+    for how in "ddp" "ddp --no-overlap" "full_shard"; do
+        traced --emulate ${ranks}x1:0.1:50 --steps 6 --strategy $how
+        status=$?
+        result "$how, $ranks ranks: runs" $status "$tmp/out"
+        check rules "$tmp"/t.rank*.json; result "$how, $ranks ranks: the rules of the format" $? "$tmp/said"
+        check exposed "$tmp/t.log" "$tmp"/t.rank*.json
+        result "$how, $ranks ranks: exposed communication as in the log" $? "$tmp/said"
+        hides=yes; [ "$how" = "ddp --no-overlap" ] && hides=no
+        check overlap $hides "$tmp/t.rank0.json"
+        result "$how, $ranks ranks: buckets in flight inside of backward: $hides" $? "$tmp/said"
+    done
+done
+"$build/trace" show "$tmp"/t.rank*.json >"$tmp/table" 2>&1 && check shown "$tmp/table" "$tmp/t.log"
+result "trace show: exposed communication as in the log" $? "$tmp/table"
+good "trace merge" "files in" "$build/trace" merge "$tmp/all.json" "$tmp"/t.rank*.json
+check rules "$tmp/all.json"; result "trace merge: the rules of the format" $? "$tmp/said"
+check together 0.0001 "$tmp/all.json"; result "trace merge: ranks of one host share a clock" $? "$tmp/said"
+"$build/trace" show "$tmp/all.json" >"$tmp/again"; cmp -s "$tmp/table" "$tmp/again"
+result "trace show: the same of the merged file" $? "$tmp/again"
+good "trace svg" "step 3" "$build/trace" svg "$tmp/step.svg" "$tmp/all.json" 3
+"$python" -c 'import sys, xml.dom.minidom; d = xml.dom.minidom.parse(sys.argv[1]); sys.exit(len(d.getElementsByTagName("rect")) < 40)' "$tmp/step.svg"
+result "trace svg: the drawing is XML" $? "$tmp/step.svg"
+
+# Threads of checkpoints and loaders; the same run without a trace has the same bits.
+traced --ranks 2 --steps 6 --checkpoint "$tmp/saves" --save-every 2 --workers 2
+grep -q '"name":"checkpoint writer"' "$tmp/t.rank0.json" && grep -q '"name":"publish"' "$tmp/t.rank0.json" && grep -q '"name":"read batch"' "$tmp/t.rank1.json" &&
+    check rules "$tmp"/t.rank*.json
+result "checkpoints and batches that threads write and read" $? "$tmp/out"
+losses() { sed 's/.*"loss": \([^,]*\),.*/\1/' "$1"; }
+losses "$tmp/t.log" >"$tmp/a"; $gpt --ranks 2 --steps 6 --log "$tmp/plain.log" >/dev/null 2>&1; losses "$tmp/plain.log" >"$tmp/b"
+head -n 6 "$tmp/a" >"$tmp/c"; head -n 6 "$tmp/b" | cmp -s - "$tmp/c"; result "a trace changes no bits" $? "$tmp/a"
+
+# A rank that is killed.
+$gpt --ranks 2 --steps 100000 --trace "$tmp/k.json" >"$tmp/out" 2>&1 &
+run=$!
+wait_for 20 test -s "$tmp/k.rank1.json" && wait_for 20 grep -q '"name":"step"' "$tmp/k.rank1.json"
+kill -9 $(cut -d ' ' -f 2 "/proc/$run/task/$run/children")
+wait $run 2>/dev/null
+check rules "$tmp/k.rank0.json" && check rules "$tmp/k.rank1.json"; result "a killed rank leaves a file that can be read" $? "$tmp/said"
+"$build/trace" show "$tmp"/k.rank*.json >"$tmp/table" 2>&1 && grep -q '^1 ' "$tmp/table"; result "trace show reads what a killed rank has left" $? "$tmp/table"
+
+# Clocks that differ: rank 1 in a time namespace, 5000 seconds ahead.
+if [ "$(id -u)" = 0 ] && unshare --time --monotonic 5000 true 2>/dev/null; then
+    rank() { RANK=$1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 DTRAIN_PORT=$port timeout 60 $2 $gpt --ranks 2 --steps 4 --trace "$tmp/c.json"; }
+    rank 0 "" >"$tmp/0.out" 2>&1 & first=$!
+    rank 1 "unshare --time --monotonic 5000" >"$tmp/out" 2>&1; status=$?
+    wait $first && [ $status -eq 0 ]; result "ranks whose clocks differ train" $? "$tmp/out"
+    "$build/trace" merge "$tmp/c.merged.json" "$tmp"/c.rank?.json >"$tmp/table" 2>&1 && grep -q 'moved by -5000000[.]000 ms\|moved by -4999999[.]9' "$tmp/table"
+    result "the offset is measured" $? "$tmp/table"
+    check together 0.001 "$tmp/c.merged.json"; result "merged on one clock" $? "$tmp/said"
+    sed 's/"clock_offset_ns":[-0-9]*/"clock_offset_ns":0/' "$tmp/c.rank1.json" >"$tmp/d.rank1.json"
+    "$build/trace" merge "$tmp/d.json" "$tmp/c.rank0.json" "$tmp/d.rank1.json" >/dev/null && ! check together 0.001 "$tmp/d.json"
+    result "without the offset they are apart" $? "$tmp/said"
+    # Over MPI, where ranks share no memory; with what test_mpi.sh has compiled.
+    if [ -x "$build/openmpi/mpi/train_gpt" ] && have mpirun.openmpi; then
+        mpi=$(echo "$gpt" | sed "s|^$build/train_gpt|$build/openmpi/mpi/train_gpt|")
+        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+        DTRAIN_PORT=$((port + 1)) timeout 60 mpirun.openmpi --oversubscribe -n 2 sh -c \
+            '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exec unshare --time --monotonic 5000 "$@"; exec "$@"' sh $mpi --comm mpi --steps 4 --trace "$tmp/m.json" >"$tmp/out" 2>&1
+        result "ranks over MPI whose clocks differ train" $? "$tmp/out"
+        "$build/trace" merge "$tmp/m.merged.json" "$tmp"/m.rank?.json >"$tmp/table" 2>&1 && check rules "$tmp/m.merged.json" && check together 0.001 "$tmp/m.merged.json"
+        result "over MPI: merged on one clock" $? "$tmp/said"
+    else skip "clocks of ranks over MPI" "no $build/openmpi/mpi/train_gpt (make openmpi) or no mpirun.openmpi" 2; fi
+else skip "ranks whose clocks differ" "needs root and time namespaces" 6; fi
+
+bad_lines=6
+bad "a trace in a directory that is not there" "nowhere/t.rank[01].json cannot be written" $gpt --ranks 2 --steps 2 --trace "$tmp/nowhere/t.json"
+bad "show without files" "trace merge OUT" "$build/trace" show
+bad "no file" "cannot be read" "$build/trace" show "$tmp/none.json"
+echo '[{"ph":"X",},' >"$tmp/wrong.json"; echo '{}]' >>"$tmp/wrong.json"
+bad "no JSON" "wrong.json" "$build/trace" show "$tmp/wrong.json"
+bad "the same rank twice" "both of rank 0" "$build/trace" merge "$tmp/x.json" "$tmp/t.rank0.json" "$tmp/t.rank0.json"
+bad "no such step" "no such step" "$build/trace" svg "$tmp/x.svg" "$tmp/t.rank0.json" 99
+finish

@@ -1,0 +1,1245 @@
+/* test_monitor.c: the stream of metrics: random records through all writers against a naive reading of their files, sinks
+ * that fail at call n, that call back, memory that ends, files that fail, GPUs by a library that stands for NVML, figures
+ * of ranks that differ, operations counted, terminals.
+ *
+ *     make build/tests/test_monitor && build/tests/test_monitor */
+#include "test.h"
+#include "dtrain.h"
+#include "allocator.h"
+#include <dirent.h>
+#include <fcntl.h>
+#include <float.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+static char base[64]; /* a directory of this run */
+static int warnings;
+static char warning[1024];
+
+static void count_warning(void *user, dtrain_log_level level, int rank, const char *message)
+{
+    (void)user, (void)rank;
+    if (level != DTRAIN_LOG_WARNING) return;
+    warnings++;
+    snprintf(warning, sizeof warning, "%s", message);
+}
+
+static dtrain_result with_ranks(uint32_t ranks, uint32_t mode, const dtrain_allocator *allocator,
+                                dtrain_rank_fn rank_main, void *user)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = ranks;
+    desc.mode = mode;
+    desc.log = count_warning;
+    desc.threads_per_rank = 1;
+    if (allocator) desc.allocator = *allocator;
+    return dtrain_launch(&desc, rank_main, user, NULL);
+}
+
+static void with_world(dtrain_rank_fn rank_main, void *user)
+{
+    CHECK_MSG(with_ranks(1, DTRAIN_LAUNCH_THREADS, NULL, rank_main, user) == DTRAIN_OK, "%s",
+              dtrain_last_error());
+}
+
+static char *path_of(const char *name)
+{
+    static char paths[8][128];
+    static int next;
+    char *path = paths[next++ % 8];
+    snprintf(path, sizeof paths[0], "%s/%s", base, name);
+    return path;
+}
+
+static char *slurp(const char *path, size_t *bytes)
+{
+    FILE *file = fopen(path, "rb");
+    char *text = NULL;
+    *bytes = 0;
+    if (!CHECK_MSG(file != NULL, "%s: %s", path, strerror(errno))) return (char *)calloc(1, 1);
+    fseek(file, 0, SEEK_END);
+    *bytes = (size_t)ftell(file);
+    rewind(file);
+    text = (char *)calloc(1, *bytes + 1);
+    CHECK(text && fread(text, 1, *bytes, file) == *bytes);
+    fclose(file);
+    return text;
+}
+
+static uint64_t seed;
+static uint32_t draw(uint32_t below)
+{
+    seed = seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)(seed >> 33) % below;
+}
+
+/* ---- random records ----------------------------------------------------------------------------- */
+
+static double odd_number(void)
+{
+    static const double odd[] = {0,   -0.0, 1,    -1,   1e-300, -1e300,        1e300, 5e-324, 1e-9,
+                                 1e9, 0.1,  1e20, 1e38, 3.5e38, 123456789.125, -7.25, 1e-40};
+    switch (draw(8)) {
+    case 0: return NAN;
+    case 1: return draw(2) ? INFINITY : -INFINITY;
+    case 2:
+    case 3: return odd[draw(sizeof odd / sizeof *odd)];
+    default: return (draw(2) ? 1 : -1) * ldexp((double)draw(1u << 30), (int)draw(60) - 40);
+    }
+}
+
+static dtrain_step_record random_record(int64_t step)
+{
+    dtrain_step_record r;
+    memset(&r, 0, sizeof r);
+    r.step = step;
+    r.loss = odd_number();
+    r.val_loss = draw(2) ? NAN : odd_number();
+    r.grad_norm = odd_number();
+    r.lr = odd_number();
+    r.tokens = (uint64_t)draw(1u << 30) << draw(23);
+    r.tokens_per_second = odd_number();
+    r.step_ms = odd_number();
+    r.comm_ms = odd_number();
+    r.exposed_comm_ms = odd_number();
+    r.data_ms = odd_number();
+    r.comm_bytes = (uint64_t)draw(1u << 30) << draw(23);
+    r.loss_scale = draw(2) ? 0 : 1024;
+    r.skipped_steps = draw(3);
+    r.straggler_score = odd_number();
+    r.slowest_rank = (int)draw(4);
+    r.ranks = (int)draw(4);
+    for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
+        dtrain_spread *all = &r.figures[f];
+        all->min = odd_number();
+        all->mean = odd_number();
+        all->max = odd_number();
+        all->max_rank = (int)draw(5) - 1;
+    }
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        if (draw(2)) r.kind_bytes[kind] = draw(1u << 30);
+    return r;
+}
+
+/* What a metric must be in a record, by the words of metrics.h alone; false: it is not shown. */
+static bool expected(const dtrain_step_record *r, const char *name, double *value)
+{
+    static const struct {
+        const char *name;
+        int figure, mean; /* mean: PART_ms is one of its own */
+    } parts[] = {{"step", DTRAIN_FIGURE_STEP, 0},
+                 {"data", DTRAIN_FIGURE_DATA, 0},
+                 {"forward", DTRAIN_FIGURE_FORWARD, 1},
+                 {"backward", DTRAIN_FIGURE_BACKWARD, 1},
+                 {"exposed_comm", DTRAIN_FIGURE_EXPOSED_COMM, 0},
+                 {"hidden_comm", DTRAIN_FIGURE_HIDDEN_COMM, 1},
+                 {"optimizer", DTRAIN_FIGURE_OPTIMIZER, 1},
+                 {"checkpoint", DTRAIN_FIGURE_CHECKPOINT, 1}};
+    static const struct {
+        const char *name;
+        int figure, most;
+    } gauges[] = {{"bus_bytes_per_second", DTRAIN_FIGURE_BUS, 0},
+                  {"memory_bytes", DTRAIN_FIGURE_MEMORY, 1},
+                  {"memory_peak_bytes", DTRAIN_FIGURE_MEMORY_PEAK, 1},
+                  {"memory_activation_bytes", DTRAIN_FIGURE_ACTIVATIONS, 1},
+                  {"gpu_utilization", DTRAIN_FIGURE_GPU_UTILIZATION, 0},
+                  {"gpu_memory_bytes", DTRAIN_FIGURE_GPU_MEMORY, 1},
+                  {"gpu_clock_hz", DTRAIN_FIGURE_GPU_CLOCK, 0},
+                  {"gpu_power_watts", DTRAIN_FIGURE_GPU_POWER, 0},
+                  {"gpu_temperature_celsius", DTRAIN_FIGURE_GPU_TEMPERATURE, 1}};
+    static const char *const kinds[DTRAIN_COLLECTIVE_KINDS] = {
+        "?", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "?", "send",
+        "?", "?",          "all_to_all"};
+    char key[64];
+#define IS(text, what, shown) \
+    if (strcmp(name, text) == 0) return *value = (double)(what), (shown)
+    IS("loss", r->loss, true);
+    IS("val_loss", r->val_loss, isfinite(r->val_loss));
+    IS("grad_norm", r->grad_norm, true);
+    IS("lr", r->lr, true);
+    IS("tokens", r->tokens, true);
+    IS("tokens_per_second", r->tokens_per_second, true);
+    IS("step_ms", r->step_ms, true);
+    IS("comm_ms", r->comm_ms, true);
+    IS("exposed_comm_ms", r->exposed_comm_ms, true);
+    IS("data_ms", r->data_ms, true);
+    IS("comm_bytes", r->comm_bytes, true);
+    IS("loss_scale", r->loss_scale, r->loss_scale > 0);
+    IS("skipped_steps", r->skipped_steps, r->loss_scale > 0 || r->skipped_steps);
+    IS("straggler_score", r->straggler_score, r->ranks > 1);
+    IS("slowest_rank", r->slowest_rank, r->ranks > 1);
+    for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
+        snprintf(key, sizeof key, "%s_bytes", kinds[kind]);
+        IS(key, r->kind_bytes[kind], r->kind_bytes[kind] != 0);
+    }
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        const dtrain_spread *all = &r->figures[parts[i].figure];
+        const bool known = r->ranks > 0 && all->max_rank >= 0, several = known && r->ranks > 1;
+        snprintf(key, sizeof key, "%s_ms", parts[i].name);
+        if (parts[i].mean) IS(key, 1e3 * all->mean, known);
+        snprintf(key, sizeof key, "%s_ms_min", parts[i].name);
+        IS(key, 1e3 * all->min, several);
+        snprintf(key, sizeof key, "%s_ms_mean", parts[i].name);
+        IS(key, 1e3 * all->mean, several);
+        snprintf(key, sizeof key, "%s_ms_max", parts[i].name);
+        IS(key, 1e3 * all->max, several);
+        snprintf(key, sizeof key, "%s_ms_rank", parts[i].name);
+        IS(key, all->max_rank, several);
+    }
+    for (size_t i = 0; i < sizeof gauges / sizeof *gauges; i++) {
+        const dtrain_spread *all = &r->figures[gauges[i].figure];
+        const double what = gauges[i].most ? all->max : all->mean;
+        IS(gauges[i].name, what, r->ranks > 0 && all->max_rank >= 0 && isfinite(what));
+    }
+    const dtrain_spread *throttle = &r->figures[DTRAIN_FIGURE_GPU_THROTTLE],
+                        *ecc = &r->figures[DTRAIN_FIGURE_GPU_ECC];
+    IS("gpu_throttle", throttle->max, r->ranks > 0 && throttle->max_rank >= 0);
+    IS("gpu_ecc_errors", ecc->max, r->ranks > 0 && ecc->max_rank >= 0);
+    const double seconds = r->figures[DTRAIN_FIGURE_STEP].max,
+                 flops = r->figures[DTRAIN_FIGURE_FLOPS].mean;
+    const bool known = r->ranks > 0 && flops > 0 && seconds > 0;
+    IS("flops_per_second", flops * r->ranks / seconds, known);
+    IS("peak_share", flops * r->ranks / seconds / (r->ranks * 1e12), known);
+    return false;
+#undef IS
+}
+
+/* Says whether a number that was written as text is the one that was meant: nine digits, integers whole. */
+static bool same(double got, double want, uint32_t flags)
+{
+    if (isnan(want)) return isnan(got);
+    if (isinf(want)) return got == want;
+    if (flags & DTRAIN_METRIC_INTEGER) return fabs(got - want) <= 0.5 + 1e-15 * fabs(want);
+    return fabs(got - want) <= 5.1e-9 * fabs(want) + 5e-324;
+}
+
+static uint32_t naive_crc(const unsigned char *data, size_t bytes)
+{
+    uint32_t crc = ~0u;
+    for (size_t i = 0; i < bytes; i++) {
+        crc ^= data[i];
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+    }
+    crc = ~crc;
+    return (crc >> 15 | crc << 17) + 0xa282ead8u;
+}
+
+static uint64_t little(const unsigned char *at, int bytes)
+{
+    uint64_t value = 0;
+    for (int i = 0; i < bytes; i++) value |= (uint64_t)at[i] << 8 * i;
+    return value;
+}
+
+/* Reads one field of a message: its number, its integer or its bytes; returns what follows. */
+typedef struct field {
+    uint64_t number, type, value;
+    const unsigned char *bytes;
+} field;
+
+static const unsigned char *read_varint(const unsigned char *at, uint64_t *value)
+{
+    *value = 0;
+    for (int shift = 0;; shift += 7) {
+        *value |= (uint64_t)(*at & 127) << shift;
+        if (!(*at++ & 128)) return at;
+    }
+}
+
+static const unsigned char *read_field(const unsigned char *at, field *f)
+{
+    uint64_t key;
+    at = read_varint(at, &key);
+    f->number = key >> 3, f->type = key & 7;
+    if (f->type == 0) return read_varint(at, &f->value);
+    if (f->type == 1 || f->type == 5) {
+        f->value = little(at, f->type == 1 ? 8 : 4);
+        return at + (f->type == 1 ? 8 : 4);
+    }
+    CHECK(f->type == 2);
+    f->bytes = read_varint(at, &f->value);
+    return f->bytes + f->value;
+}
+
+/* The records of an event file, checked; calls `value` for each scalar. Returns how many steps have scalars. */
+typedef void (*scalar_fn)(int64_t step, const char *tag, float value, void *user);
+static int read_events(const char *path, scalar_fn each, void *user)
+{
+    size_t bytes;
+    int steps = 0, records = 0;
+    unsigned char *file = (unsigned char *)slurp(path, &bytes);
+    for (const unsigned char *at = file; at < file + bytes; records++) {
+        const uint64_t length = little(at, 8);
+        if (!CHECK_MSG(little(at + 8, 4) == naive_crc(at, 8), "record %d of %s: CRC of the length",
+                       records, path) ||
+            !CHECK_MSG(length + 16 <= (uint64_t)(file + bytes - at), "record %d of %s is cut",
+                       records, path))
+            break;
+        const unsigned char *event = at + 12, *end = event + length;
+        CHECK_MSG(little(end, 4) == naive_crc(event, (size_t)length), "record %d of %s: CRC",
+                  records, path);
+        int64_t step = 0;
+        bool scalars = false;
+        for (field f; event < end;) {
+            event = read_field(event, &f);
+            if (f.number == 2) step = (int64_t)f.value;
+            for (const unsigned char *in = f.bytes; f.number == 5 && in < event;) {
+                field one, part;
+                char tag[128] = "";
+                in = read_field(in, &one);
+                for (const unsigned char *v = one.bytes; v < in;) {
+                    v = read_field(v, &part);
+                    if (part.number == 1)
+                        snprintf(tag, sizeof tag, "%.*s", (int)part.value,
+                                 (const char *)part.bytes);
+                    if (part.number != 2) continue;
+                    const uint32_t bits = (uint32_t)part.value;
+                    float value;
+                    memcpy(&value, &bits, 4);
+                    scalars = true;
+                    if (each) each(step, tag, value, user);
+                }
+            }
+        }
+        steps += scalars;
+        at = end + 4;
+    }
+    free(file);
+    return steps;
+}
+
+/* The event files of a directory, in order. */
+static int event_files(const char *directory, char names[8][300])
+{
+    struct dirent **list;
+    int count = 0;
+    const int all = scandir(directory, &list, NULL, alphasort);
+    for (int i = 0; i < all; i++) {
+        if (strstr(list[i]->d_name, "tfevents") && count < 8)
+            snprintf(names[count++], 300, "%s/%s", directory, list[i]->d_name);
+        free(list[i]);
+    }
+    if (all >= 0) free(list);
+    return count;
+}
+
+enum { MOST = 60 };
+typedef struct random_run {
+    dtrain_step_record records[MOST];
+    int steps, first, seen;
+} random_run;
+
+static const char *names_of_metrics[200];
+static int names_of_metrics_count;
+
+static dtrain_result look_at_sample(void *user, const dtrain_metrics_sample *sample)
+{
+    random_run *run = (random_run *)user;
+    const dtrain_step_record *r = &run->records[sample->step];
+    names_of_metrics_count = (int)sample->count;
+    for (size_t i = 0; i < sample->count; i++) names_of_metrics[i] = sample->metrics[i].name;
+    for (size_t i = 0; i < sample->count; i++) {
+        double value = 0;
+        const bool shown = expected(r, sample->metrics[i].name, &value);
+        CHECK_MSG(sample->known[i] == shown, "step %d, %s is %sknown", (int)sample->step,
+                  sample->metrics[i].name, shown ? "un" : "");
+        if (shown && sample->known[i])
+            CHECK_MSG(memcmp(&sample->values[i], &value, 8) == 0 ||
+                          (isnan(value) && isnan(sample->values[i])) ||
+                          fabs(sample->values[i] - value) <= 1e-15 * fabs(value),
+                      "step %d, %s is %g, not %g", (int)sample->step, sample->metrics[i].name,
+                      sample->values[i], value);
+    }
+    CHECK(sample->record != r && memcmp(&sample->record->loss, &r->loss, 8) == 0);
+    run->seen++;
+    return DTRAIN_OK;
+}
+
+static dtrain_metrics_desc everything(void)
+{
+    dtrain_metrics_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.jsonl_path = path_of("log.jsonl");
+    desc.csv_path = path_of("table.csv");
+    desc.prometheus_path = path_of("run.prom");
+    desc.tensorboard_dir = path_of("deep/er/run");
+    desc.config = "a = 1\n";
+    desc.hparams = "a=1\nb=x\n";
+    desc.peak_flops = 1e12;
+    return desc;
+}
+
+static int random_rank(dtrain_world *world, void *user)
+{
+    random_run *run = (random_run *)user;
+    dtrain_metrics_desc desc = everything();
+    dtrain_metrics_sink sink;
+    dtrain_metrics *metrics;
+    memset(&sink, 0, sizeof sink);
+    sink.name = "looker";
+    sink.step = look_at_sample;
+    sink.user = run;
+    desc.sinks = &sink;
+    desc.sink_count = 1;
+    desc.append = run->first > 0;
+    desc.first_step = run->first;
+    if (!CHECK_MSG(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK, "%s",
+                   dtrain_last_error()))
+        return 1;
+    for (int step = run->first; step < run->steps; step++)
+        CHECK(dtrain_metrics_step(metrics, &run->records[step]) == DTRAIN_OK);
+    CHECK_MSG(dtrain_metrics_finish(metrics) == DTRAIN_OK, "%s", dtrain_last_error());
+    dtrain_metrics_destroy(metrics);
+    return 0;
+}
+
+static void look_at_scalar(int64_t step, const char *tag, float value, void *user)
+{
+    random_run *run = (random_run *)user;
+    double want = 0;
+    const char *name = strchr(tag, '/') + 1;
+    if (!expected(&run->records[step], name, &want)) {
+        CHECK_MSG(false, "step %d: %s is in TensorBoard", (int)step, tag);
+        return;
+    }
+    const float rounded =
+        fabs(want) > FLT_MAX && !isnan(want) ? (want > 0 ? INFINITY : -INFINITY) : (float)want;
+    CHECK_MSG(value == rounded || (isnan(value) && isnan(rounded)) ||
+                  fabsf(value - rounded) <= 1.2e-7f * fabsf(rounded),
+              "step %d: %s is %g, not %g", (int)step, tag, (double)value, want);
+    run->seen++;
+}
+
+/* Compares what JSON lines and CSV have of a step with the record. */
+static void look_at_texts(const random_run *run, const char *json, const char *csv,
+                          const char *header, int step)
+{
+    const char *column = header + strlen("step,"), *cell = csv + strcspn(csv, ",") + 1;
+    CHECK(atoi(csv) == step);
+    int shown = 0, keys = 0;
+    for (const char *c = json; *c != '\n'; c++) keys += *c == ':';
+    while (*column != '\r') {
+        char name[64], pattern[80];
+        double want = 0;
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(column, ",\r"), column);
+        snprintf(pattern, sizeof pattern, "\"%s\": ", name);
+        const bool is = expected(&run->records[step], name, &want);
+        const char *value = strstr(json, pattern);
+        if (value && value > json + strcspn(json, "\n")) value = NULL;
+        shown += is;
+        CHECK_MSG((value != NULL) == is, "step %d: JSON and %s", step, name);
+        CHECK_MSG((*cell != ',' && *cell != '\r') == is, "step %d: CSV and %s", step, name);
+        const uint32_t flags = strstr(name, "bytes") || strcmp(name, "tokens") == 0 ||
+                                       strstr(name, "rank") || strstr(name, "skipped") ||
+                                       strstr(name, "gpu_throttle") || strstr(name, "ecc")
+                                   ? DTRAIN_METRIC_INTEGER
+                                   : 0;
+        if (is && value) {
+            value += strlen(pattern);
+            if (!isfinite(want))
+                CHECK_MSG(strncmp(value, "null", 4) == 0, "step %d: %s is %.20s", step, name,
+                          value);
+            else
+                CHECK_MSG(same(strtod(value, NULL), want,
+                               flags && !strstr(name, "per_second") ? flags : 0),
+                          "step %d: %s is %.30s in JSON, not %g", step, name, value, want);
+            CHECK_MSG(
+                same(strtod(cell, NULL), want, flags && !strstr(name, "per_second") ? flags : 0),
+                "step %d: %s is %.30s in CSV, not %g", step, name, cell, want);
+        }
+        column += strcspn(column, ",\r");
+        cell += strcspn(cell, ",\r");
+        if (*column != *cell) {
+            CHECK_MSG(false, "step %d: the row ends at %s", step, name);
+            return;
+        }
+        if (*column == ',') column++, cell++;
+    }
+    CHECK_MSG(keys == shown + 1, "step %d: %d keys, %d values", step, keys, shown);
+}
+
+static const char *line_of(const char *text, int n)
+{
+    while (n-- > 0) text += strcspn(text, "\n") + 1;
+    return text;
+}
+
+/* Random records in one run or in two, read back from every file. */
+static void test_random_records(void)
+{
+    static random_run run;
+    const int rounds = test_full() ? 100 : 12;
+    const uint64_t first = (uint64_t)time(NULL);
+    for (int round = 0; round < rounds; round++) {
+        char names[8][300], command[200];
+        size_t bytes;
+        seed = first + (uint64_t)round;
+        snprintf(command, sizeof command, "rm -rf %s/*", base);
+        CHECK(system(command) == 0);
+        memset(&run, 0, sizeof run);
+        const int all = 2 + (int)draw(MOST - 2),
+                  cut = draw(2) ? 1 + (int)draw((uint32_t)all - 1) : 0;
+        for (int step = 0; step < all; step++) run.records[step] = random_record(step);
+        run.steps = cut ? cut : all;
+        with_world(random_rank, &run);
+        if (cut) {
+            if (draw(2)) { /* it was killed inside of a line */
+                FILE *file = fopen(path_of("log.jsonl"), "a");
+                fputs("{\"step\": 9", file);
+                fclose(file);
+                file = fopen(path_of("table.csv"), "a");
+                fputs("9,1,2", file);
+                fclose(file);
+            }
+            run.first = cut, run.steps = all;
+            with_world(random_rank, &run);
+        }
+        CHECK_MSG(run.seen == all, "seed %llu", (unsigned long long)seed);
+        char *json = slurp(path_of("log.jsonl"), &bytes),
+             *csv = slurp(path_of("table.csv"), &bytes);
+        for (int step = 0; step < all; step++)
+            look_at_texts(&run, line_of(json, step + (cut && step >= cut)), line_of(csv, step + 1),
+                          csv, step);
+        CHECK(*line_of(csv, all + 1) == 0 &&
+              strncmp(line_of(json, all + (cut > 0)), "{\"final\": true", 14) == 0);
+        free(json);
+        free(csv);
+        run.seen = 0;
+        const int files = event_files(path_of("deep/er/run"), names);
+        int steps = 0;
+        CHECK(files == (cut ? 2 : 1));
+        for (int i = 0; i < files; i++) steps += read_events(names[i], look_at_scalar, &run);
+        int shown = 0;
+        for (int step = 0; step < all; step++)
+            for (int i = 0; i < names_of_metrics_count; i++) {
+                double value;
+                shown += expected(&run.records[step], names_of_metrics[i], &value);
+            }
+        CHECK_MSG(steps == all && run.seen == shown,
+                  "%d steps in TensorBoard, not %d; %d values, not %d", steps, all, run.seen,
+                  shown);
+        char *prom = slurp(path_of("run.prom"), &bytes);
+        CHECK(strstr(prom, "dtrain_finished{run=\"dtrain\"} 1\n") &&
+              access(path_of("run.prom.next"), F_OK) != 0);
+        CHECK(prom[bytes - 1] == '\n');
+        free(prom);
+    }
+}
+
+/* ---- sinks that fail ---------------------------------------------------------------------------- */
+
+typedef struct faulty {
+    int fail_at, calls; /* from 1: step and text; 0: none fails */
+    bool fail_on, fail_open, hostile;
+    int opened, finished;
+    dtrain_metrics *metrics;
+} faulty;
+
+static dtrain_result faulty_call(faulty *f)
+{
+    f->calls++;
+    const bool fails =
+        f->fail_at && (f->calls == f->fail_at || (f->fail_on && f->calls > f->fail_at));
+    if (f->hostile) {
+        dtrain_step_record r;
+        memset(&r, 0, sizeof r);
+        CHECK(dtrain_metrics_step(f->metrics, &r) == DTRAIN_ERROR_USAGE);
+        CHECK(dtrain_metrics_text(f->metrics, 0, "a", "b") == DTRAIN_ERROR_USAGE);
+        CHECK(dtrain_metrics_finish(f->metrics) == DTRAIN_ERROR_USAGE);
+        dtrain_metrics_destroy(f->metrics);
+    }
+    if (!fails) return DTRAIN_OK;
+    return f->calls % 2 ? dtrain_fail(DTRAIN_ERROR_FILE, "no more")
+                        : DTRAIN_ERROR_SYSTEM; /* or without a sentence */
+}
+
+static dtrain_result faulty_open(void *user, const dtrain_metrics_run *run)
+{
+    faulty *f = (faulty *)user;
+    f->opened++;
+    CHECK(run->size == 1 && run->rank == 0 && strcmp(run->name, "dtrain") == 0 && run->count > 50);
+    return f->fail_open ? DTRAIN_ERROR_SYSTEM : DTRAIN_OK;
+}
+
+static dtrain_result faulty_step(void *user, const dtrain_metrics_sample *sample)
+{
+    (void)sample;
+    return faulty_call((faulty *)user);
+}
+
+static dtrain_result faulty_event(void *user, const dtrain_metrics_event *event)
+{
+    CHECK(event->kind == DTRAIN_METRICS_TEXT && strcmp(event->tag, "tag") == 0);
+    return faulty_call((faulty *)user);
+}
+
+static dtrain_result faulty_finish(void *user, const dtrain_summary *summary)
+{
+    CHECK(summary->steps == 4);
+    ((faulty *)user)->finished++;
+    return DTRAIN_OK;
+}
+
+static int faulty_rank(dtrain_world *world, void *user)
+{
+    faulty *f = (faulty *)user, good = {0};
+    dtrain_metrics_desc desc;
+    dtrain_metrics_info info;
+    dtrain_metrics_sink sinks[2] = {
+        {false, "faulty", faulty_open, faulty_step, faulty_event, faulty_finish, f},
+        {false, "good", faulty_open, faulty_step, faulty_event, faulty_finish, &good}};
+    memset(&desc, 0, sizeof desc);
+    desc.sinks = sinks;
+    desc.sink_count = 2;
+    const dtrain_result created = dtrain_metrics_create(world, &desc, &f->metrics);
+    if (f->fail_open) {
+        CHECK(created == DTRAIN_ERROR_SYSTEM && !f->metrics && f->finished == 0);
+        CHECK_MSG(strstr(dtrain_last_error(), "the sink faulty cannot be opened"), "%s",
+                  dtrain_last_error());
+        return 0;
+    }
+    if (!CHECK(created == DTRAIN_OK)) return 1;
+    for (int step = 0; step < 4; step++) {
+        dtrain_step_record r;
+        memset(&r, 0, sizeof r);
+        r.step = step;
+        CHECK(dtrain_metrics_step(f->metrics, &r) == DTRAIN_OK);
+        CHECK(dtrain_metrics_text(f->metrics, step, "tag", "text") == DTRAIN_OK);
+    }
+    const int lost = f->fail_at == 0 || f->fail_at > 8 ? 0 : f->fail_on ? 9 - f->fail_at : 1;
+    dtrain_metrics_query(f->metrics, &info);
+    CHECK(info.sink_count == 2 && info.sinks[0].lost == (uint64_t)lost &&
+          info.sinks[0].written == 8 - (uint64_t)lost);
+    CHECK(info.sinks[1].lost == 0 && info.sinks[1].written == 8);
+    CHECK(warnings == (lost ? 1 : 0));
+    const dtrain_result finished = dtrain_metrics_finish(f->metrics);
+    CHECK(finished == (lost ? DTRAIN_ERROR_FILE : DTRAIN_OK));
+    char text[80];
+    snprintf(text, sizeof text, "%d of 9 calls of faulty", lost);
+    if (lost) CHECK_MSG(strstr(dtrain_last_error(), text), "%s", dtrain_last_error());
+    CHECK(f->finished == 1 && good.finished == 1 && f->opened == 1);
+    CHECK(dtrain_metrics_finish(f->metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(f->metrics);
+    CHECK(f->finished == 1);
+    return 0;
+}
+
+static void test_faulty_sinks(void)
+{
+    for (int at = 0; at <= 9; at++)
+        for (int on = 0; on < 2; on++) {
+            faulty f;
+            memset(&f, 0, sizeof f);
+            f.fail_at = at, f.fail_on = on != 0;
+            f.hostile = at == 3;
+            warnings = 0;
+            with_world(faulty_rank, &f);
+        }
+    faulty f;
+    memset(&f, 0, sizeof f);
+    f.fail_open = true;
+    with_world(faulty_rank, &f);
+}
+
+/* Files that cannot be opened, one at a time; and what is asked of the desc. */
+static int refused_rank(dtrain_world *world, void *user)
+{
+    static const char *const nowhere = "/dev/null/nothing";
+    dtrain_metrics *metrics = (dtrain_metrics *)1;
+    (void)user;
+    for (int which = 0; which < 8; which++) {
+        dtrain_metrics_desc desc = everything();
+        dtrain_metrics_sink sink;
+        const char *want = nowhere;
+        char name[300];
+        memset(&sink, 0, sizeof sink);
+        if (which == 0) desc.jsonl_path = nowhere;
+        if (which == 1) desc.csv_path = nowhere;
+        if (which == 2) desc.prometheus_path = "/dev/null/nothing.prom";
+        if (which == 3) desc.tensorboard_dir = nowhere;
+        if (which == 4) desc.prometheus_path = path_of("run.txt"), want = "does not end in .prom";
+        if (which == 5) desc.histogram_every = 3, want = "histogram_every needs a trainer";
+        if (which == 6)
+            desc.sinks = &sink, desc.sink_count = 1, want = "sink 0 of desc has no name";
+        if (which == 7) {
+            memset(name, 'x', sizeof name);
+            name[299] = 0;
+            desc.run_name = name, want = "run_name";
+        }
+        CHECK(dtrain_metrics_create(world, &desc, &metrics) != DTRAIN_OK && !metrics);
+        CHECK_MSG(strstr(dtrain_last_error(), want), "%d: %s", which, dtrain_last_error());
+    }
+    /* a table of other columns is not appended to */
+    dtrain_metrics_desc desc = everything();
+    FILE *file = fopen(desc.csv_path, "w");
+    fputs("step,loss\r\n0,1\r\n", file);
+    fclose(file);
+    desc.append = true;
+    CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_ERROR_FILE && !metrics);
+    CHECK_MSG(strstr(dtrain_last_error(), "has other columns"), "%s", dtrain_last_error());
+    size_t bytes;
+    char *text = slurp(desc.csv_path, &bytes);
+    CHECK(strcmp(text, "step,loss\r\n0,1\r\n") == 0);
+    free(text);
+    return 0;
+}
+
+static void test_refused(void) { with_world(refused_rank, NULL); }
+
+/* A limit on the size of files stands for a disk that is full for a while: what is lost is lost whole. */
+static int full_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc = everything();
+    dtrain_metrics_info info;
+    dtrain_metrics *metrics;
+    struct rlimit old, small;
+    (void)user;
+    char events[8][300];
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    CHECK(event_files(desc.tensorboard_dir, events) == 1);
+    getrlimit(RLIMIT_FSIZE, &old);
+    for (int step = 0; step < 12; step++) {
+        dtrain_step_record r = random_record(step);
+        small = old;
+        struct stat file; /* one of them is cut inside of its next record */
+        if (stat(step % 2 ? desc.jsonl_path : events[0], &file) == 0)
+            small.rlim_cur = (rlim_t)file.st_size + 1 + draw(400);
+        if (step >= 4 && step < 9) setrlimit(RLIMIT_FSIZE, &small);
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+        setrlimit(RLIMIT_FSIZE, &old);
+    }
+    dtrain_metrics_query(metrics, &info);
+    CHECK(info.sinks[0].lost > 0 && info.sinks[3].lost > 0);
+    CHECK_MSG(warnings >= 2 && warnings <= 4, "%d warnings", warnings); /* one a sink */
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
+    const int steps = 12 - (int)info.sinks[3].lost, lines = 12 - (int)info.sinks[0].lost;
+    dtrain_metrics_destroy(metrics);
+    char names[8][300];
+    size_t bytes;
+    CHECK(event_files(path_of("deep/er/run"), names) == 1 &&
+          read_events(names[0], NULL, NULL) == steps);
+    char *json = slurp(path_of("log.jsonl"), &bytes);
+    int seen = 0;
+    for (const char *at = json; *at; at += strcspn(at, "\n") + 1) {
+        CHECK(at[0] == '{' && at[strcspn(at, "\n") - 1] == '}' &&
+              !memchr(at + 1, '{', strcspn(at + 1, "\n")));
+        seen += strncmp(at, "{\"step\"", 7) == 0;
+    }
+    CHECK_MSG(seen == lines, "%d lines, not %d", seen, lines);
+    free(json);
+    return 0;
+}
+
+static void test_full_disk(void)
+{
+    char command[200];
+    snprintf(command, sizeof command, "rm -rf %s/*", base);
+    CHECK(system(command) == 0);
+    seed = 5;
+    warnings = 0;
+    with_world(full_rank, NULL);
+}
+
+/* The directory of the Prometheus file goes away and comes back. */
+static int gone_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    size_t bytes;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    CHECK(mkdir(path_of("d"), 0700) == 0);
+    desc.prometheus_path = path_of("d/x.prom");
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    unlink(path_of("d/x.prom"));
+    CHECK(rmdir(path_of("d")) == 0);
+    dtrain_step_record r = random_record(0);
+    CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK && warnings == 1);
+    CHECK(mkdir(path_of("d"), 0700) == 0);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
+    CHECK_MSG(strstr(dtrain_last_error(), "1 of 2 versions of the file of"), "%s",
+              dtrain_last_error());
+    dtrain_metrics_destroy(metrics);
+    char *text = slurp(path_of("d/x.prom"), &bytes);
+    CHECK(strstr(text, "dtrain_steps_total{run=\"dtrain\"} 1\n"));
+    free(text);
+    return 0;
+}
+
+static void test_directory_goes(void)
+{
+    warnings = 0;
+    with_world(gone_rank, NULL);
+}
+
+/* ---- a small training --------------------------------------------------------------------------- */
+
+enum { IN = 6, OUT = 5, ROWS = 4 };
+
+typedef struct training {
+    uint32_t kind;
+    int slow_rank, steps;
+    bool histograms;
+    const char *nvml;
+    double got[8][DTRAIN_FIGURE_COUNT]; /* by rank 0: figures of ranks */
+    dtrain_step_record last;
+    double flops, predicted, held, gpu;
+    char no_gpu[200];
+    int gpu_result;
+    uint64_t events;
+} training;
+
+typedef struct trainee {
+    training *t;
+    int rank;
+    dtrain_param params[2];
+    float x[ROWS * IN];
+    int32_t y[ROWS];
+} trainee;
+
+static dtrain_result train_batch(void *user)
+{
+    trainee *s = (trainee *)user;
+    for (int i = 0; i < ROWS * IN; i++) s->x[i] = (float)((i * 7 + s->rank) % 11) / 11;
+    for (int i = 0; i < ROWS; i++) s->y[i] = (i + s->rank) % OUT;
+    if (s->rank == s->t->slow_rank) usleep(20000);
+    return DTRAIN_OK;
+}
+
+static dtrain_tensor *train_loss(dtrain_tape *tape, void *user)
+{
+    trainee *s = (trainee *)user;
+    const int64_t shape[2] = {ROWS, IN};
+    dtrain_tensor *x = dtrain_tape_input(tape, DTRAIN_DTYPE_F32, 2, shape, s->x, false);
+    dtrain_tensor *y = dtrain_tape_input(tape, DTRAIN_DTYPE_I32, 1, shape, s->y, false);
+    dtrain_tape_unit(tape, 0);
+    return dtrain_cross_entropy(
+        tape, dtrain_linear(tape, x, &s->params[0], &s->params[1], DTRAIN_ACTIVATION_NONE), y, 0,
+        0);
+}
+
+static dtrain_result count_events(void *user, const dtrain_metrics_event *event)
+{
+    double sum = 0;
+    for (size_t i = 0; i < event->histogram->bucket_count; i++) sum += event->histogram->buckets[i];
+    CHECK(sum == (double)event->histogram->count && event->histogram->nonfinite == 0);
+    CHECK(event->histogram->count == (strchr(event->tag, '/')[1] == 'w' ? IN * OUT : OUT));
+    (*(uint64_t *)user)++;
+    return DTRAIN_OK;
+}
+
+static int train_rank(dtrain_world *world, void *user)
+{
+    training *t = (training *)user;
+    trainee s;
+    dtrain_strategy_desc how;
+    dtrain_trainer_desc desc;
+    dtrain_metrics_desc report;
+    dtrain_metrics_sink sink;
+    dtrain_metrics_info info;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_metrics *metrics;
+    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    uint64_t events = 0;
+    memset(&s, 0, sizeof s);
+    memset(&how, 0, sizeof how);
+    memset(&desc, 0, sizeof desc);
+    memset(&report, 0, sizeof report);
+    memset(&sink, 0, sizeof sink);
+    s.t = t;
+    s.rank = dtrain_world_rank(world);
+    s.params[0].name = "w";
+    s.params[0].shape[0] = OUT, s.params[0].shape[1] = IN;
+    s.params[0].init = DTRAIN_INIT_NORMAL, s.params[0].init_scale = 0.5f;
+    s.params[1].name = "b";
+    s.params[1].shape[0] = OUT;
+    how.kind = t->kind;
+    TRY(dtrain_strategy_create(world, s.params, 2, &how, &strategy));
+    TRY(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
+    desc.tokens = ROWS;
+    desc.schedule.lr = 0.01f;
+    desc.strategy = strategy;
+    desc.optimizer = optimizer;
+    desc.next_batch = train_batch;
+    desc.loss = train_loss;
+    desc.user = &s;
+    TRY(dtrain_trainer_create(world, &desc, &trainer));
+    sink.name = "events";
+    sink.event = count_events;
+    sink.user = &events;
+    report.sinks = &sink;
+    report.sink_count = 1;
+    report.histogram_every = t->histograms ? 2 : 0;
+    report.nvml_path = t->nvml;
+    report.gpu_every_ms = 1;
+    report.trainer = trainer;
+    TRY(dtrain_metrics_create(world, &report, &metrics));
+    for (int step = 0; step < t->steps; step++) {
+        dtrain_step_record r;
+        dtrain_span_begin(world, DTRAIN_SPAN_CHECKPOINT,
+                          "as if"); /* before each step: in its figure */
+        if (step == 1) usleep(3000);
+        dtrain_span_end(world);
+        TRY(dtrain_trainer_step(trainer, &r));
+        if (step == 1)
+            CHECK_MSG(r.figures[DTRAIN_FIGURE_CHECKPOINT].min > 0.0029, "%g",
+                      r.figures[DTRAIN_FIGURE_CHECKPOINT].min);
+        if (step == 2)
+            CHECK_MSG(r.figures[DTRAIN_FIGURE_CHECKPOINT].max < 0.002, "%g",
+                      r.figures[DTRAIN_FIGURE_CHECKPOINT].max);
+        TRY(dtrain_metrics_step(metrics, &r));
+        if (s.rank == 0) t->last = r;
+    }
+    for (int r = 0; s.rank == 0 && r < dtrain_world_size(world); r++)
+        for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
+            t->got[r][f] = dtrain_trainer_figure(trainer, r, (dtrain_figure)f);
+    CHECK(isnan(dtrain_trainer_figure(trainer, 99, DTRAIN_FIGURE_STEP)) &&
+          isnan(dtrain_trainer_figure(NULL, 0, DTRAIN_FIGURE_STEP)));
+    if (s.rank == 0) {
+        double value;
+        t->events = events;
+        CHECK(dtrain_metrics_value(metrics, "flops_per_second", -1, &t->flops) == DTRAIN_OK);
+        CHECK(dtrain_metrics_value(metrics, "predicted_optimizer_bytes", -1, &t->predicted) ==
+              DTRAIN_OK);
+        CHECK(dtrain_metrics_value(metrics, "memory_optimizer_bytes", -1, &t->held) == DTRAIN_OK);
+        t->gpu_result = (int)dtrain_metrics_value(metrics, "gpu_utilization", -1, &t->gpu);
+        CHECK(dtrain_metrics_value(metrics, "no such", -1, &value) == DTRAIN_ERROR_ARGUMENT);
+        CHECK(dtrain_metrics_value(metrics, "loss", 0, &value) == DTRAIN_ERROR_UNSUPPORTED &&
+              isnan(value));
+        CHECK(dtrain_metrics_value(metrics, "peak_share", -1, &value) == DTRAIN_ERROR_UNSUPPORTED);
+        CHECK_MSG(strstr(dtrain_last_error(), "peak_flops is 0"), "%s", dtrain_last_error());
+        dtrain_metrics_query(metrics, &info);
+        snprintf(t->no_gpu, sizeof t->no_gpu, "%s", info.no_gpu);
+        CHECK(info.no_plan[0] == 0);
+    }
+    TRY(dtrain_metrics_finish(metrics));
+    dtrain_metrics_destroy(metrics);
+    dtrain_trainer_destroy(trainer);
+    dtrain_optimizer_destroy(optimizer);
+    dtrain_strategy_destroy(strategy);
+    return 0;
+}
+
+static training *training_create(void)
+{
+    training *t = (training *)mmap(NULL, sizeof *t, PROT_READ | PROT_WRITE,
+                                   MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    memset(t, 0, sizeof *t);
+    t->kind = DTRAIN_STRATEGY_DDP;
+    t->steps = 4;
+    t->slow_rank = -1;
+    return t;
+}
+
+/* Every world size, threads and processes, one rank slow: figures say which, spreads are those of the figures, and parts
+ * are the step. */
+static void test_figures(void)
+{
+    for (uint32_t ranks = 1; ranks <= 8; ranks *= 2)
+        for (uint32_t mode = 0; mode < 2; mode++) {
+            training *t = training_create();
+            t->slow_rank = (int)ranks - 1;
+            t->kind = mode ? DTRAIN_STRATEGY_FULL_SHARD : DTRAIN_STRATEGY_DDP;
+            t->histograms = true;
+            CHECK_MSG(with_ranks(ranks, mode, NULL, train_rank, t) == DTRAIN_OK, "%s",
+                      dtrain_last_error());
+            const dtrain_step_record *r = &t->last;
+            CHECK(r->ranks == (int)ranks &&
+                  r->figures[DTRAIN_FIGURE_DATA].max_rank == t->slow_rank);
+            CHECK(r->figures[DTRAIN_FIGURE_DATA].max >= 0.02 &&
+                  r->data_ms == 1e3 * r->figures[DTRAIN_FIGURE_DATA].max);
+            for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++) {
+                double sum = 0, low = INFINITY, high = -INFINITY;
+                int known = 0;
+                for (uint32_t rank = 0; rank < ranks; rank++) {
+                    const double one = t->got[rank][f];
+                    if (isnan(one)) continue;
+                    known++, sum += one, low = fmin(low, one), high = fmax(high, one);
+                }
+                const dtrain_spread *all = &r->figures[f];
+                if (!known) {
+                    CHECK(all->max_rank == -1 && isnan(all->mean));
+                    continue;
+                }
+                CHECK_CLOSE(all->mean, sum / known, 1e-12);
+                CHECK(all->min == low && all->max == high && t->got[all->max_rank][f] == high &&
+                      t->got[all->min_rank][f] == low);
+            }
+            for (uint32_t rank = 0; rank < ranks; rank++) {
+                const double *own = t->got[rank];
+                const double parts = own[DTRAIN_FIGURE_DATA] + own[DTRAIN_FIGURE_FORWARD] +
+                                     own[DTRAIN_FIGURE_BACKWARD] + own[DTRAIN_FIGURE_EXPOSED_COMM] +
+                                     own[DTRAIN_FIGURE_OPTIMIZER];
+                CHECK_MSG(parts <= own[DTRAIN_FIGURE_STEP] * 1.00001, "parts %g, step %g", parts,
+                          own[DTRAIN_FIGURE_STEP]);
+                CHECK_MSG(own[DTRAIN_FIGURE_FLOPS] == 2 * 2.0 * ROWS * IN * OUT, "%g",
+                          own[DTRAIN_FIGURE_FLOPS]);
+                if ((int)rank != t->slow_rank) CHECK(own[DTRAIN_FIGURE_EXPOSED_COMM] > 0.01);
+                CHECK(own[DTRAIN_FIGURE_MEMORY] > 0 &&
+                      own[DTRAIN_FIGURE_MEMORY_PEAK] >= own[DTRAIN_FIGURE_MEMORY]);
+                CHECK(ranks == 1 ? isnan(own[DTRAIN_FIGURE_BUS]) : own[DTRAIN_FIGURE_BUS] > 0);
+                CHECK(own[DTRAIN_FIGURE_ACTIVATIONS] > 0 && isnan(own[DTRAIN_FIGURE_GPU_POWER]));
+            }
+            uint64_t sent = 0;
+            for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) sent += r->kind_bytes[kind];
+            CHECK(sent == r->comm_bytes &&
+                  (ranks == 1 || r->kind_bytes[mode ? DTRAIN_COLLECTIVE_REDUCE_SCATTER
+                                                    : DTRAIN_COLLECTIVE_ALL_REDUCE] > 0));
+            CHECK(t->predicted == t->held && t->predicted > 0);
+            CHECK_CLOSE(t->flops,
+                        ranks * 2 * 2.0 * ROWS * IN * OUT / r->figures[DTRAIN_FIGURE_STEP].max,
+                        1e-6 * t->flops);
+            CHECK_MSG(t->events == 2 * 2 * 2, "%llu events",
+                      (unsigned long long)t->events); /* steps 0, 2; w, b; both */
+            CHECK(t->gpu_result == DTRAIN_ERROR_UNSUPPORTED &&
+                  strstr(t->no_gpu, "compute on the CPU"));
+            munmap(t, sizeof *t);
+        }
+}
+
+/* ---- GPUs --------------------------------------------------------------------------------------- */
+
+static char stub[2][600]; /* the library that stands for NVML, of today and of before; "" */
+
+static void gpus(const char *answers, const char *library, training *t, uint32_t ranks)
+{
+    setenv("NVML_STUB", answers, 1);
+    t->nvml = library;
+    warnings = 0;
+    CHECK_MSG(with_ranks(ranks, DTRAIN_LAUNCH_THREADS, NULL, train_rank, t) == DTRAIN_OK, "%s",
+              dtrain_last_error());
+}
+
+/* Without a trainer a rank knows its own GPU. */
+static int own_gpu_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    dtrain_step_record r;
+    double celsius;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    memset(&r, 0, sizeof r);
+    desc.nvml_path = stub[0];
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    CHECK(dtrain_metrics_value(metrics, "gpu_temperature_celsius", -1, &celsius) ==
+          DTRAIN_ERROR_UNSUPPORTED);
+    CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    CHECK(dtrain_metrics_value(metrics, "gpu_temperature_celsius", -1, &celsius) == DTRAIN_OK &&
+          celsius == 60 + dtrain_world_rank(world));
+    dtrain_metrics_destroy(metrics);
+    return 0;
+}
+
+static void test_gpus(void)
+{
+    training *t = training_create();
+    gpus("", stub[0], t, 3);
+    for (int r = 0; r < 3; r++) {
+        CHECK_CLOSE(t->got[r][DTRAIN_FIGURE_GPU_UTILIZATION], 0.5 + 0.01 * r, 1e-6);
+        CHECK_CLOSE(t->got[r][DTRAIN_FIGURE_GPU_MEMORY], 1073741824.0 + 1048576.0 * r, 0);
+        CHECK_CLOSE(t->got[r][DTRAIN_FIGURE_GPU_CLOCK], 1e6 * (1980 + r), 1e-6);
+        CHECK_CLOSE(t->got[r][DTRAIN_FIGURE_GPU_POWER], 350.5 + r, 1e-6);
+        CHECK(t->got[r][DTRAIN_FIGURE_GPU_TEMPERATURE] == 60 + r &&
+              t->got[r][DTRAIN_FIGURE_GPU_THROTTLE] == 1 << r);
+        CHECK(t->got[r][DTRAIN_FIGURE_GPU_ECC] == 3 + r);
+    }
+    CHECK(t->gpu_result == DTRAIN_OK && t->no_gpu[0] == 0);
+    CHECK_CLOSE(t->gpu, 0.51, 1e-6);
+    CHECK(with_ranks(2, DTRAIN_LAUNCH_THREADS, NULL, own_gpu_rank, NULL) == DTRAIN_OK);
+    /* what a GPU cannot tell is unknown, the rest is there */
+    gpus("utilization=3,ecc=3,reasons=4", stub[0], t, 1);
+    CHECK(t->gpu_result == DTRAIN_ERROR_UNSUPPORTED && isnan(t->got[0][DTRAIN_FIGURE_GPU_ECC]));
+    CHECK(isnan(t->got[0][DTRAIN_FIGURE_GPU_THROTTLE]) &&
+          t->got[0][DTRAIN_FIGURE_GPU_TEMPERATURE] == 60 && warnings == 0);
+    /* functions that an old library lacks, and one that it calls otherwise */
+    gpus("", stub[1], t, 1);
+    CHECK(t->got[0][DTRAIN_FIGURE_GPU_THROTTLE] == 1 && isnan(t->got[0][DTRAIN_FIGURE_GPU_POWER]));
+    /* a lost GPU: one warning, and no more questions */
+    gpus("power=15", stub[0], t, 1);
+    CHECK_MSG(warnings == 1 && strstr(t->no_gpu, "lost"), "%d warnings, %s", warnings, t->no_gpu);
+    gpus("init=9", stub[0], t, 1);
+    CHECK_MSG(strstr(t->no_gpu, "cannot be started (its error 9)"), "%s", t->no_gpu);
+    gpus("find=2", stub[0], t, 1);
+    CHECK_MSG(strstr(t->no_gpu, "does not know this rank's GPU (its error 2)"), "%s", t->no_gpu);
+    gpus("", "/nowhere/libnvidia-ml.so.1", t, 1);
+    CHECK_MSG(strstr(t->no_gpu, "/nowhere/libnvidia-ml.so.1"), "%s", t->no_gpu);
+    CHECK(warnings == 0 && t->gpu_result == DTRAIN_ERROR_UNSUPPORTED);
+    munmap(t, sizeof *t);
+}
+
+/* ---- memory that ends --------------------------------------------------------------------------- */
+
+typedef struct tight {
+    counted_memory *memory;
+    long at;
+    dtrain_result result;
+    long before;
+} tight;
+
+static int tight_rank(dtrain_world *world, void *user)
+{
+    tight *s = (tight *)user;
+    dtrain_metrics_desc desc = everything();
+    dtrain_metrics *metrics;
+    static char long_text[100000];
+    dtrain_step_record r = random_record(0);
+    memset(long_text, 'a', sizeof long_text - 1);
+    s->before = s->memory->live;
+    s->memory->calls = 0;
+    s->memory->fail_at = s->at;
+    s->result = dtrain_metrics_create(world, &desc, &metrics);
+    if (s->result == DTRAIN_OK) {
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+        CHECK(dtrain_metrics_text(metrics, 0, "long", long_text) ==
+              DTRAIN_OK); /* longer than the record's memory */
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+        const long calls = s->memory->calls;
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK &&
+              s->memory->calls == calls); /* a step allocates nothing */
+        (void)dtrain_metrics_finish(metrics);
+        dtrain_metrics_destroy(metrics);
+    } else CHECK(s->result == DTRAIN_ERROR_MEMORY && metrics == NULL);
+    s->memory->fail_at = 0;
+    CHECK(s->memory->live == s->before);
+    return 0;
+}
+
+static void test_memory(void)
+{
+    long n = 1;
+    for (bool failed = true; failed && n < 100; n++) {
+        counted_memory memory;
+        tight s;
+        memset(&memory, 0, sizeof memory);
+        memset(&s, 0, sizeof s);
+        s.memory = &memory;
+        s.at = n;
+        seed = 7;
+        const dtrain_allocator allocator = counted_allocator(&memory);
+        CHECK_MSG(with_ranks(1, DTRAIN_LAUNCH_THREADS, &allocator, tight_rank, &s) == DTRAIN_OK,
+                  "%s", dtrain_last_error());
+        CHECK(memory.live == 0 && memory.wrong == 0);
+        failed = memory.calls >= n;
+    }
+    CHECK_MSG(n > 6, "%ld allocations", n);
+}
+
+/* ---- terminals ---------------------------------------------------------------------------------- */
+
+static int terminal_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    memset(&desc, 0, sizeof desc);
+    desc.progress = (FILE *)user;
+    desc.total_steps = 4;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    for (int step = 0; step < 2; step++) {
+        dtrain_step_record r;
+        memset(&r, 0, sizeof r);
+        r.step = step;
+        r.val_loss = NAN;
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    }
+    dtrain_metrics_print_summary(metrics, (FILE *)user);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
+    return 0;
+}
+
+/* What a terminal is sent, with TERM and NO_COLOR as given; NULL: unset. */
+static const char *on_terminal(const char *term, const char *no_color)
+{
+    static char text[8192];
+    const int master = posix_openpt(O_RDWR | O_NOCTTY);
+    CHECK(master >= 0 && grantpt(master) == 0 && unlockpt(master) == 0);
+    FILE *terminal = fopen(ptsname(master), "w");
+    if (term) setenv("TERM", term, 1);
+    else unsetenv("TERM");
+    if (no_color) setenv("NO_COLOR", no_color, 1);
+    else unsetenv("NO_COLOR");
+    with_world(terminal_rank, terminal);
+    fclose(terminal);
+    size_t used = 0;
+    for (ssize_t got = 1; got > 0; used += got > 0 ? (size_t)got : 0)
+        got = read(master, text + used, sizeof text - 1 - used);
+    text[used] = 0;
+    close(master);
+    return text;
+}
+
+static void test_terminals(void)
+{
+    const char *text = on_terminal("xterm", NULL);
+    CHECK(strstr(text, "\033[32m[==>       ]\033[0m") && strstr(text, "\033[K"));
+    text = on_terminal("xterm", "");
+    CHECK(strstr(text, "\033[32m")); /* no-color.org: an empty one does not count */
+    text = on_terminal("xterm", "1");
+    CHECK(strstr(text, "[==>       ]") && !strstr(text, "\033[32m") && strstr(text, "\033[K"));
+    text = on_terminal("dumb", NULL);
+    CHECK(!strchr(text, '\033') && strstr(text, "val_loss"));
+    text = on_terminal(NULL, NULL);
+    CHECK(!strchr(text, '\033') && strstr(text, "val_loss") && strstr(text, "over 2 steps"));
+}
+
+/* A console whose reader has gone costs its lines, and not the process. */
+static int closed_rank(dtrain_world *world, void *user)
+{
+    int ends[2];
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    CHECK(pipe(ends) == 0);
+    desc.progress = fdopen(ends[1], "w");
+    desc.progress_every = 1;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    close(ends[0]);
+    for (int step = 0; step < 3; step++) {
+        dtrain_step_record r = random_record(step);
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK && warnings == 1);
+    }
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
+    dtrain_metrics_destroy(metrics);
+    fclose(desc.progress);
+    return 0;
+}
+
+static void test_closed_console(void)
+{
+    signal(SIGPIPE, SIG_DFL);
+    warnings = 0;
+    with_world(closed_rank, NULL);
+}
+
+int main(int argc, char **argv)
+{
+    char command[100];
+    test_begin(argc, argv);
+    snprintf(base, sizeof base, "/tmp/dtrain_test_monitor_%d", (int)getpid());
+    if (mkdir(base, 0700) != 0) return 1;
+    const ssize_t length = readlink("/proc/self/exe", stub[0], sizeof stub[0] - 32);
+    char *slash = length > 0 ? strrchr(stub[0], '/') : NULL;
+    if (slash) *slash = 0;
+    snprintf(stub[1], sizeof stub[1], "%.500s/nvml_old.so", stub[0]);
+    snprintf(stub[0] + strlen(stub[0]), 32, "/nvml_stub.so");
+    RUN(test_random_records);
+    RUN(test_faulty_sinks);
+    RUN(test_refused);
+    RUN(test_full_disk);
+    RUN(test_directory_goes);
+    RUN(test_figures);
+    if (access(stub[0], R_OK) == 0) RUN(test_gpus);
+    else SKIP(test_gpus, "nvml_stub.so is not beside this program");
+    RUN(test_memory);
+    RUN(test_terminals);
+    RUN(test_closed_console);
+    snprintf(command, sizeof command, "rm -rf %s", base);
+    if (system(command) != 0) return 1;
+    return test_summary();
+}

@@ -1,0 +1,360 @@
+/* Spans: random programs of them against a naive reckoning, spans of the library, depth, ranks that are threads. */
+
+#include "test.h"
+
+#include "dtrain.h"
+
+#include "state/json_internal.h"
+#include "world/trace_internal.h"
+#include "world/world_internal.h"
+
+#include "ranks.h"
+
+/* ---- random programs of spans ------------------------------------------------------------------*/
+
+typedef struct program {
+    uint64_t seed, now;
+    dtrain_world *world;
+    uint64_t spent[DTRAIN_SPAN_KINDS]; /* as a naive reader of the program counts */
+} program;
+
+static uint32_t draw(program *p, uint32_t below)
+{
+    p->seed = p->seed * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    return (uint32_t)(p->seed >> 33) % below;
+}
+
+/* Let time pass in a span of a kind. */
+static void pass_time(program *p, uint32_t kind)
+{
+    const uint64_t ns = draw(p, 1000);
+    p->now += ns;
+    p->spent[kind] += ns;
+}
+
+/* Open a span in one of `outer`, with spans inside of it; some are left open, and the mark closes them. */
+static void run_span(program *p, uint32_t outer, uint32_t depth)
+{
+    uint32_t kind = draw(p, DTRAIN_SPAN_KINDS);
+    const uint32_t mark = dtrain__span_begin_at(p->world, kind, "span", (int64_t)depth, p->now);
+    CHECK(mark == depth);
+    if (depth >= DTRAIN__SPAN_DEPTH ||
+        (kind == DTRAIN_SPAN_COMM && outer == DTRAIN_SPAN_CHECKPOINT))
+        kind = outer;
+    pass_time(p, kind);
+    for (uint32_t i = draw(p, 3); depth < 40 && i > 0; i--) {
+        run_span(p, kind, depth + 1);
+        pass_time(p, kind);
+    }
+    if (draw(p, 4) == 0) { /* an early return left one open */
+        uint32_t inner = draw(p, DTRAIN_SPAN_KINDS);
+        (void)dtrain__span_begin_at(p->world, inner, "lost", DTRAIN__UNNUMBERED, p->now);
+        if (depth + 1 >= DTRAIN__SPAN_DEPTH ||
+            (inner == DTRAIN_SPAN_COMM && kind == DTRAIN_SPAN_CHECKPOINT))
+            inner = kind;
+        pass_time(p, inner);
+    }
+    dtrain__span_end_at(p->world, mark, p->now);
+    CHECK(p->world->timeline.depth == mark);
+}
+
+static int random_programs(dtrain_world *world, void *user)
+{
+    const uint64_t first = *(const uint64_t *)user;
+    for (uint64_t i = 0; i < 300; i++) {
+        program p;
+        memset(&p, 0, sizeof p);
+        p.seed = first + i + 1000 * (uint64_t)dtrain_world_rank(world);
+        p.world = world;
+        p.now = 1000;
+        memset(&world->timeline, 0, sizeof world->timeline);
+        world->timeline.since_ns = p.now;
+        for (int j = 0; j < 20; j++) {
+            run_span(&p, DTRAIN_SPAN_OTHER, 0);
+            pass_time(&p, DTRAIN_SPAN_OTHER);
+        }
+        dtrain__span_end_at(world, 0, p.now);
+        for (uint32_t kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
+            CHECK_MSG(world->timeline.spent_ns[kind] == p.spent[kind],
+                      "seed %llu, kind %u: %llu ns, not %llu", (unsigned long long)(first + i),
+                      kind, (unsigned long long)world->timeline.spent_ns[kind],
+                      (unsigned long long)p.spent[kind]);
+    }
+    return 0;
+}
+
+static void test_random_programs(void)
+{
+    uint64_t seed = (uint64_t)time(NULL);
+    dtrain_launch_desc desc;
+    for (uint32_t mode = 0; mode < 2; mode++) {
+        memset(&desc, 0, sizeof desc);
+        desc.rank_count = 3;
+        desc.mode = mode;
+        CHECK(dtrain_launch(&desc, random_programs, &seed, NULL) == DTRAIN_OK);
+    }
+}
+
+/* ---- spans of a program and of the library -----------------------------------------------------*/
+
+static double all_seconds(const dtrain_world *world)
+{
+    double sum = 0;
+    for (int kind = 0; kind < DTRAIN_SPAN_KINDS; kind++)
+        sum += dtrain_span_seconds(world, (dtrain_span_kind)kind);
+    return sum;
+}
+
+/* Rank 1 comes 50 ms late: the others wait in COMM, and it does not. All kinds together are the time that passed. */
+static int one_is_late(dtrain_world *world, void *user)
+{
+    const double start = dtrain_seconds(), before = all_seconds(world);
+    (void)user;
+    dtrain_span_begin(world, DTRAIN_SPAN_FORWARD, "own forward");
+    if (dtrain_world_rank(world) == 1) ranks_sleep_us(50000);
+    CHECK(dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK);
+    dtrain_span_end(world);
+    const double waited = dtrain_span_seconds(world, DTRAIN_SPAN_COMM);
+    const double forward = dtrain_span_seconds(world, DTRAIN_SPAN_FORWARD);
+    const double all = all_seconds(world) - before, passed = dtrain_seconds() - start;
+    if (dtrain_world_rank(world) == 1) CHECK_MSG(forward >= 0.05, "forward is %g s", forward);
+    else CHECK_MSG(waited >= 0.04 && forward < 0.04, "waited %g s, forward %g s", waited, forward);
+    CHECK_MSG(all <= passed && all > passed - 0.01, "%g s in kinds, %g s have passed", all, passed);
+    CHECK(dtrain_span_seconds(NULL, DTRAIN_SPAN_COMM) == 0 &&
+          dtrain_span_seconds(world, (dtrain_span_kind)99) == 0);
+    dtrain_span_end(world); /* one too many */
+    dtrain_span_begin(NULL, DTRAIN_SPAN_DATA, "nowhere");
+    dtrain_span_end(NULL);
+    CHECK(world->timeline.depth == 0);
+    return 0;
+}
+
+static void test_late_rank(void)
+{
+    dtrain_launch_desc desc;
+    for (uint32_t mode = 0; mode < 2; mode++) {
+        memset(&desc, 0, sizeof desc);
+        desc.rank_count = 3;
+        desc.mode = mode;
+        CHECK(dtrain_launch(&desc, one_is_late, NULL, NULL) == DTRAIN_OK);
+    }
+}
+
+/* ---- traces -----------------------------------------------------------------------------------*/
+
+/* What is in a trace file, read by the library's own reader of JSON, which believes nothing. */
+typedef struct found {
+    bool whole, ended; /* every line is an event; the array is closed */
+    long events, spans, named, writes,
+        outside; /* named: with the name that is looked for; outside: not in the parent */
+} found;
+
+static found read_trace(const char *path, const char *name)
+{
+    static char line[4096];
+    found f = {true, false, 0, 0, 0, 0, 0};
+    FILE *in = fopen(path, "rb");
+    while (in && fgets(line, sizeof line, in)) {
+        size_t length = strcspn(line, "\n");
+        const char *at = line;
+        char key[64], text[128];
+        bool span = false;
+        if (f.ended) f.whole = false;
+        if (*at == '[' && length--) at++;
+        if (*at == ']') f.ended = true;
+        if (*at == ']' || length == 0) continue;
+        if (at[length - 1] == ',') length--;
+        dtrain__json json = dtrain__json_begin(path, at, length);
+        if (!dtrain__json_enter(&json, '{')) f.whole = false;
+        while (dtrain__json_member(&json, key, sizeof key)) {
+            text[0] = 0;
+            if (strcmp(key, "ph") == 0 || strcmp(key, "name") == 0)
+                (void)dtrain__json_string(&json, text, sizeof text);
+            else (void)dtrain__json_skip(&json);
+            span = span || (strcmp(key, "ph") == 0 && strcmp(text, "X") == 0);
+            if (strcmp(key, "name") == 0) {
+                f.named += strcmp(text, name) == 0;
+                f.writes += strcmp(text, "trace is written") == 0;
+            }
+        }
+        f.events++;
+        f.spans += span;
+        if (dtrain__json_end(&json) != DTRAIN_OK) f.whole = false;
+    }
+    if (in) fclose(in);
+    return f;
+}
+
+typedef struct traced_run {
+    char directory[64], path[80];
+    dtrain_launch_desc desc;
+    long warnings; /* shared */
+} traced_run;
+
+static void count_warnings(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    (void)rank;
+    (void)text;
+    if (level <= DTRAIN_LOG_WARNING)
+        __atomic_add_fetch(&((traced_run *)user)->warnings, 1, __ATOMIC_ACQ_REL);
+}
+
+static traced_run *new_run(uint32_t mode, uint32_t events)
+{
+    traced_run *run = (traced_run *)ranks_shared(sizeof *run);
+    snprintf(run->directory, sizeof run->directory, "/tmp/dtrain_trace_XXXXXX");
+    CHECK(mkdtemp(run->directory) != NULL);
+    snprintf(run->path, sizeof run->path, "%s/a.b.json", run->directory);
+    run->desc.rank_count = 2;
+    run->desc.mode = mode;
+    run->desc.trace.path = run->path;
+    run->desc.trace.event_count = events;
+    run->desc.log = count_warnings;
+    run->desc.log_user = run;
+    return run;
+}
+static const char *file_of(const traced_run *run, int rank)
+{
+    static char path[128];
+    snprintf(path, sizeof path, "%s/a.b.rank%d.json", run->directory, rank);
+    return path;
+}
+static void end_run(const traced_run *run)
+{
+    char command[128];
+    snprintf(command, sizeof command, "rm -rf %s", run->directory);
+    CHECK(system(command) == 0);
+}
+
+enum { MANY = 1000 };
+
+/* Many spans in one that stays open, with names that JSON has to escape. */
+static int many_spans(dtrain_world *world, void *user)
+{
+    (void)user;
+    dtrain_span_begin(world, DTRAIN_SPAN_FORWARD, "all of \"them\" \\ \n\x80");
+    for (int i = 0; i < MANY; i++) {
+        char name[100];
+        snprintf(name, sizeof name, "%s",
+                 "one of many spans, and with a name that is longer than there is room for");
+        dtrain_span_begin(world, DTRAIN_SPAN_BACKWARD, i % 2 ? "inner" : name);
+        memset(name, 'x', sizeof name - 1); /* the name lives as long as the span, and not longer */
+        snprintf(name, sizeof name, "one of many spans, changed");
+        dtrain_span_end(world);
+    }
+    for (int i = 0; i < 50; i++) dtrain_span_begin(world, DTRAIN_SPAN_OTHER, "deep");
+    for (int i = 0; i < 50; i++) dtrain_span_end(world);
+    dtrain_span_end(world);
+    return dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK ? 0 : 1;
+}
+
+/* Memory that is full in the middle: nothing is lost, and the writing is in the trace. */
+static void test_full_memory(void)
+{
+    for (uint32_t mode = 0; mode < 2; mode++) {
+        traced_run *run = new_run(mode, 64);
+        CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_OK);
+        for (int rank = 0; rank < 2; rank++) {
+            const found inner = read_trace(file_of(run, rank), "inner");
+            const found deep = read_trace(file_of(run, rank), "deep");
+            CHECK_MSG(inner.whole && inner.ended, "%s is no trace", file_of(run, rank));
+            CHECK_MSG(inner.named == MANY / 2 && deep.named == (long)DTRAIN__SPAN_DEPTH - 1,
+                      "%ld inner, %ld deep", inner.named, deep.named);
+            CHECK_MSG(inner.writes >= MANY / 64, "written %ld times", inner.writes);
+        }
+        CHECK(run->warnings == 0);
+        end_run(run);
+    }
+}
+
+static int steps_of_a_host(dtrain_world *world, void *user)
+{
+    (void)user;
+    for (int step = 0; step < 10; step++) {
+        dtrain__trace_step(world, step);
+        const uint32_t span = dtrain__span_begin(world, DTRAIN_SPAN_OTHER, "step", step);
+        const uint32_t detail = dtrain__detail_begin(world, "detail", "of a layer");
+        dtrain__detail_end(world, detail);
+        dtrain__span_end(world, span);
+    }
+    return 0;
+}
+
+/* The steps that were asked for, details too, and no others; and a limit of bytes, said once a rank. */
+static void test_limits(void)
+{
+    traced_run *run = new_run(DTRAIN_LAUNCH_PROCESSES, 0);
+    run->desc.trace.first_step = 3;
+    run->desc.trace.step_count = 4;
+    CHECK(dtrain_launch(&run->desc, steps_of_a_host, NULL, NULL) == DTRAIN_OK);
+    found f = read_trace(file_of(run, 1), "step");
+    CHECK_MSG(f.whole && f.ended && f.named == 4, "%ld steps", f.named);
+    CHECK(read_trace(file_of(run, 1), "detail").named == 4 && run->warnings == 0);
+    end_run(run);
+    run = new_run(DTRAIN_LAUNCH_THREADS, 64);
+    run->desc.trace.file_bytes = 20000;
+    CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_OK);
+    f = read_trace(file_of(run, 0), "inner");
+    CHECK_MSG(f.whole && f.ended && f.named > 20 && f.named < 200, "%ld spans in 20000 bytes",
+              f.named);
+    CHECK_MSG(run->warnings == 2, "%ld warnings", run->warnings);
+    end_run(run);
+}
+
+/* A file that cannot be made is an error; one that cannot be written a warning. */
+static void test_failing_files(void)
+{
+    traced_run *run = new_run(DTRAIN_LAUNCH_PROCESSES, 64);
+    CHECK(symlink("/dev/full", file_of(run, 0)) == 0);
+    CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_OK);
+    CHECK_MSG(run->warnings == 1, "%ld warnings", run->warnings);
+    CHECK(read_trace(file_of(run, 1), "inner").named == MANY / 2);
+    run->desc.trace.path = "/proc/nowhere/t.json";
+    CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_ERROR_RANK_FAILED);
+    CHECK_MSG(strstr(dtrain_last_error(), "/proc/nowhere/t.rank") != NULL, "%s",
+              dtrain_last_error());
+    run->desc.trace.path = run->path;
+    run->desc.trace.event_count = 3;
+    CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_ERROR_RANK_FAILED);
+    CHECK_MSG(strstr(dtrain_last_error(), "event_count") != NULL, "%s", dtrain_last_error());
+    end_run(run);
+}
+
+/* Every allocation fails once: an error, nothing leaks; and a trace allocates once, at the start. */
+static void test_memory_failures(void)
+{
+    counted_memory memory;
+    traced_run *run = new_run(DTRAIN_LAUNCH_THREADS, 64);
+    long plain = 0;
+    for (int traced = 0; traced < 2; traced++) {
+        memset(&memory, 0, sizeof memory);
+        run->desc.allocator = counted_allocator(&memory);
+        run->desc.trace.path = traced ? run->path : NULL;
+        CHECK(dtrain_launch(&run->desc, many_spans, NULL, NULL) == DTRAIN_OK);
+        if (!traced) plain = memory.calls;
+    }
+    const long calls = memory.calls;
+    CHECK_MSG(calls == plain + 2, "%ld allocations, %ld without a trace", calls, plain);
+    for (long at = 1; at <= calls; at++) {
+        memset(&memory, 0, sizeof memory);
+        memory.fail_at = at;
+        run->desc.allocator = counted_allocator(&memory);
+        CHECK_MSG(dtrain_launch(&run->desc, many_spans, NULL, NULL) != DTRAIN_OK, "allocation %ld",
+                  at);
+        CHECK_MSG(memory.live == 0 && memory.wrong == 0, "allocation %ld: %ld blocks, %ld wrong",
+                  at, memory.live, memory.wrong);
+    }
+    end_run(run);
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    RUN(test_random_programs);
+    RUN(test_late_rank);
+    RUN(test_full_memory);
+    RUN(test_limits);
+    RUN(test_failing_files);
+    RUN(test_memory_failures);
+    return test_summary();
+}

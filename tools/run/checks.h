@@ -1,0 +1,197 @@
+/* checks.h: what is refused before any rank starts, with one sentence each: switches that contradict each other or
+ * would do nothing, and memory. Functions return 0, or main's exit status after the sentence. */
+#ifndef RUN_CHECKS_H
+#define RUN_CHECKS_H
+
+#include "tools/run/report.h"
+
+/* Refuse flags of compression that would do nothing, and what compression cannot go with. What a
+ * strategy cannot do, check_memory finds. */
+static int check_compression(const run_settings *s)
+{
+    static const struct {
+        const char *name;
+        long needs; /* 0: either */
+    } list[] = {
+        {"--topk-ratio", DTRAIN_COMPRESSION_TOPK},
+        {"--topk-momentum", DTRAIN_COMPRESSION_TOPK},
+        {"--sparse-exchange", DTRAIN_COMPRESSION_TOPK},
+        {"--compression-warmup", DTRAIN_COMPRESSION_TOPK},
+        {"--warmup-ratio", DTRAIN_COMPRESSION_TOPK},
+        {"--powersgd-rank", DTRAIN_COMPRESSION_POWERSGD},
+        {"--dense-steps", 0},
+        {"--dense-below", 0},
+        {"--no-error-feedback", 0},
+    };
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
+        const bool serves = list[i].needs ? s->compression == list[i].needs : s->compression;
+        if (given(list[i].name) && !serves)
+            return BAD("%s does nothing without --compression %s", list[i].name,
+                       list[i].needs ? compressions[list[i].needs] : "topk or powersgd");
+    }
+    if (given("--warmup-ratio") && !s->warmup_steps)
+        return BAD("--warmup-ratio does nothing without --compression-warmup");
+    if (s->compression && s->precision == FP16)
+        return BAD("--compression and --precision fp16: what is kept for later steps has the loss "
+                   "scale of its own step; use bf16");
+    if (s->compression && s->graph)
+        return BAD("--compression and --graph: what is sent changes in the first steps, and a "
+                   "recorded step does not");
+    if (s->compression && s->nonfinite == DTRAIN_NONFINITE_SKIP)
+        return BAD("--compression and --nonfinite skip: what is not sent would keep a NaN; use "
+                   "rollback or stop");
+    if (s->compression && s->strategy != DTRAIN_STRATEGY_DDP - 1)
+        return BAD("--compression works with --strategy ddp: the others reduce shards");
+    return 0;
+}
+
+/* Refuse flags of another optimizer, and strategies that cut the matrices that Muon needs whole. */
+static int check_optimizer(const run_settings *s)
+{
+    const char *const name = optimizers[s->optimizer];
+    const bool muon = is_optimizer(s, DTRAIN_OPTIMIZER_MUON);
+    const bool adamw = muon || is_optimizer(s, DTRAIN_OPTIMIZER_ADAMW);
+    const long kind = s->strategy + 1;
+    if (given("--min-lr") && s->schedule != DTRAIN_SCHEDULE_LINEAR &&
+        s->schedule != DTRAIN_SCHEDULE_COSINE)
+        return BAD("--min-lr does nothing with --schedule %s", schedules[s->schedule]);
+    if (given("--muon-lr") && !muon) return BAD("--muon-lr does nothing without --optimizer muon");
+    if ((given("--beta2") || given("--variance-steps")) && !adamw)
+        return BAD("%s does nothing with --optimizer %s, which has no second moments",
+                   given("--beta2") ? "--beta2" : "--variance-steps", name);
+    if (s->topk_momentum > 0 && (muon || is_optimizer(s, DTRAIN_OPTIMIZER_LION)))
+        return BAD("--topk-momentum and --optimizer %s, which has a momentum of its own: use adamw "
+                   "or sgd",
+                   name);
+    if (muon && !(s->lr > 0))
+        return BAD("--lr is %g; --optimizer muon needs one above 0 for what is not its own", s->lr);
+    if (muon && kind != DTRAIN_STRATEGY_DDP && kind != DTRAIN_STRATEGY_ZERO3)
+        return BAD("--optimizer muon needs whole matrices and --strategy %s cuts them: use zero3, "
+                   "which shards by whole tensors, or ddp",
+                   strategies[s->strategy]);
+    return 0;
+}
+
+/* Read --emulate, "2x4:10:50": two nodes of four ranks, 10 Gb/s, 50 us. Set the number of ranks. */
+static int read_emulation(run_settings *s)
+{
+    dtrain_emulation *e = &s->emulation;
+    long nodes = 0, ranks = 0;
+    int used = 0;
+    if (!s->emulate) return 0;
+    const int found = sscanf(s->emulate, "%ldx%ld:%lf:%lf%n", &nodes, &ranks,
+                             &e->gigabits_per_second, &e->latency_us, &used);
+    if (found != 4 || s->emulate[used])
+        return BAD("--emulate is \"%s\"; it takes NODESxRANKS:GBPS:LATENCY_US, as in 2x4:10:50",
+                   s->emulate);
+    if (nodes < 1 || ranks < 1 || nodes > DTRAIN_MAX_RANKS || ranks > DTRAIN_MAX_RANKS / nodes)
+        return BAD(
+            "--emulate %ldx%ld: nodes and ranks are at least 1, and their product at most %d",
+            nodes, ranks, DTRAIN_MAX_RANKS);
+    if (!(e->gigabits_per_second > 0 && isfinite(e->gigabits_per_second)) ||
+        !(e->latency_us >= 0 && e->latency_us <= 1e6))
+        return BAD("--emulate %s: GBPS must be positive and LATENCY_US from 0 to 1e6", s->emulate);
+    if (s->ranks && s->ranks != nodes * ranks)
+        return BAD("--ranks is %ld, and --emulate %s has %ld", s->ranks, s->emulate, nodes * ranks);
+    if (s->comm && strcmp(s->comm, "local") != 0)
+        return BAD("--emulate and --comm %s: it is the local communicator that emulates", s->comm);
+    s->ranks = nodes * ranks;
+    e->node_ranks = (uint32_t)ranks;
+    return 0;
+}
+
+/* The number of ranks or, where only a launcher will know it, the least that it can be. */
+static int rank_count(const run_settings *s, bool trains)
+{
+    const bool cpu = strcmp(s->device, "cpu") == 0;
+    if (s->ranks) return (int)s->ranks;
+    if (!trains) return 1;
+    return s->node_size > 1 || !cpu ? (int)(s->node_size ? s->node_size : 1) : 2;
+}
+
+/* Count, without allocating, a rank's parameters, gradients, optimizer and buffers, and refuse what does not fit and
+ * what a strategy cannot do. For auto: what its last choice needs. */
+static int check_memory(const run_settings *s, const run_program *program, bool trains)
+{
+    const bool cpu = strcmp(s->device, "cpu") == 0;
+    dtrain_compression_desc compression;
+    dtrain_strategy_desc desc = strategy_desc(s, &compression);
+    const int ranks = rank_count(s, trains);
+    const double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    run_job j = new_job(s, program, calloc(1, program->own_bytes));
+    dtrain_memory memory;
+    if (!j.own) return BAD("no memory for a job");
+    if (desc.kind == DTRAIN_STRATEGY_AUTO)
+        desc.kind = ranks > 1 || s->offload ? DTRAIN_STRATEGY_FULL_SHARD : DTRAIN_STRATEGY_DDP;
+    dtrain_result result = program->open_model(NULL, &j);
+    if (result == DTRAIN_OK)
+        result = dtrain_strategy_plan(j.params, j.param_count, &desc, ranks, &memory);
+    program->close(&j);
+    free(j.own);
+    if (result != DTRAIN_OK)
+        return BAD("--strategy %s: %s", strategies[s->strategy], dtrain_last_error());
+    if (s->dry_run || s->tune) return 0; /* they tell what fits */
+    if (cpu && (double)memory.total * ranks > have)
+        return BAD("%d ranks need %.1f GiB each for parameters, gradients, optimizer and buffers; "
+                   "this machine has %.1f GiB: use another --strategy, fewer --ranks or a smaller "
+                   "model",
+                   ranks, mib(memory.total) / 1024, have / 1073741824.0);
+    if (s->memory_limit && mib(memory.total) > (double)s->memory_limit)
+        return BAD("--memory-limit is %ld MiB and --strategy %s needs %.1f MiB a rank before any "
+                   "activation: use one that shards more (full_shard, zero3, auto) or more --ranks",
+                   s->memory_limit, strategies[s->strategy], mib(memory.total));
+    return 0;
+}
+
+static int check_checkpoints(const run_settings *s)
+{
+    static const char *const needing[] = {"--save-every",    "--keep",     "--keep-best",
+                                          "--save-blocking", "--restarts", "--snapshot-every"};
+    for (size_t i = 0; i < sizeof needing / sizeof needing[0]; i++)
+        if (given(needing[i]) && !s->checkpoints)
+            return BAD("%s does nothing without --checkpoint DIR", needing[i]);
+    if (s->snapshot_every && !s->restarts)
+        return BAD("--snapshot-every does nothing without --restarts");
+    if (s->resume && strcmp(s->resume, "auto") == 0 && !s->checkpoints)
+        return BAD(
+            "--resume auto looks into --checkpoint DIR, which is not given; or name a checkpoint");
+    if (s->nonfinite == ROLLBACK && !s->checkpoints)
+        return BAD("--nonfinite rollback needs --checkpoint DIR");
+    return 0;
+}
+
+static int check_devices(const run_settings *s)
+{
+    const bool cpu = strcmp(s->device, "cpu") == 0;
+    if (cpu && s->precision == TF32)
+        return BAD("--precision tf32 needs a GPU (--device cuda): the cpu has no such arithmetic");
+    if (cpu && s->offload)
+        return BAD("--offload needs a GPU (--device cuda): the cpu's memory is the host's");
+    if (cpu && (s->graph || s->tune_gemm))
+        return BAD("%s needs a GPU (--device cuda)", s->graph ? "--graph" : "--tune-gemm");
+    if (s->histograms && !s->tensorboard)
+        return BAD("--histograms does nothing without --tensorboard DIR");
+    if (s->accum && s->global_batch)
+        return BAD("--accum and --global-batch: the second chooses the first; use one of them");
+    if (s->deterministic && s->auto_batch && !s->memory_limit)
+        return BAD("--deterministic and --auto-batch: free memory differs from run to run; give a "
+                   "--memory-limit");
+    if (s->deterministic && s->tune_gemm)
+        return BAD("--deterministic and --tune-gemm: timings choose the bits; use one of them");
+#ifdef DTRAIN_USE_CBLAS
+    if (s->deterministic && cpu)
+        return BAD("--deterministic: this build calls an external BLAS, whose bits may change from "
+                   "run to run");
+#endif
+    return 0;
+}
+
+/* Refuse what no run of any program can be. */
+static int check_run(run_settings *s, const run_program *program, bool trains)
+{
+    if (trains && (check_optimizer(s) || check_compression(s))) return 2;
+    if (read_emulation(s) || check_devices(s) || check_memory(s, program, trains)) return 2;
+    return check_checkpoints(s);
+}
+
+#endif /* RUN_CHECKS_H */

@@ -1,0 +1,419 @@
+/* job.h: what a training run consists of, and how the switches become the library's descs. What differs between
+ * programs is in a table of functions, run_program. */
+#ifndef RUN_JOB_H
+#define RUN_JOB_H
+
+#include "tools/run/monitor.h"
+#include "tools/run/settings.h"
+
+/* Leave a function that has a result and a label for what it must free. */
+#define TRY(call)                              \
+    do {                                       \
+        result = (call);                       \
+        if (result != DTRAIN_OK) goto cleanup; \
+    } while (0)
+
+typedef struct run_job run_job;
+
+/* A program. `own` is its part of a job, one for each rank; loss, next_batch and set_batch are handed it. The calls
+ * come in this order: open_model, set_batch (several times), open_data, import, then steps and validations. */
+typedef struct run_program {
+    const char *things, *sample_name; /* what its rates count: "tokens", and "tokens/s" */
+    size_t own_bytes;
+    long least_batch;
+    /* Declare the parameters and say how many things a sample has; nothing large is allocated. A world of NULL means
+     * that the job will only be planned. */
+    dtrain_result (*open_model)(dtrain_world *world, run_job *j);
+    dtrain_result (*set_batch)(void *own, uint32_t batch);
+    dtrain_tensor *(*loss)(dtrain_tape *tape, void *own);
+    dtrain_result (*next_batch)(void *own);
+    /* Open data and loaders for j->batch, and set j->loader and j->steps. */
+    dtrain_result (*open_data)(dtrain_world *world, run_job *j);
+    dtrain_result (*import)(dtrain_world *world, run_job *j); /* or NULL */
+    /* Validate behind a step if it is time to, and put the loss into the record; `done` steps are made. */
+    dtrain_result (*validate)(dtrain_world *world, run_job *j, int64_t done, bool stopping,
+                              dtrain_step_record *record);
+    void (*show_start)(dtrain_world *world, const run_job *j); /* rank 0 */
+    dtrain_result (*finish)(dtrain_world *world, run_job *j);  /* behind the summary; or NULL */
+    void (*close)(run_job *j);
+    bool own_table; /* validate prints the progress */
+} run_program;
+
+struct run_job {
+    const run_settings *s;
+    const run_program *program;
+    void *own;
+    dtrain_param *params;
+    size_t param_count;
+    int64_t sample_things; /* tokens of a sample, or 1 */
+    int64_t steps;         /* of the whole run */
+    dtrain_comm *comm;     /* NULL: the world's; a forecast has one without peers */
+    uint64_t memory_limit; /* of a forecast, whose device has none; 0: the device's */
+    uint32_t batch, accum;
+    dtrain_loader *loader;
+    dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer;
+    dtrain_trainer *trainer;
+    dtrain_metrics *metrics;
+    dtrain_state *state;
+    dtrain_checkpoint *checkpoint; /* NULL without --checkpoint */
+    dtrain_checkpoint *snapshots;  /* in the launcher's memory; NULL without --snapshot-every */
+    dtrain_load_info resumed;      /* step -1: the run begins */
+    bool stopped;                  /* by a signal, before its last step */
+    int64_t rolled_back;           /* the step of the last roll-back, or -1 */
+    dtrain_memory memory;
+};
+
+/* Make a job of the switches with a program's part of it, zeroed, for this rank. */
+static run_job new_job(const run_settings *s, const run_program *program, void *own)
+{
+    run_job j;
+    memset(&j, 0, sizeof j);
+    j.s = s;
+    j.program = program;
+    j.own = own;
+    return j;
+}
+
+/* Copy the declared parameters without arrays, which are the library's: planning writes to parameters, and those of a
+ * model may be in use. NULL: no memory. */
+static dtrain_param *copy_params(const run_job *j)
+{
+    dtrain_param *copy = (dtrain_param *)malloc((j->param_count + !j->param_count) * sizeof *copy);
+    for (size_t i = 0; copy && i < j->param_count; i++) {
+        copy[i] = j->params[i];
+        copy[i].value = copy[i].grad = NULL;
+        memset(&copy[i].state, 0, sizeof copy[i].state);
+        if (copy[i].alias_of) copy[i].alias_of = copy + (copy[i].alias_of - j->params);
+    }
+    return copy;
+}
+
+/* ---- descs ---------------------------------------------------------------------------------------- */
+
+/* What the flags ask of the optimizer; *matrices, group 1, must live as long as the desc is used. */
+static dtrain_optimizer_desc optimizer_desc(const run_settings *s, dtrain_optimizer_desc *matrices)
+{
+    dtrain_optimizer_desc desc = is_optimizer(s, DTRAIN_OPTIMIZER_SGD)    ? dtrain_sgd_defaults()
+                                 : is_optimizer(s, DTRAIN_OPTIMIZER_LION) ? dtrain_lion_defaults()
+                                                                          : dtrain_adamw_defaults();
+    desc.weight_decay = (float)s->weight_decay;
+    if (desc.kind == DTRAIN_OPTIMIZER_SGD) desc.momentum = s->topk_momentum > 0 ? 0 : 0.9f;
+    if (desc.kind == DTRAIN_OPTIMIZER_ADAMW) {
+        desc.beta2 = (float)s->beta2;
+        desc.variance_steps = (uint64_t)s->variance_steps;
+        if (s->topk_momentum > 0) desc.beta1 = 0; /* one momentum is enough */
+    }
+    if (!is_optimizer(s, DTRAIN_OPTIMIZER_MUON)) return desc;
+    *matrices = dtrain_muon_defaults();
+    matrices->weight_decay = (float)s->weight_decay;
+    matrices->lr_scale = (float)(s->muon_lr / s->lr);
+    desc.groups = matrices;
+    desc.group_count = 1;
+    return desc;
+}
+
+/* What the flags ask of the strategy; *compression must live as long as the desc is used. */
+static dtrain_strategy_desc strategy_desc(const run_settings *s,
+                                          dtrain_compression_desc *compression)
+{
+    static const uint32_t classes[] = {
+        0, DTRAIN_OFFLOAD_OPTIMIZER, DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS,
+        DTRAIN_OFFLOAD_OPTIMIZER | DTRAIN_OFFLOAD_GRADS | DTRAIN_OFFLOAD_PARAMS};
+    static const uint32_t states_of_muon = 1;
+    dtrain_strategy_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = (uint32_t)s->strategy + 1;
+    if (is_optimizer(s, DTRAIN_OPTIMIZER_LION) || is_optimizer(s, DTRAIN_OPTIMIZER_SGD))
+        desc.optimizer_states = 1;
+    desc.group_states = &states_of_muon;
+    desc.group_count = 1;
+    desc.accumulation = (uint32_t)s->accum_mode;
+    desc.param_dtype = float_type(s->param_dtype);
+    desc.reduce_dtype = float_type(s->reduce_dtype);
+    desc.offload = classes[s->offload];
+    desc.node_size = (uint32_t)s->node_size;
+    desc.no_overlap = s->no_overlap != 0;
+    desc.keep_after_forward = !s->reshard;
+    desc.init_seed = (uint64_t)s->init_seed;
+    desc.bucket_bytes = (size_t)s->bucket_kib * 1024;
+    desc.hierarchical = s->hierarchical != 0;
+    memset(compression, 0, sizeof *compression);
+    compression->kind = (uint32_t)s->compression;
+    compression->sparse_exchange = (uint32_t)s->exchange;
+    compression->powersgd_rank = (uint32_t)s->powersgd_rank;
+    compression->no_error_feedback = s->no_feedback != 0;
+    compression->topk_ratio = (float)s->topk_ratio;
+    compression->topk_momentum = (float)s->topk_momentum;
+    compression->warmup_ratio = (float)s->warmup_ratio;
+    compression->dense_below = s->dense_below > 1 ? s->dense_below : 1;
+    compression->dense_steps = s->dense_steps ? (uint64_t)s->dense_steps : DTRAIN_DENSE_STEPS_NONE;
+    compression->warmup_steps = (uint64_t)s->warmup_steps;
+    desc.compression = compression;
+    return desc;
+}
+
+static uint32_t tape_flags(const run_settings *s)
+{
+    return s->precision == BF16 ? DTRAIN_TAPE_BF16 : s->precision == FP16 ? DTRAIN_TAPE_F16 : 0;
+}
+
+static int job_ranks(dtrain_world *world, const run_job *j)
+{
+    return dtrain_comm_size(j->comm ? j->comm : dtrain_world_comm(world));
+}
+
+static dtrain_schedule schedule_desc(const run_settings *s, int64_t steps, int ranks)
+{
+    dtrain_schedule schedule;
+    memset(&schedule, 0, sizeof schedule);
+    schedule.kind = (uint32_t)s->schedule;
+    schedule.lr = dtrain_lr_for_ranks((float)s->lr, ranks, (dtrain_lr_scaling)s->lr_scaling);
+    schedule.min_lr = s->min_lr > 0 ? (float)s->min_lr : 0;
+    schedule.warmup_steps = s->warmup;
+    schedule.total_steps = steps;
+    if (schedule.kind != DTRAIN_SCHEDULE_STEPS) return schedule;
+    schedule.milestones[0] = steps / 2;
+    schedule.milestones[1] = steps * 3 / 4;
+    return schedule;
+}
+
+/* Leave a batch as it is: a forecast has no data. */
+static dtrain_result no_batch(void *own)
+{
+    (void)own;
+    return DTRAIN_OK;
+}
+
+static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
+{
+    const run_settings *s = j->s;
+    dtrain_trainer_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.micro_batches = j->accum;
+    desc.tokens = (uint32_t)(j->batch * j->sample_things);
+    desc.clip = (float)s->clip;
+    desc.tape_flags = tape_flags(s);
+    desc.checkpoint_every = (uint32_t)s->checkpoint;
+    desc.graph = s->graph && !j->comm; /* a forecast records nothing */
+    desc.seed = (uint64_t)s->seed;
+    desc.nonfinite =
+        s->nonfinite == DTRAIN_NONFINITE_SKIP ? DTRAIN_NONFINITE_SKIP : DTRAIN_NONFINITE_STOP;
+    desc.verify_every = (uint32_t)s->verify_every;
+    desc.schedule = schedule_desc(s, j->steps, job_ranks(world, j));
+    desc.strategy = j->strategy;
+    desc.optimizer = j->optimizer;
+    desc.next_batch = j->comm ? no_batch : j->program->next_batch;
+    desc.loss = j->program->loss;
+    desc.user = j->own;
+    return desc;
+}
+
+/* Put a flag and its value before the last error. */
+static dtrain_result name_error(dtrain_result result, const char *name, const char *value)
+{
+    char text[512];
+    snprintf(text, sizeof text, "%.500s", dtrain_last_error());
+    return dtrain_fail(result, "%s%s%s: %s", name, *value ? " " : "", value, text);
+}
+
+/* Name the flag behind a refusal of the library, which speaks of descs. */
+static dtrain_result name_flag(dtrain_result result, const char *name, const char *value)
+{
+    const bool refused = result == DTRAIN_ERROR_ARGUMENT || result == DTRAIN_ERROR_UNSUPPORTED;
+    return refused ? name_error(result, name, value) : result;
+}
+
+/* Choose the size of a micro-batch and how many make a step, before the model is allocated. */
+static dtrain_result choose_batch(dtrain_world *world, run_job *j,
+                                  const dtrain_strategy_desc *strategy)
+{
+    const run_settings *s = j->s;
+    dtrain_trainer_desc trainer = trainer_desc(world, j);
+    const uint64_t global = (uint64_t)s->global_batch;
+    const int ranks = job_ranks(world, j);
+    dtrain_result result = DTRAIN_OK;
+    j->batch = (uint32_t)s->batch;
+    j->accum = s->accum ? (uint32_t)s->accum : 1;
+    if (global) /* before a search, so that what cannot be shared is an error at once */
+        TRY(name_flag(dtrain_trainer_split_batch(global, j->batch, ranks, &j->batch, &j->accum),
+                      "--global-batch", ""));
+    if (s->auto_batch) {
+        dtrain_plan_batch_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.max_batch = j->batch;
+        desc.set_batch = j->program->set_batch;
+        desc.trainer = &trainer;
+        desc.params = j->params;
+        desc.param_count = j->param_count;
+        desc.strategy = strategy;
+        TRY(dtrain_trainer_plan_batch(world, &desc, &j->batch));
+    }
+    if (global) TRY(dtrain_trainer_split_batch(global, j->batch, ranks, &j->batch, &j->accum));
+    TRY(j->program->set_batch(j->own, j->batch));
+cleanup:
+    return result;
+}
+
+/* ---- a job, piece by piece ------------------------------------------------------------------------- */
+
+/* Declare the model and choose the batch: all that is needed to plan, of which nothing is large. */
+static dtrain_result plan_job(dtrain_world *world, run_job *j, dtrain_strategy_desc *strategy)
+{
+    dtrain_result result = DTRAIN_OK;
+    TRY(j->program->open_model(world, j));
+    strategy->comm = j->comm;
+    strategy->memory_limit = j->memory_limit;
+    TRY(choose_batch(world, j, strategy));
+cleanup:
+    return result;
+}
+
+/* Make strategy, optimizer and trainer, and count what a rank will need. */
+static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strategy_desc *strategy)
+{
+    dtrain_result result = DTRAIN_OK;
+    dtrain_optimizer_desc matrices, optimizer = optimizer_desc(j->s, &matrices);
+    dtrain_trainer_desc trainer = trainer_desc(world, j);
+    TRY(dtrain_trainer_plan(world, &trainer, &j->memory)); /* of activations alone */
+    strategy->other_bytes = j->memory.total;
+    TRY(name_flag(dtrain_strategy_create(world, j->params, j->param_count, strategy, &j->strategy),
+                  "--strategy", strategies[j->s->strategy]));
+    TRY(dtrain_optimizer_create(world, j->strategy, &optimizer, &j->optimizer));
+    trainer = trainer_desc(world, j);
+    TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
+    TRY(dtrain_trainer_plan(world, &trainer, &j->memory));
+cleanup:
+    return result;
+}
+
+#define SNAPSHOTS "snapshots" /* their directory, in the launcher's memory */
+
+/* Load what was saved last: to memory, if there is a snapshot that can be read, because what goes to the disk goes
+ * there too; or to the disk. *from has step -1 when there is nothing yet. */
+static dtrain_result load_newest(dtrain_world *world, const run_job *j, dtrain_load_info *from)
+{
+    dtrain_load_desc memory;
+    dtrain_result result = DTRAIN_OK;
+    memset(&memory, 0, sizeof memory);
+    from->step = -1;
+    if (j->s->snapshot_every) {
+        TRY(dtrain_kept_storage(world, &memory.storage));
+        result = dtrain_checkpoint_load(j->state, SNAPSHOTS, &memory, from);
+        if (result != DTRAIN_ERROR_FILE && result != DTRAIN_ERROR_DATA) return result;
+    }
+    result = dtrain_checkpoint_load(j->state, j->s->checkpoints, NULL, from);
+    if (result == DTRAIN_ERROR_FILE && from->step < 0) result = DTRAIN_OK;
+cleanup:
+    return result;
+}
+
+/* Go on from a checkpoint, if the flags or a restart ask for it. `auto` in an empty directory begins. */
+static dtrain_result resume_job(dtrain_world *world, run_job *j)
+{
+    const run_settings *s = j->s;
+    dtrain_state_desc all;
+    dtrain_world_info info;
+    dtrain_result result = DTRAIN_OK;
+    memset(&all, 0, sizeof all);
+    all.strategy = j->strategy;
+    all.optimizer = j->optimizer;
+    all.trainer = j->trainer;
+    all.loader = j->loader;
+    j->resumed.step = j->rolled_back = -1;
+    TRY(dtrain_state_create(world, &all, &j->state));
+    if (j->program->import) TRY(j->program->import(world, j));
+    dtrain_world_query(world, &info);
+    const bool again = s->checkpoints && info.restart_count;
+    const bool newest = again || (s->resume && strcmp(s->resume, "auto") == 0);
+    if (newest) result = load_newest(world, j, &j->resumed);
+    else if (s->resume) result = dtrain_checkpoint_load(j->state, s->resume, NULL, &j->resumed);
+cleanup:
+    return result;
+}
+
+/* Write the flags as they are in force to DIR/config, beside the checkpoints, and to --config-out. */
+static dtrain_result write_configs(dtrain_world *world, const run_job *j)
+{
+    char path[4096], about[128];
+    dtrain_result result = DTRAIN_OK;
+    snprintf(about, sizeof about, "%d ranks, %u samples a rank and micro-batch, %u of these a step",
+             job_ranks(world, j), j->batch, j->accum);
+    snprintf(path, sizeof path, "%s/config", j->s->checkpoints ? j->s->checkpoints : "");
+    if (j->s->checkpoints) TRY(write_config(path, about));
+    if (j->s->config_out) TRY(write_config(j->s->config_out, about));
+cleanup:
+    return result;
+}
+
+static dtrain_result open_checkpoints(dtrain_world *world, run_job *j)
+{
+    const run_settings *s = j->s;
+    dtrain_checkpoint_desc desc;
+    dtrain_result result = DTRAIN_OK;
+    memset(&desc, 0, sizeof desc);
+    desc.keep = (uint32_t)s->keep;
+    desc.keep_best = (uint32_t)s->keep_best;
+    desc.background = !s->save_blocking;
+    desc.failures = 3;
+    desc.directory = s->checkpoints;
+    desc.config = s->command;
+    desc.state = j->state;
+    if (s->checkpoints) TRY(dtrain_checkpoint_open(world, &desc, &j->checkpoint));
+    if (dtrain_world_rank(world) == 0) TRY(write_configs(world, j));
+    if (!s->snapshot_every) return DTRAIN_OK;
+    TRY(dtrain_kept_storage(world, &desc.storage));
+    desc.directory = SNAPSHOTS;
+    desc.keep = 1;
+    desc.keep_best = 0;
+    desc.background = false;
+    TRY(dtrain_checkpoint_open(world, &desc, &j->snapshots));
+cleanup:
+    return result;
+}
+
+static dtrain_result open_metrics(dtrain_world *world, run_job *j)
+{
+    char *const texts = (char *)malloc(2 * MONITOR_TEXT);
+    if (!texts) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the text of the flags");
+    dtrain_metrics_desc desc = metrics_desc(j->s, texts);
+    desc.append = j->resumed.step >= 0;
+    desc.first_step = j->resumed.step > 0 ? j->resumed.step : 0;
+    desc.total_steps = j->steps;
+    desc.progress = j->program->own_table ? NULL : stdout;
+    desc.progress_every = j->steps >= 200 ? (uint32_t)(j->steps / 20) : 1;
+    desc.trainer = j->trainer;
+    const dtrain_result result = dtrain_metrics_create(world, &desc, &j->metrics);
+    free(texts);
+    return result;
+}
+
+/* Make everything of a run. After a failure close_job frees what is there. */
+static dtrain_result open_job(dtrain_world *world, run_job *j)
+{
+    dtrain_result result = DTRAIN_OK;
+    dtrain_compression_desc compression;
+    dtrain_strategy_desc strategy = strategy_desc(j->s, &compression);
+    TRY(plan_job(world, j, &strategy));
+    TRY(j->program->open_data(world, j));
+    TRY(open_trainer(world, j, &strategy));
+    TRY(resume_job(world, j));
+    TRY(open_checkpoints(world, j));
+    TRY(open_metrics(world, j));
+cleanup:
+    return result;
+}
+
+static void close_job(run_job *j)
+{
+    dtrain_metrics_destroy(j->metrics);
+    dtrain_checkpoint_close(j->snapshots);
+    dtrain_checkpoint_close(j->checkpoint);
+    dtrain_state_destroy(j->state);
+    dtrain_trainer_destroy(j->trainer);
+    dtrain_optimizer_destroy(j->optimizer);
+    dtrain_strategy_destroy(j->strategy);
+    j->program->close(j);
+}
+
+#endif /* RUN_JOB_H */

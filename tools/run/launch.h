@@ -1,0 +1,80 @@
+/* launch.h: from switches to dtrain_launch. */
+#ifndef RUN_LAUNCH_H
+#define RUN_LAUNCH_H
+
+#include "tools/run/checks.h"
+#include "tools/run/loop.h"
+
+/* Choose device and communicator. Without --comm the library chooses the communicator: on the cpu
+ * local, or the one that joins hosts; for GPUs NCCL. */
+static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
+{
+    if (dtrain_device_ops_by_name(s->device, &launch->device_ops) != DTRAIN_OK)
+        return BAD("--device: %s", dtrain_last_error());
+    const bool cpu = launch->device_ops->host_memory;
+    if (s->comm && dtrain_comm_ops_by_name(s->comm, &launch->comm_ops) != DTRAIN_OK)
+        return BAD("--comm: %s", dtrain_last_error());
+    if (!cpu && s->comm && strcmp(s->comm, "local") != 0)
+        return BAD("--comm %s moves host memory, and --device is %s: leave it out, or say local",
+                   s->comm, s->device);
+    if (!cpu) launch->comm_ops = NULL; /* local, through host memory */
+#ifdef DTRAIN_USE_NCCL
+    if (!cpu && !s->comm && !s->emulate) launch->comm_ops = dtrain_nccl_comm_ops();
+#endif
+    launch->emulation = s->emulation;
+    launch->trace.path = s->trace;
+    return 0;
+}
+
+/* How much the launcher may keep for snapshots: an old one and a new one, of values and two moments, of two arrays a
+ * rank that compression keeps, and of what is in no tensor. It is committed when it is used. */
+static int reserve_snapshots(const run_settings *s, const run_program *program,
+                             dtrain_launch_desc *launch)
+{
+    const uint64_t ranks = launch->rank_count ? launch->rank_count : launch->default_rank_count;
+    uint64_t elements = 0;
+    if (!s->snapshot_every) return 0;
+    run_job j = new_job(s, program, calloc(1, program->own_bytes));
+    if (!j.own) return BAD("no memory for a job");
+    const dtrain_result result = program->open_model(NULL, &j);
+    for (size_t i = 0; result == DTRAIN_OK && i < j.param_count; i++) {
+        int64_t product = 1;
+        for (int d = 0; d < 4 && j.params[i].shape[d]; d++) product *= j.params[i].shape[d];
+        elements += (uint64_t)product;
+    }
+    program->close(&j);
+    free(j.own);
+    if (result != DTRAIN_OK) return BAD("--snapshot-every: no memory for a model's names");
+    launch->kept_bytes = 2 * sizeof(float) * elements * (3 + (s->compression ? 2 * ranks : 0)) +
+                         ((uint64_t)16 << 20) + ((uint64_t)4 << 20) * ranks;
+    return 0;
+}
+
+/* Fill in what the library is asked to start. Return 0, or main's exit status. */
+static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *launch)
+{
+    memset(launch, 0, sizeof *launch);
+    if (choose_backends(s, launch)) return 2;
+    launch->tune = s->tune_gemm != 0;
+    launch->math = s->precision == TF32 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
+    launch->memory_limit = (uint64_t)s->memory_limit << 20;
+    launch->rank_count = (uint32_t)s->ranks;
+    launch->default_rank_count = launch->device_ops->host_memory && trains ? 2 : 1;
+    launch->threads_per_rank = (uint32_t)s->threads;
+    launch->timeout_ms = (uint32_t)s->timeout * 1000;
+    launch->restarts = (uint32_t)s->restarts;
+    launch->catch_signals = s->checkpoints != NULL;
+    launch->mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
+    return 0;
+}
+
+/* Start the ranks; return main's exit status. */
+static int launch_ranks(const dtrain_launch_desc *launch, dtrain_rank_fn rank, void *user)
+{
+    dtrain_launch_info info;
+    if (dtrain_launch(launch, rank, user, &info) == DTRAIN_OK) return 0;
+    fprintf(stderr, RUN_NAME ": %s\n", dtrain_last_error());
+    return info.exit_code ? info.exit_code : 1;
+}
+
+#endif /* RUN_LAUNCH_H */

@@ -1,0 +1,131 @@
+/* loop.h: what every rank of a run does: steps, validations, checkpoints; requests to stop and roll-backs. */
+#ifndef RUN_LOOP_H
+#define RUN_LOOP_H
+
+#include "tools/run/job.h"
+#include "tools/run/report.h"
+
+/* Tell whether the state after `done` steps is to be saved. */
+static bool save_due(const run_job *j, int64_t done, bool validated, bool stopping)
+{
+    const run_settings *s = j->s;
+    if (!j->checkpoint) return false;
+    return stopping || done == j->steps || (s->save_every && done % s->save_every == 0) ||
+           (s->keep_best && validated);
+}
+
+/* Save the state after `done` steps where that is due. What goes to the disk goes to memory as well, so that the newest
+ * snapshot is never older than the newest checkpoint. */
+static dtrain_result save(run_job *j, int64_t done, const dtrain_step_record *record, bool stopping)
+{
+    const long every = j->s->snapshot_every;
+    const bool due = save_due(j, done, !isnan(record->val_loss), stopping);
+    dtrain_result result = DTRAIN_OK;
+    if (due) TRY(dtrain_checkpoint_save(j->checkpoint, done, record->val_loss));
+    if (every && (due || done % every == 0))
+        TRY(dtrain_checkpoint_save(j->snapshots, done, record->val_loss));
+cleanup:
+    return result;
+}
+
+/* After a NaN: load the last checkpoint and go on behind the batch that led to it. Twice from the same checkpoint
+ * would be a crash loop. */
+static dtrain_result roll_back(dtrain_world *world, run_job *j, int64_t *step)
+{
+    dtrain_loader_info data;
+    dtrain_load_info from;
+    dtrain_result result = DTRAIN_OK;
+    TRY(dtrain_checkpoint_wait(j->checkpoint));
+    dtrain_loader_query(j->loader, &data);
+    TRY(load_newest(world, j, &from));
+    if (from.step < 0)
+        TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC, "step %lld is not finite, and nothing is saved yet",
+                        (long long)*step));
+    if (from.step == j->rolled_back)
+        TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC,
+                        "step %lld is not finite again after a roll-back to step %lld: lower the "
+                        "learning rate, clip gradients or look at the data",
+                        (long long)*step, (long long)from.step));
+    dtrain_loader_seek(j->loader, data.position);
+    j->rolled_back = from.step;
+    *step = from.step - 1; /* the loop adds one */
+cleanup:
+    return result;
+}
+
+/* Train from the step that the run begins or goes on with. A signal that asks a rank to stop makes all of them
+ * stop after the same step, with a checkpoint. */
+static dtrain_result train_steps(dtrain_world *world, run_job *j)
+{
+    dtrain_result result = DTRAIN_OK;
+    bool stopping = false;
+    for (int64_t step = j->resumed.step > 0 ? j->resumed.step : 0; step < j->steps && !stopping;
+         step++) {
+        dtrain_step_record record;
+        result = dtrain_trainer_step(j->trainer, &record);
+        if (result == DTRAIN_ERROR_NUMERIC && j->s->nonfinite == ROLLBACK) {
+            TRY(roll_back(world, j, &step));
+            continue;
+        }
+        TRY(result);
+        stopping = record.stop_requested;
+        TRY(j->program->validate(world, j, step + 1, stopping, &record));
+        TRY(dtrain_metrics_step(j->metrics, &record));
+        TRY(save(j, step + 1, &record, stopping));
+    }
+    if (j->checkpoint) TRY(dtrain_checkpoint_wait(j->checkpoint));
+    j->stopped = stopping;
+cleanup:
+    return result;
+}
+
+static dtrain_result finish_job(dtrain_world *world, run_job *j)
+{
+    dtrain_result result = DTRAIN_OK;
+    dtrain_summary summary;
+    uint64_t hash = 0;
+    const bool first = dtrain_world_rank(world) == 0;
+    dtrain_metrics_summary(j->metrics, &summary);
+    if (j->s->deterministic) result = dtrain_strategy_verify(j->strategy, &hash);
+    if (dtrain_metrics_finish(j->metrics) != DTRAIN_OK) /* a torn log is no torn training */
+        fprintf(stderr, "\n" RUN_NAME ": warning: %s\n", dtrain_last_error());
+    if (result != DTRAIN_OK) return result;
+    if (first) show_end(world, j, &summary);
+    if (first && j->s->deterministic)
+        printf("  parameters           %016llx   bit-identical on all ranks\n",
+               (unsigned long long)hash);
+    return j->program->finish ? j->program->finish(world, j) : DTRAIN_OK;
+}
+
+/* End a rank: flush what it printed, and return its exit status. */
+static int end_rank(dtrain_result result)
+{
+    if (result != DTRAIN_OK) return 1;
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    fprintf(stderr, RUN_NAME ": what it had to say could not be written: %s\n", strerror(errno));
+    return 1;
+}
+
+/* Train as the switches say. A rank that fails prints nothing: dtrain_launch quotes the first error. */
+static int run_rank(dtrain_world *world, void *user)
+{
+    const run_program *program = (const run_program *)user;
+    void *own = calloc(1, program->own_bytes);
+    run_job j = new_job(&run_flags, program, own);
+    dtrain_result result =
+        own ? DTRAIN_OK : dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a job");
+    if (result != DTRAIN_OK) return 1;
+    TRY(open_job(world, &j));
+    if (dtrain_world_rank(world) == 0) program->show_start(world, &j);
+    fflush(stdout);
+    TRY(train_steps(world, &j));
+    TRY(finish_job(world, &j));
+cleanup:
+    if (result == DTRAIN_ERROR_MEMORY && j.s->memory_limit)
+        name_error(result, "--memory-limit", "");
+    close_job(&j);
+    free(own);
+    return end_rank(result);
+}
+
+#endif /* RUN_LOOP_H */

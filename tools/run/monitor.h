@@ -1,0 +1,49 @@
+/* monitor.h: what a run reports, and where to: the one place in which switches become sinks of the metrics. */
+#ifndef RUN_MONITOR_H
+#define RUN_MONITOR_H
+
+#include "tools/run/settings.h"
+
+/* The flags that TensorBoard's table of hyper-parameters shows. */
+static const char *const hyper_parameters[] = {
+    "--optimizer",    "--lr",       "--weight-decay", "--schedule",    "--batch", "--accum",
+    "--global-batch", "--strategy", "--precision",    "--compression", "--ranks", "--seed"};
+
+enum { MONITOR_TEXT = 16384 };
+
+/* Write the flags in force as a text, whole lines only: the file of --config, or NAME=VALUE for hyper-parameters. */
+static const char *flags_text(char *text, bool hyper)
+{
+    size_t used = 0;
+    char value[CONFIG_VALUE];
+    *text = 0;
+    for (int i = 0; i < flag_count; i++) {
+        const flag *f = &flag_table[i];
+        bool wanted = !hyper && f->name && config__kept(f);
+        for (int k = 0; hyper && f->name && k < COUNT(hyper_parameters); k++)
+            wanted = wanted || strcmp(f->name, hyper_parameters[k]) == 0;
+        if (!wanted || !config__value(f, value, sizeof value)) continue;
+        if (used + strlen(f->name) + strlen(value) + 4 > MONITOR_TEXT) break;
+        used += (size_t)sprintf(text + used, hyper ? "%s=%s\n" : "%s = %s\n", f->name + 2, value);
+    }
+    return text;
+}
+
+/* What the switches ask of the metrics; texts has room for two of MONITOR_TEXT, which are copied by
+ * dtrain_metrics_create. */
+static dtrain_metrics_desc metrics_desc(const run_settings *s, char *texts)
+{
+    dtrain_metrics_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.jsonl_path = s->log;
+    desc.csv_path = s->csv;
+    desc.prometheus_path = s->prometheus;
+    desc.tensorboard_dir = s->tensorboard;
+    desc.histogram_every = (uint32_t)s->histograms;
+    desc.run_name = RUN_NAME;
+    desc.config = s->tensorboard ? flags_text(texts, false) : NULL;
+    desc.hparams = s->tensorboard ? flags_text(texts + MONITOR_TEXT, true) : NULL;
+    return desc;
+}
+
+#endif /* RUN_MONITOR_H */

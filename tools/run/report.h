@@ -1,0 +1,192 @@
+/* report.h: what rank 0 prints of any run: the machine, the plan and what it goes on from before the first step, and
+ * the table behind the last. */
+#ifndef RUN_REPORT_H
+#define RUN_REPORT_H
+
+#include "tools/run/job.h"
+
+static double mib(uint64_t bytes) { return (double)bytes / 1048576.0; }
+
+static void show_device(const run_settings *s, dtrain_world *world)
+{
+    dtrain_device *device = dtrain_world_device(world);
+    dtrain_device_info gpu;
+    dtrain_comm_info comm;
+    int ranks = dtrain_world_size(world);
+    dtrain_world_info info;
+    dtrain_world_query(world, &info);
+    uint32_t threads = info.threads;
+    printf("dtrain %s    %d rank%s ", dtrain_version(), ranks, ranks == 1 ? "" : "s");
+    if (dtrain_device_query(device, &gpu) != DTRAIN_OK) return;
+    if (device->ops->host_memory) {
+        printf("x %u thread%s on the cpu (%s kernels)\n", threads, threads == 1 ? "" : "s",
+               gpu.kernels);
+        return;
+    }
+    dtrain_comm_query(dtrain_world_comm(world), &comm);
+    printf("on %u %s, %s%s, collectives: %s\n", gpu.count, gpu.name, precisions[s->precision],
+           s->graph ? ", graph" : "", comm.backend);
+}
+
+/* Print the gradient memory of a rank for each mode of accumulation that the strategy has. */
+static void show_accumulation(const run_job *j, const dtrain_strategy_info *info, int ranks)
+{
+    dtrain_strategy_desc desc = info->desc;
+    dtrain_memory memory;
+    dtrain_param *params = copy_params(j);
+    printf("accum   gradients are reduced in mode %s; MiB of gradients:",
+           accum_modes[info->desc.accumulation]);
+    for (desc.accumulation = DTRAIN_ACCUMULATION_LAST;
+         params && desc.accumulation <= DTRAIN_ACCUMULATION_SHARD_EVERY; desc.accumulation++)
+        if (dtrain_strategy_plan(params, j->param_count, &desc, ranks, &memory) == DTRAIN_OK)
+            printf(" %s %.1f", accum_modes[desc.accumulation], mib(memory.grads));
+    free(params);
+    printf("\n");
+}
+
+/* The bytes that a rank would send to reduce fp32 gradients once, by the ring formula. */
+static double dense_bytes(const dtrain_strategy_info *info, int ranks)
+{
+    return 8.0 * (double)info->trainable_elements * (ranks - 1) / ranks;
+}
+
+/* Write "top-k 0.01 (balanced), hierarchical", or nothing for plain DDP. */
+static void describe_compression(const dtrain_strategy_desc *desc, char *text, size_t room)
+{
+    const dtrain_compression_desc *how = desc->compression;
+    *text = 0;
+    if (how && how->kind == DTRAIN_COMPRESSION_TOPK)
+        snprintf(text, room, "top-k %g (%s)", (double)how->topk_ratio,
+                 exchanges[how->sparse_exchange]);
+    if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD)
+        snprintf(text, room, "PowerSGD rank %u", how->powersgd_rank);
+    if (how && how->no_error_feedback)
+        snprintf(text + strlen(text), room - strlen(text), " without error feedback");
+    if (desc->hierarchical)
+        snprintf(text + strlen(text), room - strlen(text), "%shierarchical", *text ? ", " : "");
+}
+
+static unsigned long long dense_steps(const dtrain_compression_desc *how)
+{
+    return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
+}
+
+static void show_links(const dtrain_emulation *e, const dtrain_strategy_info *info, int ranks)
+{
+    const dtrain_strategy_desc *desc = &info->desc;
+    char text[128];
+    describe_compression(desc, text, sizeof text);
+    if (*text) printf("reduce  %s", text);
+    if (desc->compression)
+        printf(", after %llu dense steps and %llu of warm-up; in force it sends %.1fx fewer bytes "
+               "than fp32 and keeps %.1f MiB of state",
+               dense_steps(desc->compression), (unsigned long long)desc->compression->warmup_steps,
+               info->step_bytes ? dense_bytes(info, ranks) / (double)info->step_bytes : 1,
+               mib(info->state_bytes));
+    if (*text) printf("\n");
+    if (e->node_ranks)
+        printf("cluster emulated: %d nodes x %u ranks, %g Gb/s and %g us between nodes\n",
+               ranks / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second, e->latency_us);
+}
+
+static void show_strategy(const run_job *j, int ranks)
+{
+    const dtrain_memory *m = &j->memory;
+    dtrain_strategy_info info;
+    dtrain_strategy_query(j->strategy, &info);
+    printf(
+        "strategy %s: %d shards x %d replicas, gradients in %zu buckets; a rank sends %llu bytes "
+        "a step of one micro-batch\n",
+        info.name, info.shard_ranks, info.replicas, info.bucket_count,
+        (unsigned long long)info.step_bytes);
+    show_links(&j->s->emulation, &info, ranks);
+    if (info.reason[0]) printf("auto    %s\n", info.reason);
+    if (j->accum > 1) show_accumulation(j, &info, ranks);
+    printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
+           "buffers "
+           "%.1f, activations %.1f + %.1f, workspace %.1f\n",
+           mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
+           mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+    if (m->host) printf("offload %.1f MiB of host memory a rank\n", mib(m->host));
+    printf("\n");
+}
+
+/* Say what a run goes on from, and what of it was cut anew. */
+static void show_resumed(const run_job *j, int ranks)
+{
+    const dtrain_load_info *from = &j->resumed;
+    dtrain_strategy_info info;
+    dtrain_strategy_query(j->strategy, &info);
+    if (from->step < 0) return;
+    printf("resume  step %lld from %s: %llu parameters, %.1f MiB read by rank 0 in %.2f s\n",
+           (long long)from->step, from->path, (unsigned long long)from->values, mib(from->bytes),
+           from->seconds);
+    if (from->ranks != ranks || strcmp(from->strategy, info.name) != 0)
+        printf("        saved by %d ranks of %s, resharded to %d of %s\n", from->ranks,
+               from->strategy, ranks, info.name);
+    if (from->note[0]) printf("        %s\n", from->note);
+}
+
+/* Print what was sent, averaged over all steps, those without compression included. */
+static void show_sent(const dtrain_emulation *e, const dtrain_strategy_info *info,
+                      const dtrain_summary *summary, int ranks)
+{
+    const double sent = (double)summary->comm_bytes / (double)(summary->steps ? summary->steps : 1);
+    char text[128];
+    describe_compression(&info->desc, text, sizeof text);
+    if (info->desc.compression)
+        printf("  compression          %10.1fx  fewer bytes than fp32 gradients: %.3f MiB sent a "
+               "step, not %.3f; %s\n",
+               sent > 0 ? dense_bytes(info, ranks) / sent : 1, sent / 1048576,
+               dense_bytes(info, ranks) / 1048576, text);
+    if (e->node_ranks)
+        printf("  cluster              %10d   emulated nodes of %u ranks, %g Gb/s, %g us: times "
+               "are of this cluster\n",
+               ranks / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second, e->latency_us);
+}
+
+static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary *summary)
+{
+    const dtrain_device *device = dtrain_world_device(world);
+    const dtrain_memory *m = &j->memory;
+    dtrain_strategy_info info;
+    uint64_t now = device->peak_bytes, peak = now;
+    if (device->ops->host_memory) dtrain_process_memory(&now, &peak);
+    dtrain_strategy_query(j->strategy, &info);
+    if (!summary->steps) {
+        printf("\n  nothing was left to do: all %lld steps were made before\n",
+               (long long)j->steps);
+        return;
+    }
+    printf("\n  loss                 %10.4f   from %.4f, over %lld steps and %.2f M %s\n",
+           summary->last_loss, summary->first_loss, (long long)summary->steps,
+           1e-6 * (double)summary->tokens, j->program->things);
+    if (isfinite(summary->val_loss)) printf("  validation loss      %10.4f", summary->val_loss);
+    if (isfinite(summary->val_loss) && strcmp(j->program->things, "tokens") == 0)
+        printf("   perplexity %.2f", exp(summary->val_loss));
+    if (isfinite(summary->val_loss)) printf("\n");
+    printf("  %s             %10.0f   %.1f s in all\n", j->program->sample_name,
+           summary->tokens_per_second, summary->seconds);
+    printf("  step                 %10.2f ms\n", summary->step_ms);
+    printf("  communication        %10.2f ms in flight, %.2f ms exposed; %.1f MiB sent a step\n",
+           summary->comm_ms, summary->exposed_comm_ms,
+           mib(summary->comm_bytes) / (double)(summary->steps ? summary->steps : 1));
+    printf("  data                 %10.3f ms  of a step in wait for batches: %.2f %%\n",
+           summary->data_ms, summary->step_ms > 0 ? 100 * summary->data_ms / summary->step_ms : 0);
+    show_sent(&j->s->emulation, &info, summary, dtrain_world_size(world));
+    printf("  scaling              %10.1f %%  of %d ranks, counting exposed communication\n",
+           100 * summary->scaling, dtrain_world_size(world));
+    printf("  memory               %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
+           mib(now), mib(peak), mib(m->total));
+    if (!j->checkpoint) return;
+    dtrain_checkpoint_info saved;
+    dtrain_checkpoint_query(j->checkpoint, &saved);
+    printf("  checkpoints          %10llu   the last of step %lld: it held training up for %.0f "
+           "ms, and was written "
+           "in %.0f\n",
+           (unsigned long long)saved.saved, (long long)saved.last_step, 1e3 * saved.stall_seconds,
+           1e3 * saved.write_seconds);
+    if (j->stopped) printf("  stopped by a signal: the same command with --resume auto goes on\n");
+}
+
+#endif /* RUN_REPORT_H */

@@ -1,0 +1,178 @@
+/* simulate_comm.h: a virtual communicator: one rank of N, whose collectives only take time. Include it
+ * behind dtrain.h.
+ *
+ * This process is one rank of N; the others are assumed to do the same at the same time. So values stay
+ * what they are (means of equal values), and agreement is always reached. */
+#ifndef SIMULATE_COMM_H
+#define SIMULATE_COMM_H
+
+#include "tools/simulate/simulate_device.h"
+
+typedef struct sim_comm {
+    dtrain_comm base;
+    group who;
+    bool links[LINKS], split_by_node;
+    uint64_t seen; /* of base.info.wire_bytes */
+} sim_comm;
+
+typedef struct sim_work {
+    dtrain_work base;
+    double end, own;
+} sim_work;
+
+static const dtrain_comm_ops *sim_comm_ops(void);
+
+static dtrain_result sim_comm_new(dtrain_world *world, int size, int nodes, int rank,
+                                  dtrain_comm **out)
+{
+    sim_comm *comm = (sim_comm *)calloc(1, sizeof *comm);
+    int *ranks = (int *)calloc((size_t)size, sizeof *ranks);
+    *out = NULL;
+    if (!comm || !ranks) {
+        free(comm);
+        free(ranks);
+        return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a communicator of %d ranks", size);
+    }
+    comm->base.ops = sim_comm_ops();
+    comm->base.world = world;
+    comm->base.rank = rank;
+    comm->base.size = size;
+    comm->base.world_ranks = ranks;
+    for (int i = 0; i < size; i++) ranks[i] = i;
+    comm->who.size = size;
+    comm->who.nodes = nodes;
+    comm->links[INSIDE] = size > nodes;
+    comm->links[BETWEEN] = nodes > 1;
+    *out = &comm->base;
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_create(dtrain_world *world, dtrain_comm **out)
+{
+    return sim_comm_new(world, 1, 1, 0, out);
+}
+
+/* What other ranks would send is what this one has; only host memory holds anything. */
+static void sim_deliver(const dtrain_comm *comm, const dtrain_collective *what)
+{
+    const dtrain_device *device = dtrain_world_device(comm->world);
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const int copies = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ? comm->size : 1;
+    if (!what->send || !what->recv || what->send == what->recv ||
+        what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL)
+        return;
+    if (is_virtual(device, what->send) || is_virtual(device, what->recv)) return;
+    for (int i = 0; i < copies; i++)
+        memmove((char *)what->recv + (size_t)i * bytes, what->send, bytes);
+}
+
+/* In launch order, as NCCL runs them: when its links are free, and not before the one started last has
+ * begun. A group inside nodes and one between nodes have no link in common and overlap. */
+static dtrain_result sim_start(dtrain_comm *comm, const dtrain_collective *what, dtrain_work **out)
+{
+    sim_comm *self = (sim_comm *)(void *)comm;
+    sim_work *started = (sim_work *)calloc(1, sizeof *started);
+    const bool sliced = what->kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER ||
+                        what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ||
+                        what->kind == DTRAIN_COLLECTIVE_ALL_TO_ALL;
+    const double elements = (double)what->count * (sliced ? comm->size : 1);
+    if (!started) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a collective");
+    const double bytes = elements * (double)dtrain_dtype_bytes(what->dtype);
+    const cost takes = collective_cost(&sim.machine, what->kind, bytes, self->who);
+    double begin = most(sim.now, sim.started);
+    for (int i = 0; i < LINKS; i++)
+        if (self->links[i]) begin = most(begin, sim.free_at[i]);
+    sim.started = begin;
+    for (int i = 0; i < LINKS; i++)
+        if (self->links[i]) sim.free_at[i] = begin + takes.links;
+    sim.communicated += takes.links + takes.latency + takes.own;
+    sim.sent += comm->info.wire_bytes - self->seen;
+    self->seen = comm->info.wire_bytes;
+    sim_deliver(comm, what);
+    started->base.comm = comm;
+    started->end = begin + takes.links + takes.latency;
+    started->own = takes.own;
+    comm->in_flight++;
+    comm->outstanding++;
+    *out = &started->base;
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_test(dtrain_work *one, bool *done)
+{
+    *done = ((sim_work *)(void *)one)->end <= sim.now;
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_wait(dtrain_work *one)
+{
+    sim_work *self = (sim_work *)(void *)one;
+    sim.exposed += most(0, self->end - sim.now) + self->own;
+    sim.now = most(sim.now, self->end) + self->own;
+    one->comm->in_flight--;
+    one->comm->outstanding--;
+    free(self);
+    return DTRAIN_OK;
+}
+
+static dtrain_result sim_alloc(dtrain_comm *comm, size_t bytes, void **out)
+{
+    dtrain_device *device = dtrain_world_device(comm->world);
+    return device->ops->alloc(device, bytes, out);
+}
+
+static void sim_free(dtrain_comm *comm, void *memory, size_t bytes)
+{
+    dtrain_device *device = dtrain_world_device(comm->world);
+    device->ops->free(device, memory, bytes);
+}
+
+/* Others cannot be asked, but a strategy splits in three ways only: all again (color 0), by node (rank /
+ * G) and by place in the node (rank % G). sim_rank is a rank whose three colors differ; in 2 nodes of 2
+ * there is none, and nodes come first. */
+static dtrain_result sim_split(dtrain_comm *comm, int color, int key, dtrain_comm **out)
+{
+    sim_comm *self = (sim_comm *)(void *)comm;
+    const int nodes = self->who.nodes, local = self->who.size / nodes;
+    const int node = comm->rank / local, place = comm->rank % local;
+    (void)key;
+    if (color == 0) return sim_comm_new(comm->world, comm->size, nodes, comm->rank, out);
+    if (color == node && (color != place || !self->split_by_node)) {
+        self->split_by_node = true;
+        return sim_comm_new(comm->world, local, 1, place, out);
+    }
+    if (color == place) return sim_comm_new(comm->world, nodes, nodes, node, out);
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "rank %d of %d simulated nodes of %d has no group for color %d", comm->rank,
+                       nodes, local, color);
+}
+
+static int sim_rank(int size, int nodes)
+{
+    const int local = size / nodes;
+    if (nodes == 1 || local == 1) return size > 1;
+    return local > 2 ? local + 2 : nodes > 2 ? 2 * local + 1 : 3;
+}
+
+static dtrain_result sim_fail(dtrain_comm *comm, dtrain_result code, const char *text)
+{
+    (void)comm;
+    return dtrain_fail(code, "%s", text);
+}
+
+static dtrain_result sim_destroy(dtrain_comm *comm)
+{
+    free(comm->world_ranks);
+    free(comm);
+    return DTRAIN_OK;
+}
+
+static const dtrain_comm_ops *sim_comm_ops(void)
+{
+    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI, true,      "simulated", sim_create,
+                                        sim_start,       sim_test,  sim_wait,    sim_alloc,
+                                        sim_free,        sim_split, sim_fail,    sim_destroy};
+    return &ops;
+}
+
+#endif
