@@ -657,7 +657,7 @@ DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, con
  * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
  * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
  * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
- * timeout_ms, and not more than five minutes.
+ * join_ms.
  *
  * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
  * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
@@ -739,6 +739,8 @@ typedef struct dtrain_launch_desc {
     const char *flight_directory; /* every rank whose run fails writes its last collectives there,
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
+    uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
+                         timeout_ms, and not more than five minutes */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -844,8 +846,9 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 /* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
  * are not counted with those before: checkpoints call it when one is published. A run whose steps
  * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
- * rank may call it, from any of its threads, and the highest step stands. Without desc.restarts,
- * or under another launcher, nothing is done with it. */
+ * rank may call it, from any of its threads, and the highest step stands. dtrain-run hears of it
+ * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
+ * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 
 /* Say whether SIGTERM or SIGUSR1 has come to this rank, with desc.catch_signals; false without it.
@@ -4251,7 +4254,8 @@ struct dtrain_world {
     uint32_t restart_count;
     pid_t launcher;      /* the process that forked this rank, or 0 */
     uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
-    uint64_t timeout_ns;
+    uint64_t timeout_ns, join_ns;
+    uint64_t *progress; /* where dtrain-run reads it, see restart.c; or NULL */
     dtrain__control *control;
     dtrain__kept *kept;        /* or NULL */
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
@@ -4339,6 +4343,10 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
+
+/* world/restart.c */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
 
 /* world/signals.c */
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
@@ -5472,10 +5480,11 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
  * started one rank, a node or a shell makes no difference. */
 static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
 {
-    static const char *const names[] = {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
+    static const char *const names[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
+                                        "SLURM_RESTART_COUNT"};
     bool found = false;
     int count = 0;
-    for (int i = 0; i < 2 && !found; i++)
+    for (int i = 0; i < 3 && !found; i++)
         DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
     out->restart_count = (uint32_t)count;
     return DTRAIN_OK;
@@ -5831,7 +5840,6 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
 #define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
-#define DTRAIN__RENDEZVOUS_MS 300000u   /* and not more than timeout_ms */
 #define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
 
 typedef struct dtrain__hello {
@@ -6311,11 +6319,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
 {
     dtrain__rendezvous r;
     memset(&r, 0, sizeof r);
-    const uint64_t most = (uint64_t)DTRAIN__RENDEZVOUS_MS * 1000000u;
     r.world = world;
     r.place = place;
     r.start_ns = r.logged_ns = dtrain__now_ns();
-    r.deadline_ns = r.start_ns + (world->timeout_ns < most ? world->timeout_ns : most);
+    r.deadline_ns = r.start_ns + world->join_ns;
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
         return DTRAIN_OK;
     return dtrain_fail(r.result, "rendezvous: %s", r.why);
@@ -6623,6 +6630,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
+    dtrain__progress_close(world->progress);
     if (world->page.control) munmap(world->page.control, world->page.bytes);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
@@ -6662,6 +6670,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->emulation = desc->emulation;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->kept = launch->kept;
     world->allocator = desc->allocator;
@@ -6673,6 +6682,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
+    if (launch->joins) world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
@@ -7019,6 +7029,8 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
+    const uint32_t most_ms = 300000;
+    if (!desc->join_ms) desc->join_ms = desc->timeout_ms < most_ms ? desc->timeout_ms : most_ms;
     if (!desc->grace_ms) desc->grace_ms = 5000;
     if (!desc->backoff_ms) desc->backoff_ms = 1000;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
@@ -7180,13 +7192,48 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
 
+/* Raise a number that others may raise at the same time. */
+static void dtrain__raise(uint64_t *highest, uint64_t to)
+{
+    uint64_t found = dtrain__load(highest);
+    while (found < to && !__atomic_compare_exchange_n(highest, &found, to, false, __ATOMIC_ACQ_REL,
+                                                      __ATOMIC_ACQUIRE)) {}
+}
+
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
 {
     if (!world || !world->mine || !*world->mine) return;
     const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
-    uint64_t *highest = &world->control->progress, found = dtrain__load(highest);
-    while (found < mine && !__atomic_compare_exchange_n(highest, &found, mine, false,
-                                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
+    dtrain__raise(&world->control->progress, mine);
+    if (world->progress) dtrain__raise(world->progress, mine);
+}
+
+#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+
+/* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
+ * name below /proc of a file that has none, which begins with a magic. A variable that a dead
+ * launcher has left behind may name somebody else's file: that one is not touched. */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
+{
+    const char *path = getenv("DTRAIN_PROGRESS_FILE");
+    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
+    struct stat status;
+    if (!path || !path[0]) return NULL;
+    const int file = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (file < 0) return NULL;
+    void *page = MAP_FAILED;
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
+        read(file, magic, sizeof magic) == sizeof magic &&
+        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+}
+
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
+{
+    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
 }
 
 /* Log as the launcher, which is no rank. */

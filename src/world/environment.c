@@ -315,10 +315,11 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
  * started one rank, a node or a shell makes no difference. */
 static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
 {
-    static const char *const names[] = {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
+    static const char *const names[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
+                                        "SLURM_RESTART_COUNT"};
     bool found = false;
     int count = 0;
-    for (int i = 0; i < 2 && !found; i++)
+    for (int i = 0; i < 3 && !found; i++)
         DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
     out->restart_count = (uint32_t)count;
     return DTRAIN_OK;

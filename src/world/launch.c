@@ -39,6 +39,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
+    dtrain__progress_close(world->progress);
     if (world->page.control) munmap(world->page.control, world->page.bytes);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
@@ -78,6 +79,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->emulation = desc->emulation;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->kept = launch->kept;
     world->allocator = desc->allocator;
@@ -89,6 +91,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
+    if (launch->joins) world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
@@ -435,6 +438,8 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
+    const uint32_t most_ms = 300000;
+    if (!desc->join_ms) desc->join_ms = desc->timeout_ms < most_ms ? desc->timeout_ms : most_ms;
     if (!desc->grace_ms) desc->grace_ms = 5000;
     if (!desc->backoff_ms) desc->backoff_ms = 1000;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);

@@ -26,13 +26,48 @@
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
 
+/* Raise a number that others may raise at the same time. */
+static void dtrain__raise(uint64_t *highest, uint64_t to)
+{
+    uint64_t found = dtrain__load(highest);
+    while (found < to && !__atomic_compare_exchange_n(highest, &found, to, false, __ATOMIC_ACQ_REL,
+                                                      __ATOMIC_ACQUIRE)) {}
+}
+
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
 {
     if (!world || !world->mine || !*world->mine) return;
     const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
-    uint64_t *highest = &world->control->progress, found = dtrain__load(highest);
-    while (found < mine && !__atomic_compare_exchange_n(highest, &found, mine, false,
-                                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
+    dtrain__raise(&world->control->progress, mine);
+    if (world->progress) dtrain__raise(world->progress, mine);
+}
+
+#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+
+/* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
+ * name below /proc of a file that has none, which begins with a magic. A variable that a dead
+ * launcher has left behind may name somebody else's file: that one is not touched. */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
+{
+    const char *path = getenv("DTRAIN_PROGRESS_FILE");
+    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
+    struct stat status;
+    if (!path || !path[0]) return NULL;
+    const int file = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (file < 0) return NULL;
+    void *page = MAP_FAILED;
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
+        read(file, magic, sizeof magic) == sizeof magic &&
+        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+}
+
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
+{
+    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
 }
 
 /* Log as the launcher, which is no rank. */

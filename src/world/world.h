@@ -17,7 +17,7 @@
  * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
  * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
  * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
- * timeout_ms, and not more than five minutes.
+ * join_ms.
  *
  * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
  * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
@@ -106,6 +106,8 @@ typedef struct dtrain_launch_desc {
     const char *flight_directory; /* every rank whose run fails writes its last collectives there,
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
+    uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
+                         timeout_ms, and not more than five minutes */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -211,8 +213,9 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 /* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
  * are not counted with those before: checkpoints call it when one is published. A run whose steps
  * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
- * rank may call it, from any of its threads, and the highest step stands. Without desc.restarts,
- * or under another launcher, nothing is done with it. */
+ * rank may call it, from any of its threads, and the highest step stands. dtrain-run hears of it
+ * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
+ * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 
 /* Say whether SIGTERM or SIGUSR1 has come to this rank, with desc.catch_signals; false without it.

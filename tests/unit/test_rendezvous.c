@@ -1067,7 +1067,7 @@ static void apart_rank(const apart *a, int rank)
     world = (dtrain_world *)dtrain__alloc(&allocator, 1, sizeof *world, "a world");
     world->rank = rank;
     world->size = a->size;
-    world->timeout_ns = 20000000000u;
+    world->timeout_ns = world->join_ns = 20000000000u;
     world->allocator = allocator;
     world->log.level = DTRAIN_LOG_ERROR;
     world->log.rank = rank;
