@@ -37,24 +37,24 @@ static void run_tell_nodes(const run_watch *w)
     dtrain_world_abort(w->world, DTRAIN_ERROR_RANK_FAILED, text);
 }
 
-/* Hear whether another node has failed. What the library says of it begins with "rank 1 reported ...: ", where its
- * ranks are our nodes; a node that is lost has no sentence of its own. */
+/* Hear whether another node has failed. The library's sentence is "... rank 1 reported CODE: SENTENCE [exit 7]", where
+ * its ranks are our nodes; a node that is lost has no sentence of its own. */
 static void run_hear_nodes(run_watch *w)
 {
     if (!w->world || w->failure.any || dtrain_world_poll(w->world) == DTRAIN_OK) return;
     run_failure *failure = &w->failure;
     const char *text = dtrain_last_error(), *mark = strstr(text, " [exit ");
-    const char *begin = mark ? strstr(text, ": rank ") : NULL;
-    int node = -1, code = 1;
+    const char *begin = strstr(text, " reported ");
+    int node = -1;
+    begin = begin && mark ? strstr(begin, ": ") : NULL;
     failure->any = true;
-    failure->here = false;
     failure->code = 1;
-    if (mark && sscanf(mark, " [exit %d", &code) == 1) failure->code = code;
-    if (mark && strstr(mark, ", stopped]") && !w->stopped_by) w->stopped_by = SIGTERM;
-    if (begin)
+    if (begin && begin < mark) {
+        (void)sscanf(mark, " [exit %d", &failure->code);
+        if (strstr(mark, ", stopped]") && !w->stopped_by) w->stopped_by = SIGTERM;
         snprintf(failure->sentence, sizeof failure->sentence, "%.*s", (int)(mark - begin - 2),
                  begin + 2);
-    else if (sscanf(text, "rank %*d: rank %d", &node) == 1 || sscanf(text, "rank %d", &node) == 1)
+    } else if (sscanf(text, "rank %*d: rank %d", &node) == 1)
         snprintf(failure->sentence, sizeof failure->sentence,
                  "the dtrain-run of node %d is gone: it was killed, or its host was lost", node);
     else snprintf(failure->sentence, sizeof failure->sentence, "another node failed: %.200s", text);

@@ -35,7 +35,7 @@ typedef struct run_node {
     int first, count, size; /* rank numbers of this node; ranks of the run */
     int attempt;            /* how often the run was started before */
     int restarts_before;    /* by the launcher around this one */
-    const char *address; /* of rank 0 */
+    const char *address;    /* of rank 0 */
     int port;
     char key[160];            /* of this attempt */
     int progress_file, guard; /* guard: the pipe to it */
