@@ -70,6 +70,7 @@
        src/world/page.c                     One host, one control page
        src/world/launch.c                   A rank's life, and dtrain_launch
        src/world/launch_internal.h          A launch: what launch.c, restart.c and signals.c share
+       src/world/explain.c                  What a launch makes of its environment, in words
        src/world/restart.c                  Restarts
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
@@ -741,6 +742,8 @@ typedef struct dtrain_launch_desc {
                                      environment, and without that nowhere */
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
+    bool explain;     /* log what dtrain_launch_explain says; DTRAIN_EXPLAIN_LAUNCH=1 in the
+                         environment does it too */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -795,6 +798,20 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * desc and info may be NULL. */
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
+
+/* Explain what dtrain_launch would do with this desc and the environment as it is, and start
+ * nothing. text (room bytes, cut there) receives lines:
+ *
+ *     torchrun       taken: RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
+ *     Slurm          ignored, torchrun goes before it: SLURM_PROCID=1 SLURM_STEP_ID=0
+ *     ranks          this process is rank 3 of 8, local rank 1 of 2
+ *     meeting        at head port 29600, for at most 300 s
+ *
+ * and so on: every family of variables that is set, why it is taken or not, and what comes of it.
+ * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
+ * contradictory environment is explained, and then refused. */
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room);
 
 /* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
@@ -4278,8 +4295,9 @@ struct dtrain_world {
 };
 
 /* These are implemented by comm/backend.c, because the world owns a communicator and may not know
- * which: check what a launch desc asks for before anything is started, make it, end it, and let it
- * send what it has while rank 0 waits for the others at the end. */
+ * which: name what a launch desc asks for, NULL for nothing; check it before anything is started, make
+ * it, end it, and let it send what it has while rank 0 waits for the others at the end. */
+DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
@@ -4438,6 +4456,25 @@ DTRAIN_API void dtrain_log(dtrain_world *world, dtrain_log_level level, const ch
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
+/* The families of variables, in the order in which they are looked at. */
+enum {
+    DTRAIN__OURS,
+    DTRAIN__TORCHRUN,
+    DTRAIN__OPEN_MPI,
+    DTRAIN__SLURM,
+    DTRAIN__MPICH,
+    DTRAIN__INDEXED,
+    DTRAIN__PET,
+    DTRAIN__FAMILIES
+};
+
+typedef struct dtrain__family {
+    const char *name;
+    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
+    const char *address, *port;                        /* of rank 0's host */
+    const char *run, *run_part;                        /* that name the run */
+} dtrain__family;
+
 /* Where the environment places this process. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
@@ -4448,9 +4485,13 @@ typedef struct dtrain__placement {
     uint32_t port;              /* of the control plane */
     uint32_t restart_count;     /* by the launcher around this process, so far */
     uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
+    int looked;                 /* for explain.c: the last family that was looked at ... */
+    bool complete;              /* ... and whether it has a rank and a size */
 } dtrain__placement;
 
 /* world/environment.c */
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void);
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 typedef enum dtrain__frame_kind {
@@ -5193,25 +5234,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-typedef struct dtrain__family {
-    const char *name;
-    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
-    const char *address, *port;                        /* of rank 0's host */
-    const char *run, *run_part;                        /* that name the run */
-} dtrain__family;
-
-enum {
-    DTRAIN__OURS,
-    DTRAIN__TORCHRUN,
-    DTRAIN__OPEN_MPI,
-    DTRAIN__SLURM,
-    DTRAIN__MPICH,
-    DTRAIN__INDEXED,
-    DTRAIN__PET,
-    DTRAIN__FAMILIES
-};
-
-static const dtrain__family dtrain__families[] = {
+static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
     {"DTRAIN_RANK", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK", "DTRAIN_LOCAL_SIZE",
      "DTRAIN_MASTER_ADDR", "MASTER_PORT", NULL, NULL},
     {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
@@ -5228,8 +5251,10 @@ static const dtrain__family dtrain__families[] = {
      NULL},
 };
 
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
+
 /* Look up a variable; NULL when it is unset or empty. */
-static const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
 {
     const char *text = name ? env(name) : NULL;
     return text && text[0] ? text : NULL;
@@ -5501,18 +5526,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
+        out->looked = i;
         if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
         else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
         else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
         else
             DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size,
                                          indexed && i <= DTRAIN__TORCHRUN, &found, out));
+        out->complete = found;
         if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
         if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_torchrun(env, out));
     }
     if (!found || out->size == 1) {
+        const int looked = out->looked;
         memset(out, 0, sizeof *out);
         out->size = 1;
+        out->looked = looked;
+        out->complete = found;
         return dtrain__env_restarts(env, out);
     }
     DTRAIN__TRY(dtrain__env_restarts(env, out));
@@ -6600,7 +6630,17 @@ typedef struct dtrain__launch {
  * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
 #define DTRAIN__ONE_REQUEST_NS 1000000000u
 
+/* world/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given);
+
+/* world/explain.c */
+DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
+
 /* world/restart.c */
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, dtrain_log_level level,
+                                        const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info);
 
@@ -6988,7 +7028,8 @@ static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
-static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
@@ -7157,6 +7198,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    dtrain__explain_launch(&launch, result);
     if (result == DTRAIN_OK && !launch.joins)
         result = dtrain__map_kept(launch.desc.kept_bytes, &launch.kept);
     if (result == DTRAIN_OK) {
@@ -7166,6 +7208,243 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     }
     if (launch.kept) munmap(launch.kept, launch.kept->bytes);
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
+    return result;
+}
+
+/* ================================================================================================
+ * src/world/explain.c
+ * ==============================================================================================*/
+
+/* What a launch makes of its environment, in words
+ *
+ * Which launcher has started this process is guessed from its variables, and a wrong guess looks
+ * like a hang or like n trainings of one rank each. So the guess can be read: every family whose
+ * variables are set, the values, whether it was taken and why not, and what dtrain_launch does
+ * then. It asks the recogniser itself how far it got (placement.looked), so that it cannot say
+ * anything else than what is done. */
+
+/* Where the lines go: into text, or to the log of a launch. */
+typedef struct dtrain__explanation {
+    char *text;
+    size_t room, used;
+    const dtrain__launch *launch; /* NULL: into text */
+} dtrain__explanation;
+
+/* What else a family looks at; one that is set for other reasons too is not shown alone. */
+static const char *const dtrain__more_variables[DTRAIN__FAMILIES][5] = {
+    {NULL},
+    {NULL},
+    {NULL},
+    {"SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", NULL},
+    {NULL},
+    {"DTRAIN_WORLD_SIZE", "HOSTNAME", NULL},
+    {"PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL},
+};
+
+/* Say one line: a word, and what there is to say about it. */
+DTRAIN__PRINTF(3, 4)
+static void dtrain__say(dtrain__explanation *e, const char *word, const char *format, ...)
+{
+    char what[900];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    for (char *c = what; *c; c++)
+        if ((unsigned char)*c < 32 || *c == 127) *c = '?'; /* values come from outside */
+    if (!e->launch) {
+        const size_t left = e->room - e->used;
+        const int more = snprintf(e->text + e->used, left, "%-14s %s\n", word, what);
+        if (more > 0) e->used += (size_t)more < left ? (size_t)more : left - 1;
+        return;
+    }
+    dtrain__launch_log(e->launch, DTRAIN_LOG_INFO, "launch: %-14s %s", word, what);
+}
+
+/* Add " NAME=value" to a list, when it is set and not there yet. */
+static void dtrain__add_variable(dtrain__lookup_fn env, const char *name, char *list, size_t room)
+{
+    const char *value = dtrain__env_text(env, name);
+    const size_t used = strlen(list);
+    char start[48];
+    if (!value) return;
+    snprintf(start, sizeof start, " %s=", name);
+    if (strstr(list, start)) return;
+    snprintf(list + used, room - used, "%s%.80s", start, value);
+}
+
+/* List the variables of a family that are set; "" when none is that belongs to it alone. */
+static void dtrain__family_variables(dtrain__lookup_fn env, int index, char *list, size_t room)
+{
+    const dtrain__family *family = &dtrain__family_table()[index];
+    const char *const own[] = {family->rank,       family->size, family->local_rank,
+                               family->local_size, family->run,  family->run_part};
+    const char *const *more = dtrain__more_variables[index];
+    list[0] = 0;
+    if (index == DTRAIN__INDEXED && !dtrain__env_text(env, family->rank)) return;
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        dtrain__add_variable(env, own[i], list, room);
+    for (; *more; more++) dtrain__add_variable(env, *more, list, room);
+}
+
+/* Say why a family that was looked at, and was not half or contradictory, was not taken. */
+static const char *dtrain__why_not(dtrain__lookup_fn env, int index)
+{
+    const dtrain__family *family = &dtrain__family_table()[index];
+    const bool rank = dtrain__env_text(env, family->rank) != NULL;
+    const bool size = dtrain__env_text(env, family->size) != NULL;
+    if (index == DTRAIN__SLURM && !dtrain__env_text(env, "SLURM_STEP_ID"))
+        return "no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
+    if (index == DTRAIN__SLURM && rank)
+        return "PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
+    if (index == DTRAIN__INDEXED)
+        return "it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
+    if (index == DTRAIN__PET) return "neither PET_NNODES nor PET_NPROC_PER_NODE";
+    if (size && !rank) return "a size alone, which is the Indexed Job's";
+    return "no rank and no size";
+}
+
+/* Explain what each family of variables came to. */
+static void dtrain__explain_families(dtrain__explanation *e, dtrain__lookup_fn env,
+                                     const dtrain__placement *place, dtrain_result result)
+{
+    const dtrain__family *families = dtrain__family_table();
+    const bool refused = result != DTRAIN_OK && !place->family;
+    bool any = false;
+    for (int i = 0; i < DTRAIN__FAMILIES; i++) {
+        char list[640];
+        const char *name = families[i].name;
+        dtrain__family_variables(env, i, list, sizeof list);
+        if (!list[0]) continue;
+        any = true;
+        if (i > place->looked)
+            dtrain__say(e, name, "ignored, %s goes before it:%s", families[place->looked].name,
+                        list);
+        else if (i < place->looked || (!place->complete && !refused))
+            dtrain__say(e, name, "ignored, %s:%s", dtrain__why_not(env, i), list);
+        else if (refused) dtrain__say(e, name, "refused:%s", list);
+        else if (!place->family)
+            dtrain__say(e, name, "ignored, one rank is as without a launcher:%s", list);
+        else dtrain__say(e, name, "taken:%s", list);
+    }
+    if (!any) dtrain__say(e, "launcher", "none: no launcher's variables are set");
+}
+
+/* Show the variables that are of no family, or of several. */
+static void dtrain__explain_others(dtrain__explanation *e, dtrain__lookup_fn env)
+{
+    static const char *const names[] = {"DTRAIN_MASTER_ADDR", "DTRAIN_PORT", "DTRAIN_MASTER_PORT",
+                                        "MASTER_ADDR",        "MASTER_PORT", "DTRAIN_RESTART_COUNT",
+                                        "SLURM_RESTART_COUNT"};
+    char list[640] = "";
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        dtrain__add_variable(env, names[i], list, sizeof list);
+    if (dtrain__env_text(env, "DTRAIN_JOB_KEY"))
+        snprintf(list + strlen(list), sizeof list - strlen(list), " DTRAIN_JOB_KEY=(not shown)");
+    if (list[0]) dtrain__say(e, "beside", "%s", list + 1);
+}
+
+/* Explain which ranks this process starts or is, and where they meet. */
+static void dtrain__explain_ranks(dtrain__explanation *e, const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain__placement *place = &launch->place;
+    const char *how = desc->mode == DTRAIN_LAUNCH_THREADS ? "threads" : "processes";
+    char local[64] = "local rank as the others of its host turn out";
+    if (place->local_rank >= 0) snprintf(local, sizeof local, "local rank %d", place->local_rank);
+    if (place->local_rank >= 0 && place->local_size > 0)
+        snprintf(local, sizeof local, "local rank %d of %d", place->local_rank, place->local_size);
+    if (launch->here)
+        dtrain__say(e, "ranks", "this process is rank %d of %d, %s", place->rank, place->size,
+                    local);
+    else if (launch->joins)
+        dtrain__say(e, "ranks", "this process starts ranks %d to %d of %d, those of its node",
+                    place->rank, place->rank + place->forks - 1, place->size);
+    else dtrain__say(e, "ranks", "this process starts all %d, as %s", place->size, how);
+    if (!launch->joins) return;
+    dtrain__say(e, "meeting", "at %s port %u, for at most %g s; others' runs are told apart %s",
+                place->address, place->port, desc->join_ms / 1e3,
+                getenv("DTRAIN_JOB_KEY") ? "by DTRAIN_JOB_KEY"
+                                         : "by the launcher's name of the run at most");
+}
+
+/* Explain the rest of the desc, as it was resolved. */
+static void dtrain__explain_settings(dtrain__explanation *e, const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain__placement *place = &launch->place;
+    const int local = place->local_size > 0 ? place->local_size : place->size;
+    const uint32_t share = launch->cores / (uint32_t)local;
+    const char *comm = dtrain__world_comm_name(desc);
+    dtrain__say(e, "communicator", "%s",
+                comm            ? comm
+                : launch->joins ? "local where all ranks share memory, else MPI if built in"
+                : desc->device_ops && !desc->device_ops->host_memory ? "local, through host memory"
+                                                                     : "local");
+    dtrain__say(e, "device", "%s, %u thread%s a rank of %u cores for %d ranks%s",
+                desc->device_ops ? desc->device_ops->name : "cpu",
+                desc->threads_per_rank ? desc->threads_per_rank
+                : share                ? share
+                                       : 1,
+                (desc->threads_per_rank ? desc->threads_per_rank : share) > 1 ? "s" : "",
+                launch->cores, local, place->local_size > 0 || !launch->joins ? "" : " at most");
+    if (desc->emulation.node_ranks)
+        dtrain__say(e, "emulation", "nodes of %u, %g Gb/s, %g us", desc->emulation.node_ranks,
+                    desc->emulation.gigabits_per_second, desc->emulation.latency_us);
+    if (launch->joins)
+        dtrain__say(e, "restarts", "by the launcher; %u so far%s", place->restart_count,
+                    desc->restarts ? "; desc.restarts is ignored" : "");
+    else
+        dtrain__say(e, "restarts", "%u in a row without progress; %u so far, by what is around it",
+                    desc->restarts, place->restart_count);
+    dtrain__say(e, "waits", "timeout %g s, grace %g s; signals %s; flight records %s",
+                desc->timeout_ms / 1e3, desc->grace_ms / 1e3,
+                desc->catch_signals ? "are caught" : "are not caught",
+                desc->flight_directory ? desc->flight_directory : "nowhere");
+}
+
+static void dtrain__explain(dtrain__explanation *e, const dtrain__launch *launch,
+                            dtrain_result result)
+{
+    char why[DTRAIN__ERROR_BYTES];
+    snprintf(why, sizeof why, "%s", dtrain_last_error());
+    dtrain__placement place;
+    const dtrain_result recognised = dtrain__recognise(getenv, &place);
+    dtrain__explain_families(e, getenv, &place, recognised);
+    dtrain__explain_others(e, getenv);
+    if (result == DTRAIN_OK) {
+        dtrain__explain_ranks(e, launch);
+        dtrain__explain_settings(e, launch);
+    } else dtrain__say(e, "refused", "%s", why);
+    dtrain__set_last_error(result == DTRAIN_OK ? "" : why);
+}
+
+/* Log the explanation of a launch, where its desc or the environment asks for it. */
+DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result)
+{
+    const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
+    dtrain__explanation e;
+    if (!launch->desc.explain && (!asked || strcmp(asked, "1") != 0)) return;
+    memset(&e, 0, sizeof e);
+    e.launch = launch;
+    dtrain__explain(&e, launch, result);
+}
+
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room)
+{
+    dtrain__explanation e;
+    dtrain__launch launch;
+    if (!text || !room)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
+                           text ? "0 bytes" : "NULL");
+    memset(&e, 0, sizeof e);
+    memset(&launch, 0, sizeof launch);
+    text[0] = 0;
+    e.text = text;
+    e.room = room;
+    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    dtrain__explain(&e, &launch, result);
     return result;
 }
 
@@ -7236,9 +7515,10 @@ DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
     if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
 }
 
-/* Log as the launcher, which is no rank. */
-DTRAIN__PRINTF(2, 3)
-static void dtrain__launch_warn(const dtrain__launch *launch, const char *format, ...)
+/* Log as the launcher, which is no rank unless it has joined others. */
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, dtrain_log_level level,
+                                        const char *format, ...)
 {
     dtrain__log_sink sink;
     va_list args;
@@ -7246,9 +7526,9 @@ static void dtrain__launch_warn(const dtrain__launch *launch, const char *format
     sink.write = launch->desc.log;
     sink.user = launch->desc.log_user;
     sink.level = (dtrain_log_level)launch->desc.log_level;
-    sink.rank = -1;
+    sink.rank = launch->here ? launch->place.rank : -1;
     va_start(args, format);
-    dtrain__log_va(&sink, DTRAIN_LOG_WARNING, format, args);
+    dtrain__log_va(&sink, level, format, args);
     va_end(args);
 }
 
@@ -7275,8 +7555,8 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     int count = launch->started;
     if (nodes) count -= count % nodes;
     if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__launch_warn(launch, "%s; going on with %d rank%s", dtrain_last_error(), count,
-                        count > 1 ? "s" : "");
+    dtrain__launch_log(launch, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
+                       dtrain_last_error(), count, count > 1 ? "s" : "");
     dtrain__set_ranks(launch, count);
     return true;
 }
@@ -7344,8 +7624,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
     launch->in_a_row++;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
-    dtrain__launch_warn(launch, "restart %u of %u in %.1f s: %s", launch->in_a_row, desc->restarts,
-                        1e-9 * (double)wait_ns, last);
+    dtrain__launch_log(launch, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
+                       launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {
         info->signal = number;
@@ -10966,6 +11246,11 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         "dtrain_comm_ops_by_name: \"%.40s\" is not here; there are \"local\" and, in a "
         "program built by mpicc with -DDTRAIN_USE_MPI, \"mpi\"",
         name);
+}
+
+DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc)
+{
+    return desc->comm_ops ? desc->comm_ops->name : NULL;
 }
 
 /* Emulated links are gates in the queue of the local communicator: no other one has them. */

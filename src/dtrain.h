@@ -70,6 +70,7 @@ extern "C" {
 #include "world/rendezvous.c"
 #include "world/page.c"
 #include "world/launch.c"
+#include "world/explain.c"
 #include "world/restart.c"
 #include "world/signals.c"
 #include "comm/comm.c"

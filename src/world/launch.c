@@ -397,7 +397,8 @@ static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
-static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
@@ -566,6 +567,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    dtrain__explain_launch(&launch, result);
     if (result == DTRAIN_OK && !launch.joins)
         result = dtrain__map_kept(launch.desc.kept_bytes, &launch.kept);
     if (result == DTRAIN_OK) {

@@ -70,9 +70,10 @@ DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
     if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
 }
 
-/* Log as the launcher, which is no rank. */
-DTRAIN__PRINTF(2, 3)
-static void dtrain__launch_warn(const dtrain__launch *launch, const char *format, ...)
+/* Log as the launcher, which is no rank unless it has joined others. */
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, dtrain_log_level level,
+                                        const char *format, ...)
 {
     dtrain__log_sink sink;
     va_list args;
@@ -80,9 +81,9 @@ static void dtrain__launch_warn(const dtrain__launch *launch, const char *format
     sink.write = launch->desc.log;
     sink.user = launch->desc.log_user;
     sink.level = (dtrain_log_level)launch->desc.log_level;
-    sink.rank = -1;
+    sink.rank = launch->here ? launch->place.rank : -1;
     va_start(args, format);
-    dtrain__log_va(&sink, DTRAIN_LOG_WARNING, format, args);
+    dtrain__log_va(&sink, level, format, args);
     va_end(args);
 }
 
@@ -109,8 +110,8 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     int count = launch->started;
     if (nodes) count -= count % nodes;
     if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__launch_warn(launch, "%s; going on with %d rank%s", dtrain_last_error(), count,
-                        count > 1 ? "s" : "");
+    dtrain__launch_log(launch, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
+                       dtrain_last_error(), count, count > 1 ? "s" : "");
     dtrain__set_ranks(launch, count);
     return true;
 }
@@ -178,8 +179,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
     launch->in_a_row++;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
-    dtrain__launch_warn(launch, "restart %u of %u in %.1f s: %s", launch->in_a_row, desc->restarts,
-                        1e-9 * (double)wait_ns, last);
+    dtrain__launch_log(launch, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
+                       launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {
         info->signal = number;

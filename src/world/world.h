@@ -108,6 +108,8 @@ typedef struct dtrain_launch_desc {
                                      environment, and without that nowhere */
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
+    bool explain;     /* log what dtrain_launch_explain says; DTRAIN_EXPLAIN_LAUNCH=1 in the
+                         environment does it too */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -162,6 +164,20 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
  * desc and info may be NULL. */
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
+
+/* Explain what dtrain_launch would do with this desc and the environment as it is, and start
+ * nothing. text (room bytes, cut there) receives lines:
+ *
+ *     torchrun       taken: RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
+ *     Slurm          ignored, torchrun goes before it: SLURM_PROCID=1 SLURM_STEP_ID=0
+ *     ranks          this process is rank 3 of 8, local rank 1 of 2
+ *     meeting        at head port 29600, for at most 300 s
+ *
+ * and so on: every family of variables that is set, why it is taken or not, and what comes of it.
+ * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
+ * contradictory environment is explained, and then refused. */
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room);
 
 /* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);

@@ -27,13 +27,17 @@ typedef struct run_watch {
     run_failure failure;
 } run_watch;
 
-/* Tell the other nodes of the first failure. They read the exit code out of the sentence, see run_hear_nodes. */
+/* Tell the other nodes of the first failure: with what its rank said, and the exit code, which run_hear_nodes reads. An
+ * abort carries 500 bytes. */
 static void run_tell_nodes(const run_watch *w)
 {
-    char text[RUN_SENTENCE + 64];
+    const run_failure *failure = &w->failure;
+    char text[500], error[240] = "";
     if (!w->world) return;
-    snprintf(text, sizeof text, "%s%s [exit %d%s]", w->failure.sentence, w->failure.here ? "" : " ",
-             w->failure.code, w->stopped_by ? ", stopped" : "");
+    if (failure->here) run_error_message(&w->node->ranks[failure->local], error, sizeof error);
+    snprintf(text, sizeof text, "%.200s%s%s [exit %d%s]", failure->sentence,
+             error[0] ? "; its error: " : "", error, failure->code,
+             w->stopped_by ? ", stopped" : "");
     dtrain_world_abort(w->world, DTRAIN_ERROR_RANK_FAILED, text);
 }
 

@@ -4,7 +4,7 @@
 
 #include "ranks.h"
 
-enum { RUN_SENTENCE = 420, RUN_LAST_LINES = 10 };
+enum { RUN_SENTENCE = 500, RUN_LAST_LINES = 10 };
 
 /* The first failure of an attempt, as this node knows it. */
 typedef struct run_failure {

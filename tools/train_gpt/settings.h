@@ -29,7 +29,7 @@ typedef struct settings {
     long batch, accum, steps, warmup, seed, init_seed, eval_every, eval_batches, sample, bucket_kib;
     double lr, min_lr, muon_lr, weight_decay, beta2, clip, dropout, val_split, temperature, top_p;
     long generate, top_k, no_cache;
-    long deterministic, no_overlap, thread_ranks, graph, tune;
+    long deterministic, no_overlap, thread_ranks, graph, tune, explain_launch, probe_links;
     double topk_ratio, topk_momentum, warmup_ratio;
     long variance_steps, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
         hierarchical;
@@ -177,6 +177,8 @@ static const flag flag_table[] = {
      "emulate a cluster on this machine, as NODESxRANKS:GBPS:LATENCY_US, for example 2x4:10:50",
      NULL},
     {"--timeout", 'i', &flags.timeout, 1, 1e6, "seconds that a rank waits for another", NULL},
+    {"--explain-launch", 'b', &flags.explain_launch, 0, 0,
+     "say which launcher was recognised, from which variables, and what comes of it", NULL},
     {"--graph", 'b', &flags.graph, 0, 0, "GPU: record the step once and replay it", NULL},
     {"--tune", 'b', &flags.tune, 0, 0,
      "GPU: time matrix products at their first use; bits may then differ from run to run", NULL},

@@ -252,6 +252,7 @@ int main(int argc, char **argv)
     memset(&launch, 0, sizeof launch);
     if (choose_backends(s, &launch)) return 2;
     launch.tune = s->tune != 0;
+    launch.explain = s->explain_launch != 0;
     launch.math = s->precision == 1 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
     launch.memory_limit = (uint64_t)s->memory_limit << 20;
     launch.rank_count = (uint32_t)s->ranks;
