@@ -22,6 +22,7 @@ typedef struct dtrain__explanation {
     char *text;
     size_t room, used;
     const dtrain__launch *launch; /* NULL: into text */
+    int rank;                     /* whose lines the log is told they are */
 } dtrain__explanation;
 
 /* What else a family looks at; one that is set for other reasons too is not shown alone. */
@@ -52,7 +53,7 @@ static void dtrain__say(dtrain__explanation *e, const char *word, const char *fo
         if (more > 0) e->used += (size_t)more < left ? (size_t)more : left - 1;
         return;
     }
-    dtrain__launch_log(e->launch, DTRAIN_LOG_INFO, "launch: %-14s %s", word, what);
+    dtrain__launch_log(e->launch, e->rank, DTRAIN_LOG_INFO, "launch: %-14s %s", word, what);
 }
 
 /* Add " NAME=value" to a list, when it is set and not there yet. */
@@ -218,9 +219,11 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
 {
     const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
     dtrain__explanation e;
-    if (!launch->desc.explain && (!asked || strcmp(asked, "1") != 0)) return;
+    const bool all = asked && strcmp(asked, "all") == 0;
+    if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
     memset(&e, 0, sizeof e);
     e.launch = launch;
+    e.rank = launch->here && !all ? launch->place.rank : -1; /* -1: nobody's info is left out */
     dtrain__explain(&e, launch, result);
 }
 

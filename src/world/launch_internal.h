@@ -57,9 +57,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
 DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
 
 /* world/restart.c */
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, dtrain_log_level level,
-                                        const char *format, ...);
+DTRAIN__PRINTF(4, 5)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
+                                        dtrain_log_level level, const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info);
 

@@ -70,10 +70,10 @@ DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
     if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
 }
 
-/* Log as the launcher, which is no rank unless it has joined others. */
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, dtrain_log_level level,
-                                        const char *format, ...)
+/* Log as the launcher, rank -1, or as the rank that this process is to be. */
+DTRAIN__PRINTF(4, 5)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
+                                        dtrain_log_level level, const char *format, ...)
 {
     dtrain__log_sink sink;
     va_list args;
@@ -81,7 +81,7 @@ DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, dtrain_log
     sink.write = launch->desc.log;
     sink.user = launch->desc.log_user;
     sink.level = (dtrain_log_level)launch->desc.log_level;
-    sink.rank = launch->here ? launch->place.rank : -1;
+    sink.rank = rank;
     va_start(args, format);
     dtrain__log_va(&sink, level, format, args);
     va_end(args);
@@ -110,7 +110,7 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     int count = launch->started;
     if (nodes) count -= count % nodes;
     if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__launch_log(launch, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
                        dtrain_last_error(), count, count > 1 ? "s" : "");
     dtrain__set_ranks(launch, count);
     return true;
@@ -179,7 +179,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
     launch->in_a_row++;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
-    dtrain__launch_log(launch, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
                        launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {

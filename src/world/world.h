@@ -109,7 +109,7 @@ typedef struct dtrain_launch_desc {
     uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
                          timeout_ms, and not more than five minutes */
     bool explain;     /* log what dtrain_launch_explain says; DTRAIN_EXPLAIN_LAUNCH=1 in the
-                         environment does it too */
+                         environment does it too, and =all on every rank */
 } dtrain_launch_desc;
 
 /* How the run ended. */

@@ -114,6 +114,7 @@ typedef struct job {
     bool stopped;                  /* by a signal, before its last step */
     int64_t rolled_back;           /* the step of the last roll-back, or -1 */
     dtrain_memory memory;
+    dtrain_probe_info links; /* with --probe-links */
 } job;
 
 /* What the flags ask of the strategy; *compression must live as long as the desc is used. */

@@ -179,6 +179,8 @@ static const flag flag_table[] = {
     {"--timeout", 'i', &flags.timeout, 1, 1e6, "seconds that a rank waits for another", NULL},
     {"--explain-launch", 'b', &flags.explain_launch, 0, 0,
      "say which launcher was recognised, from which variables, and what comes of it", NULL},
+    {"--probe-links", 'b', &flags.probe_links, 0, 0,
+     "measure the links between ranks, for two seconds, and warn when they are too slow", NULL},
     {"--graph", 'b', &flags.graph, 0, 0, "GPU: record the step once and replay it", NULL},
     {"--tune", 'b', &flags.tune, 0, 0,
      "GPU: time matrix products at their first use; bits may then differ from run to run", NULL},

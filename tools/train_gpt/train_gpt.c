@@ -18,7 +18,7 @@
  * loop and losses are the same.
  *
  * How to read it: gpt.h (the model) -> settings.h (flags) -> job.h (what a run consists of) ->
- * report.h (what rank 0 prints) -> checks.h (what is refused before a rank starts) -> here train(),
+ * report.h (what rank 0 prints) -> links.h (how fast the links are) -> checks.h (what is refused before a rank starts) -> here train(),
  * which every rank runs -> main(). Beside that road: weights.h and llmc.h (a GPT-2 in files of others),
  * tokenizer.h (its text), cache.h and generate.h (what it writes). */
 #define DTRAIN_IMPLEMENTATION
@@ -32,6 +32,7 @@
 #include "settings.h"
 #include "job.h"
 #include "report.h"
+#include "links.h"
 #include "checks.h"
 
 /* Compute the validation loss, on the same random windows each time. */
@@ -109,6 +110,7 @@ static dtrain_result train_steps(dtrain_world *world, job *j)
             continue;
         }
         TRY(result);
+        if (s->probe_links) forecast_links(world, j, &record);
         stopping = record.stop_requested;
         due = due && s->eval_batches && !stopping;
         if (due) TRY(validate(j, &record.val_loss));
@@ -163,6 +165,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_result result;
     TRY(open_job(world, (const settings *)user, &j));
     if (dtrain_world_rank(world) == 0) show_start(world, &j);
+    if (j.s->probe_links) TRY(probe_links(world, &j));
     fflush(stdout);
     TRY(train_steps(world, &j));
     TRY(finish_job(world, &j));
