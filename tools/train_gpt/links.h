@@ -12,7 +12,7 @@ enum {
 static void show_link(const char *where, const dtrain_probe_link *link)
 {
     if (!link->pair_count) return;
-    printf("links   %s: %.2f GB/s, %.3g us; slowest from rank %d to rank %d, %.2f GB/s\n", where,
+    printf("links   %s: %.3g GB/s, %.3g us; slowest from rank %d to rank %d, %.3g GB/s\n", where,
            1e-9 * link->bytes_per_second, link->latency_us, link->slow_rank, link->slow_peer,
            1e-9 * link->worst_bytes_per_second);
 }
@@ -24,7 +24,7 @@ static dtrain_result probe_links(dtrain_world *world, job *j)
     if (result != DTRAIN_OK || dtrain_world_rank(world)) return result;
     show_link("inside of a node", &j->links.inside);
     show_link("between nodes", &j->links.between);
-    printf("links   all-reduce: %.2f GB/s a rank, %.3g us; probed for %.1f s\n",
+    printf("links   all-reduce: %.3g GB/s a rank, %.3g us; probed for %.1f s\n",
            1e-9 * j->links.reduce_bytes_per_second, j->links.reduce_us, j->links.seconds);
     return DTRAIN_OK;
 }
