@@ -139,6 +139,28 @@ wait $launcher
 grep -q 'stopped by a signal' "$tmp/out" || status=1
 result "SIGTERM: ranks save and end with status 0" $status "$tmp/out"
 
+# Three failures, and each attempt goes further: one restart in a row is enough. A checkpoint is published every 20 steps.
+$run --nproc 2 --restarts 1 $long --save-every 20 --steps 9000000 --checkpoint "$tmp/further" >"$tmp/out" 2>&1 &
+launcher=$!
+before=none status=0
+for attempt in 1 2 3; do
+    wait_for 30 sh -c "[ \"\$(cat '$tmp/further/latest' 2>/dev/null || echo none)\" != '$before' ]" || status=1
+    before=$(cat "$tmp/further/latest")
+    pkill -9 -n -f "train_gpt.*$tmp/further"
+    wait_for 10 sh -c "[ \$(grep -c 'restart 1 of 1' '$tmp/out') -eq $attempt ]" || status=1
+    wait_for 10 sh -c "[ \$(grep -c 'resume  step' '$tmp/out') -eq $attempt ]" || status=1
+done
+kill $launcher
+wait $launcher || status=1
+result "checkpoints are progress: failures are not counted with those before" $status "$tmp/out"
+
+# ---- What train_gpt says of its launch and its links ----
+good "--explain-launch" 'launch: ranks +this process is rank 0 of 2, local rank 0 of 2' $run --nproc 2 $gpt --steps 1 --explain-launch
+grep -q 'launch: DTRAIN_RANK  *taken: DTRAIN_RANK=0 DTRAIN_WORLD_SIZE=2' "$tmp/out" && ! grep -q 'JOB_KEY=[0-9a-f]' "$tmp/out"
+result "the variables, and not the key" $? "$tmp/out"
+good "--probe-links" 'warning.*2 nodes: predicted x[01].* of one, link 0.0(1[12]|0[0-9])' $build/train_gpt --emulate 2x1:0.1:300 --probe-links --steps 5 --eval-batches 1 --sample 0
+grep -q '^links   between nodes: 0.01[12]' "$tmp/out"; result "the emulated link is found" $? "$tmp/out"
+
 # ---- Two nodes ----
 two "two nodes of two ranks" 0 '^\[rank 3\] 3 of 4, 1 of 2$' sh -c 'echo "$DTRAIN_RANK of $DTRAIN_WORLD_SIZE, $DTRAIN_LOCAL_RANK of $DTRAIN_LOCAL_SIZE"'
 two "a rank of node 1 fails: its status on both" 9 '^dtrain-run: rank 2 of 4 .* exit status 9' --grace 0.6 sh -c 'sleep 0.2; [ $DTRAIN_RANK != 2 ] || exit 9; sleep 60'

@@ -2,9 +2,9 @@
  *
  *   build:   cc -O2 -I. tools/dtrain-run/dtrain-run.c -o build/dtrain-run -lm -lpthread
  *   run:     build/dtrain-run --nproc 4 build/train_gpt --ranks 4 --steps 50
- *            build/dtrain-run --nproc 2 --restarts 3 --log-dir logs build/train_gpt --ranks 2 --checkpoint run --resume auto
- *            dtrain-run --nnodes 2 --node-rank 0 --master node0 --nproc 8 PROGRAM    (on node0)
- *            dtrain-run --nnodes 2 --node-rank 1 --master node0 --nproc 8 PROGRAM    (on node1)
+ *            build/dtrain-run --nproc 2 --restarts 3 --log-dir logs build/train_gpt --steps 50 --checkpoint run --resume auto
+ *
+ * On several nodes the same command runs on each, with --nnodes 2 --node-rank 0 --master node0 on node0, and so on.
  *
  * What to expect: rank 0 has the terminal, lines of the others begin with "[rank N] ". A signal that comes here goes to
  * all ranks. The exit status is 0 when all ranks returned 0, and else that of the rank that failed first, 128 + N for
