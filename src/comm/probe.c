@@ -175,7 +175,7 @@ static dtrain_result dtrain__probe_gather(dtrain__probe *p, dtrain__probe_pair *
     return DTRAIN_OK;
 }
 
-/* Let all pairs have their turns, as long as the shortest one still fits in. */
+/* Let all pairs have their turns: the first, and those of which the shortest still fits in. */
 static dtrain_result dtrain__probe_pairs(dtrain__probe *p, double *spent)
 {
     const int rank = p->world->rank, size = p->world->size;
@@ -185,7 +185,7 @@ static dtrain_result dtrain__probe_pairs(dtrain__probe *p, double *spent)
     double latest = 0;
     memset(&mine, 0, sizeof mine);
     DTRAIN__TRY(dtrain__probe_gather(p, &mine, spent)); /* all begin together */
-    for (int phase = 0; phase < p->phases && *spent + 5 * latest < most; phase++) {
+    for (int phase = 0; phase < p->phases && (!phase || *spent + 5 * latest < most); phase++) {
         const double share = (most - *spent) / (p->phases - phase);
         if (p->phase_of[rank] == phase) DTRAIN__TRY(dtrain__probe_lead(p, behind, share, &mine));
         else if (p->phase_of[before] == phase) DTRAIN__TRY(dtrain__probe_answer(p, before));

@@ -159,8 +159,8 @@ struct dtrain_world {
 };
 
 /* These are implemented by comm/backend.c, because the world owns a communicator and may not know
- * which: name what a launch desc asks for, NULL for nothing; check it before anything is started, make
- * it, end it, and let it send what it has while rank 0 waits for the others at the end. */
+ * which: name what a launch desc asks for, NULL for nothing; check it before anything is started;
+ * make it, end it, and let it send what it has while rank 0 waits for the others at the end. */
 DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);

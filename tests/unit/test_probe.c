@@ -1,6 +1,6 @@
 /* test_probe.c: the link probe finds the links that were emulated, in time, on worlds of 1 to 8 ranks; its forecast
  * is what its formula says, computed by hand. The emulation's own formula is that of test_links.c; a busy machine makes
- * times longer, never shorter, so a probe that missed is asked up to three times. */
+ * times longer, never shorter, so a probe that missed is asked up to five times. */
 #include "test.h"
 #include "dtrain.h"
 #include "ranks.h"
@@ -48,7 +48,7 @@ static void test_emulated(void)
         const double speed = cases[i].gigabits / 8 * 1e9;
         const int nodes = cases[i].ranks / cases[i].node_ranks;
         bool good = false;
-        for (int turn = 0; turn < 3 && !good; turn++) {
+        for (int turn = 0; turn < 5 && !good; turn++) {
             probed *shared = (probed *)ranks_shared(sizeof *shared);
             dtrain_launch_desc desc = ranks_desc(cases[i].ranks, DTRAIN_LAUNCH_PROCESSES);
             desc.emulation.node_ranks = (uint32_t)cases[i].node_ranks;
@@ -60,9 +60,9 @@ static void test_emulated(void)
             const double most = 1.1e-3 * shared->budget_ms;
             CHECK(info->size == cases[i].ranks && info->node_count == nodes &&
                   info->node_ranks == cases[i].node_ranks);
-            CHECK((int)info->between.pair_count == (cases[i].ranks == 2 ? 1 : nodes));
             CHECK((int)info->inside.pair_count <= cases[i].ranks - nodes);
-            good = near(info->between.latency_us, cases[i].latency_us, 0.15) &&
+            good = (int)info->between.pair_count == (cases[i].ranks == 2 ? 1 : nodes) &&
+                   near(info->between.latency_us, cases[i].latency_us, 0.15) &&
                    near(info->between.bytes_per_second, speed, 0.15) && info->seconds < most;
             if (!good)
                 printf("       %d ranks, %d a node: %.0f us of %.0f, %.4g GB/s of %.4g, %.2f s\n",

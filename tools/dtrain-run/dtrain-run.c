@@ -1,8 +1,8 @@
 /* dtrain-run.c: starts the ranks of a run, on this node or on each of several, and starts them again after a failure.
  *
  *   build:   cc -O2 -I. tools/dtrain-run/dtrain-run.c -o build/dtrain-run -lm -lpthread
- *   run:     build/dtrain-run --nproc 4 build/train_gpt --ranks 4 --steps 50
- *            build/dtrain-run --nproc 2 --restarts 3 --log-dir logs build/train_gpt --steps 50 --checkpoint run --resume auto
+ *   run:     build/dtrain-run --nproc 4 --log-dir logs build/train_gpt --steps 20
+ *            build/dtrain-run --nproc 2 --restarts 3 build/train_gpt --steps 50 --checkpoint run --resume auto
  *
  * On several nodes the same command runs on each, with --nnodes 2 --node-rank 0 --master node0 on node0, and so on.
  *

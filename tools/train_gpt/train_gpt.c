@@ -18,9 +18,9 @@
  * loop and losses are the same.
  *
  * How to read it: gpt.h (the model) -> settings.h (flags) -> job.h (what a run consists of) ->
- * report.h (what rank 0 prints) -> links.h (how fast the links are) -> checks.h (what is refused before a rank starts) -> here train(),
+ * report.h (what rank 0 prints) -> checks.h (what is refused before a rank starts) -> here train(),
  * which every rank runs -> main(). Beside that road: weights.h and llmc.h (a GPT-2 in files of others),
- * tokenizer.h (its text), cache.h and generate.h (what it writes). */
+ * tokenizer.h (its text), cache.h and generate.h (what it writes), links.h (how fast links are). */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #ifdef DTRAIN_USE_NCCL
