@@ -84,6 +84,7 @@ is "the cause, although others end before it" 6 'rank 2 of 3 .* exit status 6' $
 # signalled NAME STATUS SIGNAL PATTERN COMMAND...: dtrain-run gets the signal when both ranks have said "ready"
 signalled() {
     name=$1 want=$2 number=$3 pattern=$4; shift 4
+    : >"$tmp/out" # what the test before has said is no answer
     "$@" >"$tmp/out" 2>&1 &
     launcher=$!
     wait_for 20 sh -c "[ \$(grep -c ready '$tmp/out') -eq 2 ]"
@@ -99,6 +100,7 @@ sleeper='trap "echo heard; exit 0" TERM USR1 HUP; trap "echo heard" USR2; echo r
 for number in TERM USR1 HUP; do signalled "SIG$number reaches ranks, which end well" 0 $number '\[rank 1\] heard' $run --nproc 2 sh -c "$sleeper"; done
 signalled "SIGINT ends ranks that do not handle it" 130 INT 'signal 2 \(SIGINT\)' $run --nproc 2 --restarts 3 perl -e '$| = 1; print "ready\n"; sleep 60'
 signalled "after a request to stop and the grace period ranks are killed" 137 TERM 'SIGKILL' $run --nproc 2 --grace 0.3 sh -c 'trap "" TERM; echo ready; while :; do sleep 1; done'
+: >"$tmp/out"
 $run --nproc 2 sh -c 'sleep 600 & echo ready; sleep 600' >"$tmp/out" 2>&1 &
 launcher=$!
 wait_line 20 'rank 1. ready' "$tmp/out"
@@ -140,6 +142,7 @@ grep -q 'stopped by a signal' "$tmp/out" || status=1
 result "SIGTERM: ranks save and end with status 0" $status "$tmp/out"
 
 # Three failures, and each attempt goes further: one restart in a row is enough. A checkpoint is published every 20 steps.
+: >"$tmp/out"
 $run --nproc 2 --restarts 1 $long --save-every 20 --steps 9000000 --checkpoint "$tmp/further" >"$tmp/out" 2>&1 &
 launcher=$!
 before=none status=0
