@@ -91,7 +91,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
-    if (launch->joins) world->progress = dtrain__progress_open();
+    world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;

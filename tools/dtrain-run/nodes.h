@@ -8,6 +8,8 @@
  *       ^                                              | a rank failed somewhere: all nodes end theirs
  *       +------------------ restarts left -------------+
  *
+ * Strangers are turned away where DTRAIN_JOB_KEY is set, the same on all nodes; the traffic is not encrypted.
+ *
  * A node that is gone for good does not come to the next meeting, which ends at --timeout and says so; one that was
  * started again comes to it as if it had been there before. */
 #ifndef NODES_H
