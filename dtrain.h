@@ -18,6 +18,7 @@
        ./a.out
        torchrun --no_python --nproc_per_node 4 ./a.out        mpirun -n 4 ./a.out
        srun -n 4 ./a.out          RANK=0 WORLD_SIZE=4 MASTER_ADDR=node0 ./a.out, and so on
+       build/dtrain-run --nproc 4 build/train_gpt --steps 20    (restarts, logs, several nodes)
 
    Kernels for AVX-512, AVX2 and plain vectors are all compiled and the best is chosen at run time:
    -march=native is not needed. Linux, gcc 8 or clang 10 or newer.
@@ -33,6 +34,7 @@
        src/world/world.h                    World and launch
        src/world/timeline.h                 Timeline
        src/comm/comm.h                      Communicators
+       src/comm/probe.h                     Link probe
        src/strategy/params.h                Parameters, units, buckets
        src/strategy/strategy.h              Strategies
        src/strategy/memory.h                Memory
@@ -75,6 +77,7 @@
        src/world/page.c                     One host, one control page
        src/world/launch.c                   A rank's life, and dtrain_launch
        src/world/launch_internal.h          A launch: what launch.c, restart.c and signals.c share
+       src/world/explain.c                  What a launch makes of its environment, in words
        src/world/restart.c                  Restarts
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
@@ -86,6 +89,7 @@
        src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
        src/comm/links.c                     Emulated links
+       src/comm/probe.c                     Measuring links
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/local.c                     The local transport: shared memory
        src/comm/mpi.c                       The MPI transport
@@ -673,7 +677,7 @@ DTRAIN_API dtrain_result dtrain_device_copy(dtrain_device *device, void *to, con
  * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
  * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
  * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
- * timeout_ms, and not more than five minutes.
+ * join_ms.
  *
  * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
  * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
@@ -772,6 +776,10 @@ typedef struct dtrain_launch_desc {
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
     dtrain_trace_desc trace;      /* all zero = none */
+    uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
+                         timeout_ms, and not more than five minutes */
+    bool explain;     /* log what dtrain_launch_explain says; DTRAIN_EXPLAIN_LAUNCH=1 in the
+                         environment does it too, and =all on every rank */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -827,6 +835,20 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
 
+/* Explain what dtrain_launch would do with this desc and the environment as it is, and start
+ * nothing. text (room bytes, cut there) receives lines:
+ *
+ *     torchrun       taken: RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
+ *     Slurm          ignored, torchrun goes before it: SLURM_PROCID=1 SLURM_STEP_ID=0
+ *     ranks          this process is rank 3 of 8, local rank 1 of 2
+ *     meeting        at head port 29600, for at most 300 s
+ *
+ * and so on: every family of variables that is set, why it is taken or not, and what comes of it.
+ * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
+ * contradictory environment is explained, and then refused. */
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room);
+
 /* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
 /* Return the number of ranks. */
@@ -877,8 +899,9 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 /* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
  * are not counted with those before: checkpoints call it when one is published. A run whose steps
  * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
- * rank may call it, from any of its threads, and the highest step stands. Without desc.restarts,
- * or under another launcher, nothing is done with it. */
+ * rank may call it, from any of its threads, and the highest step stands. dtrain-run hears of it
+ * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
+ * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 
 /* Say whether SIGTERM or SIGUSR1 has come to this rank, with desc.catch_signals; false without it.
@@ -1114,6 +1137,80 @@ extern const dtrain_comm_ops *dtrain_mpi_comm_ops(void);
 /* Find the table for a name: "local", or "mpi" in a program that is compiled with DTRAIN_USE_MPI.
  * Any other is an error that says what to do. */
 DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_comm_ops **out);
+
+/* ================================================================================================
+ * src/comm/probe.h
+ * ==============================================================================================*/
+
+/* Link probe
+ *
+ * How fast are the links between ranks, and are they fast enough for what a step sends? A probe of
+ * two seconds at the start tells, before hours are spent on a run that two nodes make no faster.
+ *
+ * Pairs of neighbours in the ring of ranks exchange messages, no two of them on one node at a time,
+ * and then all ranks all-reduce. A message of B bytes takes alpha + B / beta; alpha is the shortest
+ * half of a round trip, beta the slope between the smallest and the largest message. An all-reduce
+ * among n ranks has its own two, with 2 (n - 1) / n B in the place of B: the ring's wire bytes
+ * (Patarasuk and Yuan, 2009; alpha-beta as in Hockney, 1994). */
+
+/* Zero means default. */
+typedef struct dtrain_probe_desc {
+    uint32_t budget_ms; /* how long the probe may take; 0 = 2000. On links on which single messages
+                           take longer it takes as long as a few of those */
+} dtrain_probe_desc;
+
+/* What pairs of one kind have measured. */
+typedef struct dtrain_probe_link {
+    uint32_t pair_count;     /* measured; 0: there are none of this kind, and the rest is 0 */
+    double latency_us;       /* alpha: median over the pairs */
+    double bytes_per_second; /* beta: median over the pairs; 0: too little time for it */
+    double worst_latency_us;
+    double worst_bytes_per_second;
+    int slow_rank, slow_peer; /* the pair with the worst bytes_per_second, without those the worst
+                                 latency */
+} dtrain_probe_link;
+
+typedef struct dtrain_probe_info {
+    int size, node_count;
+    int node_ranks;                    /* of the largest node */
+    dtrain_probe_link inside, between; /* neighbours on one node; on two */
+    double reduce_us;                  /* all-reduce of one number among all ranks */
+    double reduce_bytes_per_second;    /* wire bytes a rank, of large ones; 0: no time for it */
+    double seconds;                    /* that the probe took */
+} dtrain_probe_info;
+
+/* Measure the links of a world. Collective and blocking; every rank receives the same info. With a
+ * GPU the memory measured is its own. Call it when nothing else is under way. */
+DTRAIN_API dtrain_result dtrain_probe_links(dtrain_world *world, const dtrain_probe_desc *desc,
+                                            dtrain_probe_info *info);
+
+/* What a step needs of the links. */
+typedef struct dtrain_probe_step {
+    double compute_seconds;    /* of a step, forward and backward, without communication */
+    uint64_t wire_bytes;       /* a rank sends: dtrain_strategy_info.step_bytes */
+    uint32_t collective_count; /* in so many pieces: bucket_count; 0 = 1 */
+} dtrain_probe_step;
+
+/* What is to be expected of it. The model: a step computes for C and communicates for
+ *     X = pieces * alpha + wire bytes / beta
+ * of which two thirds of C, the backward, can hide all but the last piece:
+ *     T = C + max(X - 2/3 C, X / pieces)
+ * Gains compare samples per second with one node alone (with one rank, where there is one node),
+ * whose X is that of a ring over the links inside. */
+typedef struct dtrain_probe_forecast {
+    double communication_seconds; /* X */
+    double step_seconds;          /* T */
+    double one_seconds;           /* T of one node alone, or of one rank */
+    double gain, ideal;           /* x1.03 of 2 */
+    bool limited;                 /* less than 0.7 of the ideal */
+    char text[400];               /* in a sentence, with what to try */
+} dtrain_probe_forecast;
+
+/* Predict a step from what was measured. Local, and a pure function: DTRAIN_ERROR_ARGUMENT when
+ * info is no result of a probe or the step computes nothing. */
+DTRAIN_API dtrain_result dtrain_probe_predict(const dtrain_probe_info *info,
+                                              const dtrain_probe_step *step,
+                                              dtrain_probe_forecast *forecast);
 
 /* ================================================================================================
  * src/strategy/params.h
@@ -4596,7 +4693,8 @@ struct dtrain_world {
     uint32_t restart_count;
     pid_t launcher;      /* the process that forked this rank, or 0 */
     uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
-    uint64_t timeout_ns;
+    uint64_t timeout_ns, join_ns;
+    uint64_t *progress; /* where dtrain-run reads it, see restart.c; or NULL */
     dtrain__control *control;
     dtrain__kept *kept;        /* or NULL */
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
@@ -4622,8 +4720,9 @@ struct dtrain_world {
 };
 
 /* These are implemented by comm/backend.c, because the world owns a communicator and may not know
- * which: check what a launch desc asks for before anything is started, make it, end it, and let it
- * send what it has while rank 0 waits for the others at the end. */
+ * which: name what a launch desc asks for, NULL for nothing; check it before anything is started;
+ * make it, end it, and let it send what it has while rank 0 waits for the others at the end. */
+DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
@@ -4687,6 +4786,10 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
+
+/* world/restart.c */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
 
 /* world/signals.c */
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);
@@ -5299,6 +5402,25 @@ DTRAIN__PRIVATE void dtrain__trace_destroy(dtrain_world *world)
 
 typedef char *(*dtrain__lookup_fn)(const char *name); /* getenv */
 
+/* The families of variables, in the order in which they are looked at. */
+enum {
+    DTRAIN__OURS,
+    DTRAIN__TORCHRUN,
+    DTRAIN__OPEN_MPI,
+    DTRAIN__SLURM,
+    DTRAIN__MPICH,
+    DTRAIN__INDEXED,
+    DTRAIN__PET,
+    DTRAIN__FAMILIES
+};
+
+typedef struct dtrain__family {
+    const char *name;
+    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
+    const char *address, *port;                        /* of rank 0's host */
+    const char *run, *run_part;                        /* that name the run */
+} dtrain__family;
+
 /* Where the environment places this process. */
 typedef struct dtrain__placement {
     const char *family;         /* NULL: no launcher, or one that started a world of one */
@@ -5309,9 +5431,13 @@ typedef struct dtrain__placement {
     uint32_t port;              /* of the control plane */
     uint32_t restart_count;     /* by the launcher around this process, so far */
     uint64_t key[2];            /* tells this run from others, see world/rendezvous.c */
+    int looked;                 /* for explain.c: the last family that was looked at ... */
+    bool complete;              /* ... and whether it has a rank and a size */
 } dtrain__placement;
 
 /* world/environment.c */
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void);
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name);
 DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__placement *out);
 
 typedef enum dtrain__frame_kind {
@@ -6086,25 +6212,7 @@ DTRAIN__PRIVATE uint64_t dtrain__siphash(const uint64_t key[2], const void *data
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-typedef struct dtrain__family {
-    const char *name;
-    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
-    const char *address, *port;                        /* of rank 0's host */
-    const char *run, *run_part;                        /* that name the run */
-} dtrain__family;
-
-enum {
-    DTRAIN__OURS,
-    DTRAIN__TORCHRUN,
-    DTRAIN__OPEN_MPI,
-    DTRAIN__SLURM,
-    DTRAIN__MPICH,
-    DTRAIN__INDEXED,
-    DTRAIN__PET,
-    DTRAIN__FAMILIES
-};
-
-static const dtrain__family dtrain__families[] = {
+static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
     {"DTRAIN_RANK", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK", "DTRAIN_LOCAL_SIZE",
      "DTRAIN_MASTER_ADDR", "MASTER_PORT", NULL, NULL},
     {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
@@ -6121,8 +6229,10 @@ static const dtrain__family dtrain__families[] = {
      NULL},
 };
 
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
+
 /* Look up a variable; NULL when it is unset or empty. */
-static const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
 {
     const char *text = name ? env(name) : NULL;
     return text && text[0] ? text : NULL;
@@ -6373,10 +6483,11 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
  * started one rank, a node or a shell makes no difference. */
 static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
 {
-    static const char *const names[] = {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
+    static const char *const names[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
+                                        "SLURM_RESTART_COUNT"};
     bool found = false;
     int count = 0;
-    for (int i = 0; i < 2 && !found; i++)
+    for (int i = 0; i < 3 && !found; i++)
         DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
     out->restart_count = (uint32_t)count;
     return DTRAIN_OK;
@@ -6393,18 +6504,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
+        out->looked = i;
         if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
         else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
         else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
         else
             DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size,
                                          indexed && i <= DTRAIN__TORCHRUN, &found, out));
+        out->complete = found;
         if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
         if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_torchrun(env, out));
     }
     if (!found || out->size == 1) {
+        const int looked = out->looked;
         memset(out, 0, sizeof *out);
         out->size = 1;
+        out->looked = looked;
+        out->complete = found;
         return dtrain__env_restarts(env, out);
     }
     DTRAIN__TRY(dtrain__env_restarts(env, out));
@@ -6789,7 +6905,6 @@ DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms)
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
 #define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
-#define DTRAIN__RENDEZVOUS_MS 300000u   /* and not more than timeout_ms */
 #define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
 
 typedef struct dtrain__hello {
@@ -7269,11 +7384,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
 {
     dtrain__rendezvous r;
     memset(&r, 0, sizeof r);
-    const uint64_t most = (uint64_t)DTRAIN__RENDEZVOUS_MS * 1000000u;
     r.world = world;
     r.place = place;
     r.start_ns = r.logged_ns = dtrain__now_ns();
-    r.deadline_ns = r.start_ns + (world->timeout_ns < most ? world->timeout_ns : most);
+    r.deadline_ns = r.start_ns + world->join_ns;
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
         return DTRAIN_OK;
     return dtrain_fail(r.result, "rendezvous: %s", r.why);
@@ -7552,7 +7666,17 @@ typedef struct dtrain__launch {
  * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
 #define DTRAIN__ONE_REQUEST_NS 1000000000u
 
+/* world/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given);
+
+/* world/explain.c */
+DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
+
 /* world/restart.c */
+DTRAIN__PRINTF(4, 5)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
+                                        dtrain_log_level level, const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info);
 
@@ -7583,6 +7707,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
+    dtrain__progress_close(world->progress);
     if (world->page.control) munmap(world->page.control, world->page.bytes);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
@@ -7623,6 +7748,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->emulation = desc->emulation;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->kept = launch->kept;
     world->allocator = desc->allocator;
@@ -7634,6 +7760,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
+    world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
@@ -7940,7 +8067,8 @@ static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
-static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
@@ -7981,6 +8109,8 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
+    const uint32_t most_ms = 300000;
+    if (!desc->join_ms) desc->join_ms = desc->timeout_ms < most_ms ? desc->timeout_ms : most_ms;
     if (!desc->grace_ms) desc->grace_ms = 5000;
     if (!desc->backoff_ms) desc->backoff_ms = 1000;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
@@ -8107,6 +8237,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    dtrain__explain_launch(&launch, result);
     if (result == DTRAIN_OK && !launch.joins)
         result = dtrain__map_kept(launch.desc.kept_bytes, &launch.kept);
     if (result == DTRAIN_OK) {
@@ -8116,6 +8247,246 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     }
     if (launch.kept) munmap(launch.kept, launch.kept->bytes);
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
+    return result;
+}
+
+/* ================================================================================================
+ * src/world/explain.c
+ * ==============================================================================================*/
+
+/* What a launch makes of its environment, in words
+ *
+ * Which launcher has started this process is guessed from its variables, and a wrong guess looks
+ * like a hang or like n trainings of one rank each. So the guess can be read: every family whose
+ * variables are set, the values, whether it was taken and why not, and what dtrain_launch does
+ * then. It asks the recogniser itself how far it got (placement.looked), so that it cannot say
+ * anything else than what is done. */
+
+/* Where the lines go: into text, or to the log of a launch. */
+typedef struct dtrain__explanation {
+    char *text;
+    size_t room, used;
+    const dtrain__launch *launch; /* NULL: into text */
+    int rank;                     /* whose lines the log is told they are */
+} dtrain__explanation;
+
+/* What else a family looks at; one that is set for other reasons too is not shown alone. */
+static const char *const dtrain__more_variables[DTRAIN__FAMILIES][5] = {
+    {NULL},
+    {NULL},
+    {NULL},
+    {"SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST", NULL},
+    {NULL},
+    {"DTRAIN_WORLD_SIZE", "HOSTNAME", NULL},
+    {"PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT", NULL},
+};
+
+/* Say one line: a word, and what there is to say about it. */
+DTRAIN__PRINTF(3, 4)
+static void dtrain__say(dtrain__explanation *e, const char *word, const char *format, ...)
+{
+    char what[900];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    for (char *c = what; *c; c++)
+        if ((unsigned char)*c < 32 || *c == 127) *c = '?'; /* values come from outside */
+    if (!e->launch) {
+        const size_t left = e->room - e->used;
+        const int more = snprintf(e->text + e->used, left, "%-14s %s\n", word, what);
+        if (more > 0) e->used += (size_t)more < left ? (size_t)more : left - 1;
+        return;
+    }
+    dtrain__launch_log(e->launch, e->rank, DTRAIN_LOG_INFO, "launch: %-14s %s", word, what);
+}
+
+/* Add " NAME=value" to a list, when it is set and not there yet. */
+static void dtrain__add_variable(dtrain__lookup_fn env, const char *name, char *list, size_t room)
+{
+    const char *value = dtrain__env_text(env, name);
+    const size_t used = strlen(list);
+    char start[48];
+    if (!value) return;
+    snprintf(start, sizeof start, " %s=", name);
+    if (strstr(list, start)) return;
+    snprintf(list + used, room - used, "%s%.80s", start, value);
+}
+
+/* List the variables of a family that are set; "" when none is that belongs to it alone. */
+static void dtrain__family_variables(dtrain__lookup_fn env, int index, char *list, size_t room)
+{
+    const dtrain__family *family = &dtrain__family_table()[index];
+    const char *const own[] = {family->rank,       family->size, family->local_rank,
+                               family->local_size, family->run,  family->run_part};
+    const char *const *more = dtrain__more_variables[index];
+    list[0] = 0;
+    if (index == DTRAIN__INDEXED && !dtrain__env_text(env, family->rank)) return;
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        dtrain__add_variable(env, own[i], list, room);
+    for (; *more; more++) dtrain__add_variable(env, *more, list, room);
+}
+
+/* Say why a family that was looked at, and was not half or contradictory, was not taken. */
+static const char *dtrain__why_not(dtrain__lookup_fn env, int index)
+{
+    const dtrain__family *family = &dtrain__family_table()[index];
+    const bool rank = dtrain__env_text(env, family->rank) != NULL;
+    const bool size = dtrain__env_text(env, family->size) != NULL;
+    if (index == DTRAIN__SLURM && !dtrain__env_text(env, "SLURM_STEP_ID"))
+        return "no SLURM_STEP_ID: this is a shell of sbatch or salloc, where no other rank comes";
+    if (index == DTRAIN__SLURM && rank)
+        return "PMI_RANK and PMI_SIZE say something else: an mpirun inside of the step";
+    if (index == DTRAIN__INDEXED)
+        return "it does not say of how many; set DTRAIN_WORLD_SIZE to the completions";
+    if (index == DTRAIN__PET) return "neither PET_NNODES nor PET_NPROC_PER_NODE";
+    if (size && !rank) return "a size alone, which is the Indexed Job's";
+    return "no rank and no size";
+}
+
+/* Explain what each family of variables came to. */
+static void dtrain__explain_families(dtrain__explanation *e, dtrain__lookup_fn env,
+                                     const dtrain__placement *place, dtrain_result result)
+{
+    const dtrain__family *families = dtrain__family_table();
+    const bool refused = result != DTRAIN_OK && !place->family;
+    bool any = false;
+    for (int i = 0; i < DTRAIN__FAMILIES; i++) {
+        char list[640];
+        const char *name = families[i].name;
+        dtrain__family_variables(env, i, list, sizeof list);
+        if (!list[0]) continue;
+        any = true;
+        if (i > place->looked)
+            dtrain__say(e, name, "ignored, %s goes before it:%s", families[place->looked].name,
+                        list);
+        else if (i < place->looked || (!place->complete && !refused))
+            dtrain__say(e, name, "ignored, %s:%s", dtrain__why_not(env, i), list);
+        else if (refused) dtrain__say(e, name, "refused:%s", list);
+        else if (!place->family)
+            dtrain__say(e, name, "ignored, one rank is as without a launcher:%s", list);
+        else dtrain__say(e, name, "taken:%s", list);
+    }
+    if (!any) dtrain__say(e, "launcher", "none: no launcher's variables are set");
+}
+
+/* Show the variables that are of no family, or of several. */
+static void dtrain__explain_others(dtrain__explanation *e, dtrain__lookup_fn env)
+{
+    static const char *const names[] = {"DTRAIN_MASTER_ADDR", "DTRAIN_PORT", "DTRAIN_MASTER_PORT",
+                                        "MASTER_ADDR",        "MASTER_PORT", "DTRAIN_RESTART_COUNT",
+                                        "SLURM_RESTART_COUNT"};
+    char list[640] = "";
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        dtrain__add_variable(env, names[i], list, sizeof list);
+    if (dtrain__env_text(env, "DTRAIN_JOB_KEY"))
+        snprintf(list + strlen(list), sizeof list - strlen(list), " DTRAIN_JOB_KEY=(not shown)");
+    if (list[0]) dtrain__say(e, "beside", "%s", list + 1);
+}
+
+/* Explain which ranks this process starts or is, and where they meet. */
+static void dtrain__explain_ranks(dtrain__explanation *e, const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain__placement *place = &launch->place;
+    const char *how = desc->mode == DTRAIN_LAUNCH_THREADS ? "threads" : "processes";
+    char local[64] = "local rank as the others of its host turn out";
+    if (place->local_rank >= 0) snprintf(local, sizeof local, "local rank %d", place->local_rank);
+    if (place->local_rank >= 0 && place->local_size > 0)
+        snprintf(local, sizeof local, "local rank %d of %d", place->local_rank, place->local_size);
+    if (launch->here)
+        dtrain__say(e, "ranks", "this process is rank %d of %d, %s", place->rank, place->size,
+                    local);
+    else if (launch->joins)
+        dtrain__say(e, "ranks", "this process starts ranks %d to %d of %d, those of its node",
+                    place->rank, place->rank + place->forks - 1, place->size);
+    else dtrain__say(e, "ranks", "this process starts all %d, as %s", place->size, how);
+    if (!launch->joins) return;
+    dtrain__say(e, "meeting", "at %s port %u, for at most %g s; others' runs are told apart %s",
+                place->address, place->port, desc->join_ms / 1e3,
+                getenv("DTRAIN_JOB_KEY") ? "by DTRAIN_JOB_KEY"
+                                         : "by the launcher's name of the run at most");
+}
+
+/* Explain the rest of the desc, as it was resolved. */
+static void dtrain__explain_settings(dtrain__explanation *e, const dtrain__launch *launch)
+{
+    const dtrain_launch_desc *desc = &launch->desc;
+    const dtrain__placement *place = &launch->place;
+    const int local = place->local_size > 0 ? place->local_size : place->size;
+    const uint32_t share = launch->cores / (uint32_t)local;
+    const char *comm = dtrain__world_comm_name(desc);
+    dtrain__say(e, "communicator", "%s",
+                comm            ? comm
+                : launch->joins ? "local where all ranks share memory, else MPI if built in"
+                : desc->device_ops && !desc->device_ops->host_memory ? "local, through host memory"
+                                                                     : "local");
+    dtrain__say(e, "device", "%s, %u thread%s a rank of %u cores for %d ranks%s",
+                desc->device_ops ? desc->device_ops->name : "cpu",
+                desc->threads_per_rank ? desc->threads_per_rank
+                : share                ? share
+                                       : 1,
+                (desc->threads_per_rank ? desc->threads_per_rank : share) > 1 ? "s" : "",
+                launch->cores, local, place->local_size > 0 || !launch->joins ? "" : " at most");
+    if (desc->emulation.node_ranks)
+        dtrain__say(e, "emulation", "nodes of %u, %g Gb/s, %g us", desc->emulation.node_ranks,
+                    desc->emulation.gigabits_per_second, desc->emulation.latency_us);
+    if (launch->joins)
+        dtrain__say(e, "restarts", "by the launcher; %u so far%s", place->restart_count,
+                    desc->restarts ? "; desc.restarts is ignored" : "");
+    else
+        dtrain__say(e, "restarts", "%u in a row without progress; %u so far, by what is around it",
+                    desc->restarts, place->restart_count);
+    dtrain__say(e, "waits", "timeout %g s, grace %g s; signals %s; flight records %s",
+                desc->timeout_ms / 1e3, desc->grace_ms / 1e3,
+                desc->catch_signals ? "are caught" : "are not caught",
+                desc->flight_directory ? desc->flight_directory : "nowhere");
+}
+
+static void dtrain__explain(dtrain__explanation *e, const dtrain__launch *launch,
+                            dtrain_result result)
+{
+    char why[DTRAIN__ERROR_BYTES];
+    snprintf(why, sizeof why, "%s", dtrain_last_error());
+    dtrain__placement place;
+    const dtrain_result recognised = dtrain__recognise(getenv, &place);
+    dtrain__explain_families(e, getenv, &place, recognised);
+    dtrain__explain_others(e, getenv);
+    if (result == DTRAIN_OK) {
+        dtrain__explain_ranks(e, launch);
+        dtrain__explain_settings(e, launch);
+    } else dtrain__say(e, "refused", "%s", why);
+    dtrain__set_last_error(result == DTRAIN_OK ? "" : why);
+}
+
+/* Log the explanation of a launch, where its desc or the environment asks for it. */
+DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result)
+{
+    const char *asked = getenv("DTRAIN_EXPLAIN_LAUNCH");
+    dtrain__explanation e;
+    const bool all = asked && strcmp(asked, "all") == 0;
+    if (!launch->desc.explain && !all && (!asked || strcmp(asked, "1") != 0)) return;
+    memset(&e, 0, sizeof e);
+    e.launch = launch;
+    e.rank = launch->here && !all ? launch->place.rank : -1; /* -1: nobody's info is left out */
+    dtrain__explain(&e, launch, result);
+}
+
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room)
+{
+    dtrain__explanation e;
+    dtrain__launch launch;
+    if (!text || !room)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
+                           text ? "0 bytes" : "NULL");
+    memset(&e, 0, sizeof e);
+    memset(&launch, 0, sizeof launch);
+    text[0] = 0;
+    e.text = text;
+    e.room = room;
+    const dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    dtrain__explain(&e, &launch, result);
     return result;
 }
 
@@ -8142,18 +8513,54 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
 
+/* Raise a number that others may raise at the same time. */
+static void dtrain__raise(uint64_t *highest, uint64_t to)
+{
+    uint64_t found = dtrain__load(highest);
+    while (found < to && !__atomic_compare_exchange_n(highest, &found, to, false, __ATOMIC_ACQ_REL,
+                                                      __ATOMIC_ACQUIRE)) {}
+}
+
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
 {
     if (!world || !world->mine || !*world->mine) return;
     const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
-    uint64_t *highest = &world->control->progress, found = dtrain__load(highest);
-    while (found < mine && !__atomic_compare_exchange_n(highest, &found, mine, false,
-                                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
+    dtrain__raise(&world->control->progress, mine);
+    if (world->progress) dtrain__raise(world->progress, mine);
 }
 
-/* Log as the launcher, which is no rank. */
-DTRAIN__PRINTF(2, 3)
-static void dtrain__launch_warn(const dtrain__launch *launch, const char *format, ...)
+#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+
+/* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
+ * name below /proc of a file that has none, which begins with a magic. A variable that a dead
+ * launcher has left behind may name somebody else's file: that one is not touched. */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
+{
+    const char *path = getenv("DTRAIN_PROGRESS_FILE");
+    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
+    struct stat status;
+    if (!path || !path[0]) return NULL;
+    const int file = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (file < 0) return NULL;
+    void *page = MAP_FAILED;
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
+        read(file, magic, sizeof magic) == sizeof magic &&
+        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+}
+
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
+{
+    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
+}
+
+/* Log as the launcher, rank -1, or as the rank that this process is to be. */
+DTRAIN__PRINTF(4, 5)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
+                                        dtrain_log_level level, const char *format, ...)
 {
     dtrain__log_sink sink;
     va_list args;
@@ -8161,9 +8568,9 @@ static void dtrain__launch_warn(const dtrain__launch *launch, const char *format
     sink.write = launch->desc.log;
     sink.user = launch->desc.log_user;
     sink.level = (dtrain_log_level)launch->desc.log_level;
-    sink.rank = -1;
+    sink.rank = rank;
     va_start(args, format);
-    dtrain__log_va(&sink, DTRAIN_LOG_WARNING, format, args);
+    dtrain__log_va(&sink, level, format, args);
     va_end(args);
 }
 
@@ -8190,8 +8597,8 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     int count = launch->started;
     if (nodes) count -= count % nodes;
     if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__launch_warn(launch, "%s; going on with %d rank%s", dtrain_last_error(), count,
-                        count > 1 ? "s" : "");
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
+                       dtrain_last_error(), count, count > 1 ? "s" : "");
     dtrain__set_ranks(launch, count);
     return true;
 }
@@ -8259,8 +8666,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
     launch->in_a_row++;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
-    dtrain__launch_warn(launch, "restart %u of %u in %.1f s: %s", launch->in_a_row, desc->restarts,
-                        1e-9 * (double)wait_ns, last);
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
+                       launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {
         info->signal = number;
@@ -10466,6 +10873,395 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
 }
 
 /* ================================================================================================
+ * src/comm/probe.c
+ * ==============================================================================================*/
+
+/* Measuring links
+ *
+ *     schedule   the neighbours of the ring, in phases in which no node has two pairs at work: what
+ *                is measured is a link, and not how pairs share it
+ *     pair       the first rank of a pair leads: it says by a header how large the next messages
+ *                are and how many, sends them, and receives them back; a header of 0 ends its turn
+ *     phase      ends with an all-gather, by which all ranks know how much time is left
+ *     reduce     all-reduces of growing size, as long as the next one fits in what is left
+ *
+ * Sizes grow until a message takes a good part of its pair's share of the time, so that slow links
+ * see small messages and fast ones large: a slow link is measured as exactly, because what counts
+ * is the time of a message over that of an empty one. */
+
+enum {
+    DTRAIN__PROBE_PHASES = 64,
+    DTRAIN__PROBE_FIRST = 1024,   /* numbers: the smallest message whose bytes are measured */
+    DTRAIN__PROBE_MOST = 4 << 20, /* and the largest: 16 MiB */
+    DTRAIN__PROBE_PINGS = 8
+};
+#define DTRAIN__PROBE_PAIRS_SHARE 0.6 /* of the time; the rest is for all-reduces */
+#define DTRAIN__PROBE_LIMIT 0.7       /* of the ideal gain: below it the links are to blame */
+
+/* What one pair has measured: a record of its leader. */
+typedef struct dtrain__probe_pair {
+    double latency, bytes_per_second; /* seconds; 0: not measured */
+    double spent;                     /* seconds since the probe began */
+} dtrain__probe_pair;
+
+typedef struct dtrain__probe {
+    dtrain_world *world;
+    dtrain_comm *comm;
+    float *buffer; /* (PROBE_MOST) */
+    double start, budget;
+    int nodes[DTRAIN_MAX_RANKS];
+    int phase_of[DTRAIN_MAX_RANKS]; /* of the pair that a rank leads; -1: none */
+    int phases;
+    dtrain__probe_pair all[DTRAIN_MAX_RANKS];
+} dtrain__probe;
+
+static double dtrain__probe_spent(const dtrain__probe *p) { return dtrain_seconds() - p->start; }
+
+/* ---- The schedule -----------------------------------------------------------------------------*/
+
+/* Give every pair (rank, its neighbour) the first phase in which both nodes are idle, those of two
+ * nodes before those of one: they matter more. Pairs that find none are left out; with ranks dealt
+ * to nodes in turn there may be too many. */
+static void dtrain__probe_schedule(dtrain__probe *p)
+{
+    unsigned char busy[DTRAIN__PROBE_PHASES][DTRAIN_MAX_RANKS];
+    const int size = p->world->size, pairs = size == 2 ? 1 : size;
+    memset(busy, 0, sizeof busy);
+    p->phases = 0;
+    for (int i = 0; i < size; i++) p->phase_of[i] = -1;
+    for (int i = 0; i < 2 * pairs; i++) {
+        const int rank = i % pairs, from = p->nodes[rank], to = p->nodes[(rank + 1) % size];
+        int phase = 0;
+        if ((from == to) != (i >= pairs)) continue;
+        while (phase < DTRAIN__PROBE_PHASES && (busy[phase][from] || busy[phase][to])) phase++;
+        if (phase == DTRAIN__PROBE_PHASES) continue;
+        busy[phase][from] = busy[phase][to] = 1;
+        p->phase_of[rank] = phase;
+        if (phase >= p->phases) p->phases = phase + 1;
+    }
+}
+
+/* ---- Pairs ------------------------------------------------------------------------------------*/
+
+/* Wait for the device: with its memory, an operation that is done is one that is in its queue. */
+static dtrain_result dtrain__probe_wait(dtrain__probe *p)
+{
+    return p->world->device->ops->synchronize(p->world->device);
+}
+
+static dtrain_result dtrain__probe_send(dtrain__probe *p, size_t count, int peer)
+{
+    DTRAIN__TRY(dtrain_send(p->comm, p->buffer, count, DTRAIN_DTYPE_F32, peer, NULL));
+    return dtrain__probe_wait(p);
+}
+
+static dtrain_result dtrain__probe_recv(dtrain__probe *p, size_t count, int peer)
+{
+    DTRAIN__TRY(dtrain_recv(p->comm, p->buffer, count, DTRAIN_DTYPE_F32, peer, NULL));
+    return dtrain__probe_wait(p);
+}
+
+/* Send messages to and fro, `repeats` times; *seconds: one way, of the shortest. The peer is told
+ * how many of which size, and says that it is ready: where a send returns before its message has
+ * arrived, the header would be measured too. */
+static dtrain_result dtrain__probe_ping(dtrain__probe *p, size_t count, int repeats, int peer,
+                                        double *seconds)
+{
+    int64_t header[2] = {(int64_t)count, repeats};
+    DTRAIN__TRY(dtrain_send(p->comm, header, 2, DTRAIN_DTYPE_I64, peer, NULL));
+    DTRAIN__TRY(dtrain_recv(p->comm, header, 2, DTRAIN_DTYPE_I64, peer, NULL));
+    for (int i = 0; i < repeats; i++) {
+        const double start = dtrain_seconds();
+        DTRAIN__TRY(dtrain__probe_send(p, count, peer));
+        DTRAIN__TRY(dtrain__probe_recv(p, count, peer));
+        const double half = 0.5 * (dtrain_seconds() - start);
+        if (!i || half < *seconds) *seconds = half;
+    }
+    return DTRAIN_OK;
+}
+
+/* Answer the leader of a pair until its turn ends. */
+static dtrain_result dtrain__probe_answer(dtrain__probe *p, int peer)
+{
+    for (;;) {
+        int64_t header[2] = {0, 0};
+        DTRAIN__TRY(dtrain_recv(p->comm, header, 2, DTRAIN_DTYPE_I64, peer, NULL));
+        if (!header[0]) return DTRAIN_OK;
+        DTRAIN__TRY(dtrain_send(p->comm, header, 2, DTRAIN_DTYPE_I64, peer, NULL));
+        for (int64_t i = 0; i < header[1]; i++) {
+            DTRAIN__TRY(dtrain__probe_recv(p, (size_t)header[0], peer));
+            DTRAIN__TRY(dtrain__probe_send(p, (size_t)header[0], peer));
+        }
+    }
+}
+
+/* Return what the bytes of a message took, over an empty one. Noise must not look like no time. */
+static double dtrain__probe_over(double seconds, double empty)
+{
+    const double least = empty / 20;
+    return seconds - empty > least ? seconds - empty : least;
+}
+
+/* Lead a pair for at most `share` seconds: the shortest empty message, then larger ones, twice each
+ * where there is time, because the first may have met cold memory. One empty message is sent
+ * whatever it takes. Bytes that take less than an eighth of the latency say nothing of the link. */
+static dtrain_result dtrain__probe_lead(dtrain__probe *p, int peer, double share,
+                                        dtrain__probe_pair *pair)
+{
+    const double end = dtrain_seconds() + share;
+    const int64_t over[2] = {0, 0};
+    double seconds = 0, empty = 0, moved;
+    DTRAIN__TRY(dtrain__probe_ping(p, 1, 1, peer, &empty));
+    const double fit = share / 4 / (2 * empty) - 1; /* beside the header's way to and fro */
+    const int repeats = fit < DTRAIN__PROBE_PINGS ? (int)fit : DTRAIN__PROBE_PINGS;
+    if (repeats > 0) DTRAIN__TRY(dtrain__probe_ping(p, 1, repeats, peer, &seconds));
+    if (repeats > 0 && seconds < empty) empty = seconds;
+    pair->latency = empty;
+    moved = empty / 8;
+    for (size_t count = DTRAIN__PROBE_FIRST; count <= DTRAIN__PROBE_MOST; count *= 8) {
+        const double left = end - dtrain_seconds(), once = 4 * empty + 16 * moved;
+        if (once > left) break;
+        const int times = once + 2 * empty + 16 * moved > left ? 1 : 2;
+        DTRAIN__TRY(dtrain__probe_ping(p, count, times, peer, &seconds));
+        moved = dtrain__probe_over(seconds, empty);
+        if (moved > empty / 8) pair->bytes_per_second = (double)count * sizeof(float) / moved;
+    }
+    return dtrain_send(p->comm, over, 2, DTRAIN_DTYPE_I64, peer, NULL);
+}
+
+/* Tell all ranks what this one has measured and how late it is; *spent: the latest. */
+static dtrain_result dtrain__probe_gather(dtrain__probe *p, dtrain__probe_pair *mine, double *spent)
+{
+    mine->spent = dtrain__probe_spent(p);
+    DTRAIN__TRY(dtrain_world_all_gather(p->world, mine, sizeof *mine, p->all));
+    *spent = 0;
+    for (int i = 0; i < p->world->size; i++)
+        if (p->all[i].spent > *spent) *spent = p->all[i].spent;
+    return DTRAIN_OK;
+}
+
+/* Let all pairs have their turns: the first, and those of which the shortest still fits in. */
+static dtrain_result dtrain__probe_pairs(dtrain__probe *p, double *spent)
+{
+    const int rank = p->world->rank, size = p->world->size;
+    const int before = (rank + size - 1) % size, behind = (rank + 1) % size;
+    const double most = DTRAIN__PROBE_PAIRS_SHARE * p->budget;
+    dtrain__probe_pair mine;
+    double latest = 0;
+    memset(&mine, 0, sizeof mine);
+    DTRAIN__TRY(dtrain__probe_gather(p, &mine, spent)); /* all begin together */
+    for (int phase = 0; phase < p->phases && (!phase || *spent + 5 * latest < most); phase++) {
+        const double share = (most - *spent) / (p->phases - phase);
+        if (p->phase_of[rank] == phase) DTRAIN__TRY(dtrain__probe_lead(p, behind, share, &mine));
+        else if (p->phase_of[before] == phase) DTRAIN__TRY(dtrain__probe_answer(p, before));
+        DTRAIN__TRY(dtrain__probe_gather(p, &mine, spent));
+        for (int i = 0; i < size; i++)
+            if (p->all[i].latency > latest) latest = p->all[i].latency;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- All-reduces ------------------------------------------------------------------------------*/
+
+/* All-reduce this many numbers; *seconds: on the slowest rank. */
+static dtrain_result dtrain__probe_reduce_once(dtrain__probe *p, size_t count, double *seconds,
+                                               double *spent)
+{
+    dtrain__probe_pair mine;
+    memset(&mine, 0, sizeof mine);
+    DTRAIN__TRY(dtrain_world_all_gather(p->world, NULL, 0, NULL));
+    const double start = dtrain_seconds();
+    DTRAIN__TRY(dtrain_all_reduce(p->comm, p->buffer, p->buffer, count, DTRAIN_DTYPE_F32,
+                                  DTRAIN_REDUCE_SUM, NULL));
+    DTRAIN__TRY(dtrain__probe_wait(p));
+    mine.latency = dtrain_seconds() - start;
+    DTRAIN__TRY(dtrain__probe_gather(p, &mine, spent));
+    *seconds = 0;
+    for (int i = 0; i < p->world->size; i++)
+        if (p->all[i].latency > *seconds) *seconds = p->all[i].latency;
+    return DTRAIN_OK;
+}
+
+/* All ranks know the same times, so they agree on the next size without a word. Sizes start above
+ * those that travel whole, without a reduce-scatter. */
+static dtrain_result dtrain__probe_reduce(dtrain__probe *p, double spent, dtrain_probe_info *info)
+{
+    const int size = p->world->size;
+    const double factor = 2.0 * (size - 1) / size;
+    double empty = 0, seconds, best = 0;
+    size_t count = 16 * DTRAIN__PROBE_FIRST;
+    for (int i = 0; i < 4 && (!i || spent + 2 * empty < 0.8 * p->budget); i++) {
+        DTRAIN__TRY(dtrain__probe_reduce_once(p, 1, &seconds, &spent));
+        if (!i || seconds < empty) empty = seconds;
+    }
+    info->reduce_us = 1e6 * empty;
+    for (int again = 0; count <= DTRAIN__PROBE_MOST;) {
+        const double moved = best > 0 ? best : 2 * empty;
+        if (spent + 2 * empty + (again ? 1 : 8) * moved > 0.95 * p->budget) break;
+        DTRAIN__TRY(dtrain__probe_reduce_once(p, count, &seconds, &spent));
+        const double over = dtrain__probe_over(seconds, empty);
+        best = again && best < over ? best : over;
+        info->reduce_bytes_per_second = factor * (double)count * sizeof(float) / best;
+        again = !again;
+        if (!again) count *= 8;
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- Results ----------------------------------------------------------------------------------*/
+
+/* Sort numbers, few of them, and return the one in the middle. */
+static double dtrain__probe_median(double *values, int count)
+{
+    for (int i = 1; i < count; i++)
+        for (int k = i; k > 0 && values[k] < values[k - 1]; k--) {
+            const double swap = values[k];
+            values[k] = values[k - 1];
+            values[k - 1] = swap;
+        }
+    return count ? values[count / 2] : 0;
+}
+
+/* Sum up the pairs of one kind: on one node, or on two. */
+static void dtrain__probe_sum(const dtrain__probe *p, const dtrain__probe_pair *pairs, bool between,
+                              dtrain_probe_link *link)
+{
+    double latencies[DTRAIN_MAX_RANKS], speeds[DTRAIN_MAX_RANKS];
+    const int size = p->world->size;
+    int count = 0, measured = 0;
+    memset(link, 0, sizeof *link);
+    link->slow_rank = link->slow_peer = -1;
+    for (int rank = 0; rank < size; rank++) {
+        const dtrain__probe_pair *pair = &pairs[rank];
+        const int peer = (rank + 1) % size;
+        if (!(pair->latency > 0) || (p->nodes[rank] != p->nodes[peer]) != between) continue;
+        const double latency_us = 1e6 * pair->latency, speed = pair->bytes_per_second;
+        const bool slower = speed > 0 && (!measured || speed < link->worst_bytes_per_second);
+        const bool later = latency_us > link->worst_latency_us;
+        if (slower) link->worst_bytes_per_second = speed;
+        if (slower || (!(speed > 0) && !measured && later)) {
+            link->slow_rank = rank;
+            link->slow_peer = peer;
+        }
+        if (later) link->worst_latency_us = latency_us;
+        latencies[count++] = latency_us;
+        if (speed > 0) speeds[measured++] = speed;
+    }
+    link->pair_count = (uint32_t)count;
+    link->latency_us = dtrain__probe_median(latencies, count);
+    link->bytes_per_second = dtrain__probe_median(speeds, measured);
+}
+
+static dtrain_result dtrain__probe_measure(dtrain__probe *p, dtrain_probe_info *info)
+{
+    dtrain_world *world = p->world;
+    dtrain__probe_pair pairs[DTRAIN_MAX_RANKS];
+    int counts[DTRAIN_MAX_RANKS] = {0};
+    dtrain_world_info where;
+    double spent = 0;
+    dtrain_world_query(world, &where);
+    DTRAIN__TRY(dtrain_world_all_gather(world, &where.node, sizeof where.node, p->nodes));
+    info->size = world->size;
+    info->node_count = where.node_count;
+    for (int i = 0; i < world->size; i++)
+        if (++counts[p->nodes[i]] > info->node_ranks) info->node_ranks = counts[p->nodes[i]];
+    if (world->size > 1) {
+        dtrain__probe_schedule(p);
+        DTRAIN__TRY(dtrain__probe_pairs(p, &spent));
+        memcpy(pairs, p->all, sizeof pairs);
+        DTRAIN__TRY(dtrain__probe_reduce(p, spent, info));
+        dtrain__probe_sum(p, pairs, false, &info->inside);
+        dtrain__probe_sum(p, pairs, true, &info->between);
+    }
+    info->seconds = spent;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_probe_links(dtrain_world *world, const dtrain_probe_desc *desc,
+                                            dtrain_probe_info *info)
+{
+    if (!world || !info)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_probe_links: %s is NULL",
+                           world ? "info" : "world");
+    memset(info, 0, sizeof *info);
+    DTRAIN__TRY(dtrain__world_check(world, "dtrain_probe_links"));
+    const size_t bytes = DTRAIN__PROBE_MOST * sizeof(float);
+    dtrain__probe *p =
+        (dtrain__probe *)dtrain__alloc(&world->allocator, 1, sizeof *p, "a link probe");
+    if (!p) return DTRAIN_ERROR_MEMORY;
+    void *buffer = NULL;
+    p->world = world;
+    p->comm = dtrain_world_comm(world);
+    p->start = dtrain_seconds();
+    p->budget = desc && desc->budget_ms ? desc->budget_ms / 1e3 : 2;
+    dtrain_result result = dtrain_comm_alloc(p->comm, bytes, &buffer);
+    p->buffer = (float *)buffer;
+    if (result == DTRAIN_OK) result = dtrain__probe_measure(p, info);
+    if (result == DTRAIN_OK) info->seconds = dtrain__probe_spent(p);
+    dtrain_comm_free(p->comm, buffer, bytes);
+    dtrain__free(&world->allocator, p, 1, sizeof *p);
+    return result;
+}
+
+/* ---- The forecast -----------------------------------------------------------------------------*/
+
+/* The time of a step: compute, and what of the communication the backward does not hide. */
+static double dtrain__forecast_step(double compute, double communication, double pieces)
+{
+    const double beyond = communication - 2.0 / 3.0 * compute, last = communication / pieces;
+    return compute + (beyond > last ? beyond : last);
+}
+
+DTRAIN_API dtrain_result dtrain_probe_predict(const dtrain_probe_info *info,
+                                              const dtrain_probe_step *step,
+                                              dtrain_probe_forecast *forecast)
+{
+    if (!info || !step || !forecast || info->size < 1 || info->node_count < 1 ||
+        !(step->compute_seconds > 0))
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_probe_predict: an argument is NULL, info is not of a probe, or "
+                           "step.compute_seconds is %g, expected more than 0",
+                           step ? step->compute_seconds : 0.0);
+    const double pieces = step->collective_count ? step->collective_count : 1;
+    const double compute = step->compute_seconds, bytes = (double)step->wire_bytes;
+    const bool nodes = info->node_count > 1;
+    const dtrain_probe_link *link = nodes ? &info->between : &info->inside;
+    const double n = info->size, local = info->node_ranks;
+    const double speed =
+        info->reduce_bytes_per_second > 0 ? info->reduce_bytes_per_second : link->bytes_per_second;
+    double alone = 0;
+    memset(forecast, 0, sizeof *forecast);
+    if (info->size > 1 && bytes > 0)
+        forecast->communication_seconds =
+            pieces * 1e-6 * info->reduce_us + (speed > 0 ? bytes / speed : 0);
+    if (nodes && local > 1 && info->inside.bytes_per_second > 0) /* the ring of one node */
+        alone = pieces * 2 * (local - 1) * 1e-6 * info->inside.latency_us +
+                bytes * ((local - 1) / local) / ((n - 1) / n) / info->inside.bytes_per_second;
+    forecast->step_seconds =
+        dtrain__forecast_step(compute, forecast->communication_seconds, pieces);
+    forecast->one_seconds = dtrain__forecast_step(compute, alone, pieces);
+    forecast->ideal = nodes ? n / local : n;
+    forecast->gain = forecast->ideal * forecast->one_seconds / forecast->step_seconds;
+    forecast->limited = forecast->gain < DTRAIN__PROBE_LIMIT * forecast->ideal;
+    const int used = snprintf(
+        forecast->text, sizeof forecast->text,
+        "%d %s: predicted x%.2f of one, link %.3g GB/s and %.3g us, slowest from rank %d to rank "
+        "%d (%.3g GB/s); a step computes %.3g s and communicates %.3g s",
+        nodes ? info->node_count : info->size,
+        nodes            ? "nodes"
+        : info->size > 1 ? "ranks"
+                         : "rank",
+        forecast->gain, 1e-9 * (link->bytes_per_second > 0 ? link->bytes_per_second : speed),
+        link->latency_us, link->slow_rank, link->slow_peer, 1e-9 * link->worst_bytes_per_second,
+        compute, forecast->communication_seconds);
+    if (forecast->limited && used > 0 && (size_t)used < sizeof forecast->text)
+        snprintf(forecast->text + used, sizeof forecast->text - (size_t)used, "; try %s",
+                 nodes && local > 1 ? "hierarchical or top-k compression, or more micro-batches"
+                                    : "top-k compression, or more micro-batches");
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
  * src/comm/staged.c
  * ==============================================================================================*/
 
@@ -11923,6 +12719,11 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         "dtrain_comm_ops_by_name: \"%.40s\" is not here; there are \"local\" and, in a "
         "program built by mpicc with -DDTRAIN_USE_MPI, \"mpi\"",
         name);
+}
+
+DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc)
+{
+    return desc->comm_ops ? desc->comm_ops->name : NULL;
 }
 
 /* Emulated links are gates in the queue of the local communicator: no other one has them. */

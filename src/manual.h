@@ -18,6 +18,7 @@
        ./a.out
        torchrun --no_python --nproc_per_node 4 ./a.out        mpirun -n 4 ./a.out
        srun -n 4 ./a.out          RANK=0 WORLD_SIZE=4 MASTER_ADDR=node0 ./a.out, and so on
+       build/dtrain-run --nproc 4 build/train_gpt --steps 20    (restarts, logs, several nodes)
 
    Kernels for AVX-512, AVX2 and plain vectors are all compiled and the best is chosen at run time:
    -march=native is not needed. Linux, gcc 8 or clang 10 or newer.

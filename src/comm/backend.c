@@ -64,6 +64,11 @@ DTRAIN_API dtrain_result dtrain_comm_ops_by_name(const char *name, const dtrain_
         name);
 }
 
+DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc)
+{
+    return desc->comm_ops ? desc->comm_ops->name : NULL;
+}
+
 /* Emulated links are gates in the queue of the local communicator: no other one has them. */
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc)
 {

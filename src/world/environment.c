@@ -28,25 +28,7 @@
 #define DTRAIN__DEFAULT_PORT 29500
 #define DTRAIN__PORT_OFFSET 100 /* torchrun's own store listens on MASTER_PORT itself */
 
-typedef struct dtrain__family {
-    const char *name;
-    const char *rank, *size, *local_rank, *local_size; /* variables; NULL: it has none */
-    const char *address, *port;                        /* of rank 0's host */
-    const char *run, *run_part;                        /* that name the run */
-} dtrain__family;
-
-enum {
-    DTRAIN__OURS,
-    DTRAIN__TORCHRUN,
-    DTRAIN__OPEN_MPI,
-    DTRAIN__SLURM,
-    DTRAIN__MPICH,
-    DTRAIN__INDEXED,
-    DTRAIN__PET,
-    DTRAIN__FAMILIES
-};
-
-static const dtrain__family dtrain__families[] = {
+static const dtrain__family dtrain__families[DTRAIN__FAMILIES] = {
     {"DTRAIN_RANK", "DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK", "DTRAIN_LOCAL_SIZE",
      "DTRAIN_MASTER_ADDR", "MASTER_PORT", NULL, NULL},
     {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
@@ -63,8 +45,10 @@ static const dtrain__family dtrain__families[] = {
      NULL},
 };
 
+DTRAIN__PRIVATE const dtrain__family *dtrain__family_table(void) { return dtrain__families; }
+
 /* Look up a variable; NULL when it is unset or empty. */
-static const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
+DTRAIN__PRIVATE const char *dtrain__env_text(dtrain__lookup_fn env, const char *name)
 {
     const char *text = name ? env(name) : NULL;
     return text && text[0] ? text : NULL;
@@ -315,10 +299,11 @@ static void dtrain__env_key(dtrain__lookup_fn env, const dtrain__family *family,
  * started one rank, a node or a shell makes no difference. */
 static dtrain_result dtrain__env_restarts(dtrain__lookup_fn env, dtrain__placement *out)
 {
-    static const char *const names[] = {"TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"};
+    static const char *const names[] = {"DTRAIN_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT",
+                                        "SLURM_RESTART_COUNT"};
     bool found = false;
     int count = 0;
-    for (int i = 0; i < 2 && !found; i++)
+    for (int i = 0; i < 3 && !found; i++)
         DTRAIN__TRY(dtrain__env_number(env, names[i], &found, &count));
     out->restart_count = (uint32_t)count;
     return DTRAIN_OK;
@@ -335,18 +320,23 @@ DTRAIN__PRIVATE dtrain_result dtrain__recognise(dtrain__lookup_fn env, dtrain__p
         family = &dtrain__families[i];
         memset(out, 0, sizeof *out);
         out->local_rank = -1;
+        out->looked = i;
         if (i == DTRAIN__SLURM) DTRAIN__TRY(dtrain__env_slurm(env, &found, out));
         else if (i == DTRAIN__INDEXED) DTRAIN__TRY(dtrain__env_indexed(env, &found, out));
         else if (i == DTRAIN__PET) DTRAIN__TRY(dtrain__env_pet(env, &found, out));
         else
             DTRAIN__TRY(dtrain__env_pair(env, family->rank, family->size,
                                          indexed && i <= DTRAIN__TORCHRUN, &found, out));
+        out->complete = found;
         if (found) DTRAIN__TRY(dtrain__env_local(env, family, out));
         if (found && i == DTRAIN__TORCHRUN) DTRAIN__TRY(dtrain__env_torchrun(env, out));
     }
     if (!found || out->size == 1) {
+        const int looked = out->looked;
         memset(out, 0, sizeof *out);
         out->size = 1;
+        out->looked = looked;
+        out->complete = found;
         return dtrain__env_restarts(env, out);
     }
     DTRAIN__TRY(dtrain__env_restarts(env, out));

@@ -41,6 +41,7 @@ static void dtrain__world_destroy(dtrain_world *world)
     dtrain__flight_destroy(world);
     dtrain_device_destroy(world->device);
     dtrain__link_destroy(world);
+    dtrain__progress_close(world->progress);
     if (world->page.control) munmap(world->page.control, world->page.bytes);
     if (world->mine) munmap(world->mine, dtrain__page_bytes());
     dtrain__free(&allocator, world->ranges, world->range_room, sizeof *world->ranges);
@@ -81,6 +82,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->emulation = desc->emulation;
     world->launcher = launch->launcher;
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
+    world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
     world->kept = launch->kept;
     world->allocator = desc->allocator;
@@ -92,6 +94,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
+    world->progress = dtrain__progress_open();
     if (launch->joins) DTRAIN__TRY(dtrain__world_join(world, &launch->place, desc->reserve_bytes));
     const uint32_t share = launch->cores / (uint32_t)world->local_size;
     world->threads = desc->threads_per_rank ? desc->threads_per_rank : share ? share : 1;
@@ -398,7 +401,8 @@ static dtrain_result dtrain__resolve_flight(dtrain_launch_desc *desc)
 
 /* Check the desc, settle who starts the ranks (this call, another launcher, or this call on its
  * node), and fill in defaults. */
-static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain_launch_desc *given)
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given)
 {
     dtrain_launch_desc *desc = &launch->desc;
     dtrain__placement *place = &launch->place;
@@ -439,6 +443,8 @@ static dtrain_result dtrain__resolve_launch(dtrain__launch *launch, const dtrain
     launch->rank_count = place->size;
     launch->cores = dtrain__cores();
     if (!desc->timeout_ms) desc->timeout_ms = 600000;
+    const uint32_t most_ms = 300000;
+    if (!desc->join_ms) desc->join_ms = desc->timeout_ms < most_ms ? desc->timeout_ms : most_ms;
     if (!desc->grace_ms) desc->grace_ms = 5000;
     if (!desc->backoff_ms) desc->backoff_ms = 1000;
     desc->allocator = dtrain__resolve_allocator(&desc->allocator);
@@ -565,6 +571,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.user = user;
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
+    dtrain__explain_launch(&launch, result);
     if (result == DTRAIN_OK && !launch.joins)
         result = dtrain__map_kept(launch.desc.kept_bytes, &launch.kept);
     if (result == DTRAIN_OK) {

@@ -4,6 +4,7 @@
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"
+#include "core/log.h"
 #include "core/result.h"
 #include "world/environment_internal.h"
 #include "world/world.h"
@@ -48,7 +49,17 @@ typedef struct dtrain__launch {
  * of a job, as timeout(1) and Slurm do, and is forwarded as well. Within this time both are one. */
 #define DTRAIN__ONE_REQUEST_NS 1000000000u
 
+/* world/launch.c */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_launch(dtrain__launch *launch,
+                                                     const dtrain_launch_desc *given);
+
+/* world/explain.c */
+DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain_result result);
+
 /* world/restart.c */
+DTRAIN__PRINTF(4, 5)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
+                                        dtrain_log_level level, const char *format, ...);
 DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *result,
                                      dtrain_launch_info *info);
 

@@ -38,7 +38,6 @@
 #define DTRAIN__ANSWER_NS 10000000000u  /* for connecting and for the first reply */
 #define DTRAIN__PATIENCE_NS 5000000000u /* with another run at the port, which may be ending */
 #define DTRAIN__REFUSAL_NS 3000000000u  /* after a failure, for ranks that have yet to come */
-#define DTRAIN__RENDEZVOUS_MS 300000u   /* and not more than timeout_ms */
 #define DTRAIN__REPLY_WAIT 1            /* the result of a reply that another one follows */
 
 typedef struct dtrain__hello {
@@ -518,11 +517,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__meet(dtrain_world *world, const dtrain__pl
 {
     dtrain__rendezvous r;
     memset(&r, 0, sizeof r);
-    const uint64_t most = (uint64_t)DTRAIN__RENDEZVOUS_MS * 1000000u;
     r.world = world;
     r.place = place;
     r.start_ns = r.logged_ns = dtrain__now_ns();
-    r.deadline_ns = r.start_ns + (world->timeout_ns < most ? world->timeout_ns : most);
+    r.deadline_ns = r.start_ns + world->join_ns;
     if ((world->rank ? dtrain__join_world(&r) : dtrain__host_world(&r)) == DTRAIN_OK)
         return DTRAIN_OK;
     return dtrain_fail(r.result, "rendezvous: %s", r.why);

@@ -26,18 +26,54 @@
 
 #define DTRAIN__BACKOFF_DOUBLINGS 6u
 
+/* Raise a number that others may raise at the same time. */
+static void dtrain__raise(uint64_t *highest, uint64_t to)
+{
+    uint64_t found = dtrain__load(highest);
+    while (found < to && !__atomic_compare_exchange_n(highest, &found, to, false, __ATOMIC_ACQ_REL,
+                                                      __ATOMIC_ACQUIRE)) {}
+}
+
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step)
 {
     if (!world || !world->mine || !*world->mine) return;
     const uint64_t mine = step < UINT64_MAX ? step + 1 : step;
-    uint64_t *highest = &world->control->progress, found = dtrain__load(highest);
-    while (found < mine && !__atomic_compare_exchange_n(highest, &found, mine, false,
-                                                        __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
+    dtrain__raise(&world->control->progress, mine);
+    if (world->progress) dtrain__raise(world->progress, mine);
 }
 
-/* Log as the launcher, which is no rank. */
-DTRAIN__PRINTF(2, 3)
-static void dtrain__launch_warn(const dtrain__launch *launch, const char *format, ...)
+#define DTRAIN__PROGRESS_MAGIC "dtrain progress" /* and the 0 at its end: 16 bytes */
+
+/* Map the file in which dtrain-run wants to read how far its ranks are: DTRAIN_PROGRESS_FILE, a
+ * name below /proc of a file that has none, which begins with a magic. A variable that a dead
+ * launcher has left behind may name somebody else's file: that one is not touched. */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
+{
+    const char *path = getenv("DTRAIN_PROGRESS_FILE");
+    char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
+    struct stat status;
+    if (!path || !path[0]) return NULL;
+    const int file = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (file < 0) return NULL;
+    void *page = MAP_FAILED;
+    if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
+        (size_t)status.st_size >= sizeof magic + sizeof(uint64_t) &&
+        read(file, magic, sizeof magic) == sizeof magic &&
+        memcmp(magic, DTRAIN__PROGRESS_MAGIC, sizeof magic) == 0)
+        page = mmap(NULL, dtrain__page_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return page == MAP_FAILED ? NULL : (uint64_t *)page + sizeof magic / sizeof(uint64_t);
+}
+
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress)
+{
+    if (progress) munmap((char *)progress - sizeof DTRAIN__PROGRESS_MAGIC, dtrain__page_bytes());
+}
+
+/* Log as the launcher, rank -1, or as the rank that this process is to be. */
+DTRAIN__PRINTF(4, 5)
+DTRAIN__PRIVATE void dtrain__launch_log(const dtrain__launch *launch, int rank,
+                                        dtrain_log_level level, const char *format, ...)
 {
     dtrain__log_sink sink;
     va_list args;
@@ -45,9 +81,9 @@ static void dtrain__launch_warn(const dtrain__launch *launch, const char *format
     sink.write = launch->desc.log;
     sink.user = launch->desc.log_user;
     sink.level = (dtrain_log_level)launch->desc.log_level;
-    sink.rank = -1;
+    sink.rank = rank;
     va_start(args, format);
-    dtrain__log_va(&sink, DTRAIN_LOG_WARNING, format, args);
+    dtrain__log_va(&sink, level, format, args);
     va_end(args);
 }
 
@@ -74,8 +110,8 @@ static bool dtrain__go_on_with_fewer(dtrain__launch *launch)
     int count = launch->started;
     if (nodes) count -= count % nodes;
     if (!launch->desc.min_ranks || count < (int)launch->desc.min_ranks) return false;
-    dtrain__launch_warn(launch, "%s; going on with %d rank%s", dtrain_last_error(), count,
-                        count > 1 ? "s" : "");
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "%s; going on with %d rank%s",
+                       dtrain_last_error(), count, count > 1 ? "s" : "");
     dtrain__set_ranks(launch, count);
     return true;
 }
@@ -143,8 +179,8 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
     const uint64_t wait_ns = ((uint64_t)desc->backoff_ms << twice) * 1000000u;
     launch->in_a_row++;
     snprintf(last, sizeof last, "%s", dtrain_last_error());
-    dtrain__launch_warn(launch, "restart %u of %u in %.1f s: %s", launch->in_a_row, desc->restarts,
-                        1e-9 * (double)wait_ns, last);
+    dtrain__launch_log(launch, -1, DTRAIN_LOG_WARNING, "restart %u of %u in %.1f s: %s",
+                       launch->in_a_row, desc->restarts, 1e-9 * (double)wait_ns, last);
     const int number = dtrain__back_off(launch, wait_ns);
     if (number) {
         info->signal = number;

@@ -17,7 +17,7 @@
  * Ranks meet by TCP at rank 0's host: DTRAIN_MASTER_ADDR, else MASTER_ADDR (PET_MASTER_ADDR), else
  * what the launcher tells about its hosts. The port is DTRAIN_PORT, else DTRAIN_MASTER_PORT, else
  * MASTER_PORT (29500) + 100, because torchrun itself listens at MASTER_PORT. This takes at most
- * timeout_ms, and not more than five minutes.
+ * join_ms.
  *
  * Rank 0 listens at all addresses of its host, and at the loopback alone when its address is one.
  * Strangers and ranks with another DTRAIN_JOB_KEY are refused, and the run goes on waiting for its
@@ -123,6 +123,10 @@ typedef struct dtrain_launch_desc {
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
     dtrain_trace_desc trace;      /* all zero = none */
+    uint32_t join_ms; /* how long ranks of a launcher wait for each other at the start; 0 =
+                         timeout_ms, and not more than five minutes */
+    bool explain;     /* log what dtrain_launch_explain says; DTRAIN_EXPLAIN_LAUNCH=1 in the
+                         environment does it too, and =all on every rank */
 } dtrain_launch_desc;
 
 /* How the run ended. */
@@ -178,6 +182,20 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
 
+/* Explain what dtrain_launch would do with this desc and the environment as it is, and start
+ * nothing. text (room bytes, cut there) receives lines:
+ *
+ *     torchrun       taken: RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
+ *     Slurm          ignored, torchrun goes before it: SLURM_PROCID=1 SLURM_STEP_ID=0
+ *     ranks          this process is rank 3 of 8, local rank 1 of 2
+ *     meeting        at head port 29600, for at most 300 s
+ *
+ * and so on: every family of variables that is set, why it is taken or not, and what comes of it.
+ * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
+ * contradictory environment is explained, and then refused. */
+DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
+                                               size_t room);
+
 /* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
 /* Return the number of ranks. */
@@ -228,8 +246,9 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
 /* Tell the launcher that a later attempt can go on behind this step, so that failures from now on
  * are not counted with those before: checkpoints call it when one is published. A run whose steps
  * after a restart do not go beyond those before it counts as a crash loop. Local and cheap; any
- * rank may call it, from any of its threads, and the highest step stands. Without desc.restarts,
- * or under another launcher, nothing is done with it. */
+ * rank may call it, from any of its threads, and the highest step stands. dtrain-run hears of it
+ * too, through DTRAIN_PROGRESS_FILE. Without desc.restarts, or under another launcher, nothing is
+ * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 
 /* Say whether SIGTERM or SIGUSR1 has come to this rank, with desc.catch_signals; false without it.

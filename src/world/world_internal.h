@@ -137,7 +137,8 @@ struct dtrain_world {
     uint32_t restart_count;
     pid_t launcher;      /* the process that forked this rank, or 0 */
     uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
-    uint64_t timeout_ns;
+    uint64_t timeout_ns, join_ns;
+    uint64_t *progress; /* where dtrain-run reads it, see restart.c; or NULL */
     dtrain__control *control;
     dtrain__kept *kept;        /* or NULL */
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
@@ -163,8 +164,9 @@ struct dtrain_world {
 };
 
 /* These are implemented by comm/backend.c, because the world owns a communicator and may not know
- * which: check what a launch desc asks for before anything is started, make it, end it, and let it
- * send what it has while rank 0 waits for the others at the end. */
+ * which: name what a launch desc asks for, NULL for nothing; check it before anything is started;
+ * make it, end it, and let it send what it has while rank 0 waits for the others at the end. */
+DTRAIN__PRIVATE const char *dtrain__world_comm_name(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_check(const dtrain_launch_desc *desc);
 DTRAIN__PRIVATE dtrain_result dtrain__world_comm_create(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_comm_end(dtrain_world *world);
@@ -228,6 +230,10 @@ DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *me
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__shared_alloc(dtrain_world *world, size_t bytes, void **out);
 DTRAIN__PRIVATE void dtrain__shared_free(dtrain_world *world, void *memory);
+
+/* world/restart.c */
+DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void);
+DTRAIN__PRIVATE void dtrain__progress_close(uint64_t *progress);
 
 /* world/signals.c */
 DTRAIN__PRIVATE uint32_t dtrain__dumps_asked(void);

@@ -64,6 +64,24 @@ static char *look_up(const char *name)
     return NULL;
 }
 
+/* Explain it into a small buffer: cut, in one piece, printable and without the secret. */
+static void explain(void)
+{
+    char text[512];
+    dtrain__explanation e;
+    dtrain__placement place;
+    memset(&e, 0, sizeof e);
+    e.text = text;
+    e.room = sizeof text;
+    text[0] = 0;
+    const dtrain_result result = dtrain__recognise(look_up, &place);
+    dtrain__explain_families(&e, look_up, &place, result);
+    dtrain__explain_others(&e, look_up);
+    if (!memchr(text, 0, sizeof text) || e.used >= sizeof text) abort();
+    for (const char *c = text; *c; c++)
+        if (*c != '\n' && ((unsigned char)*c < 32 || *c == 127)) abort();
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
@@ -77,6 +95,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         at += length + 1;
     }
     dtrain_fail(DTRAIN_OK, "%s", "");
+    explain();
     if (dtrain__recognise(look_up, &place) != DTRAIN_OK) {
         if (strlen(dtrain_last_error()) < 20) abort();
         return 0;

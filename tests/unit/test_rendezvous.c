@@ -1067,7 +1067,7 @@ static void apart_rank(const apart *a, int rank)
     world = (dtrain_world *)dtrain__alloc(&allocator, 1, sizeof *world, "a world");
     world->rank = rank;
     world->size = a->size;
-    world->timeout_ns = 20000000000u;
+    world->timeout_ns = world->join_ns = 20000000000u;
     world->allocator = allocator;
     world->log.level = DTRAIN_LOG_ERROR;
     world->log.rank = rank;
@@ -1623,6 +1623,114 @@ static void test_desc_against_launcher(void)
               dtrain_last_error());
 }
 
+/* ---- what a launch says of itself, and what dtrain-run tells it and hears ---- */
+
+static int rank_does_nothing(dtrain_world *world, void *user)
+{
+    (void)world, (void)user;
+    return 0;
+}
+
+typedef struct said {
+    char text[4096];
+} said;
+
+static void note_line(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    said *s = (said *)user;
+    const size_t used = strlen(s->text);
+    snprintf(s->text + used, sizeof s->text - used, "%d %d %s\n", (int)level, rank, text);
+}
+
+/* Explained in the log: when the desc or the environment asks for it, also before a refusal. */
+static void test_explained(void)
+{
+    static const struct {
+        const char *words, *line, *also;
+        bool asks, refused;
+    } cases[] = {
+        {"", NULL, NULL, false, false},
+        {"", "3 -1 launch: launcher       none", "all 1, as processes", true, false},
+        {"DTRAIN_EXPLAIN_LAUNCH=1 PET_NPROC_PER_NODE=2",
+         "launch: PET            taken:", "all 2, as processes", false, false},
+        {"DTRAIN_EXPLAIN_LAUNCH=0", NULL, NULL, false, false},
+        {"RANK=1 SLURM_PROCID=3 DTRAIN_JOB_KEY=verysecret",
+         "launch: torchrun       refused: RANK=1",
+         "launch: Slurm          ignored, torchrun goes before it: SLURM_PROCID=3", true, true},
+        {"RANK=0 WORLD_SIZE=300 MASTER_ADDR=h DTRAIN_EXPLAIN_LAUNCH=all",
+         "launch: torchrun       refused", "at most 256 ranks are possible", false, true},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        dtrain_launch_desc desc = ranks_desc(0, DTRAIN_LAUNCH_PROCESSES);
+        said s = {""};
+        desc.log = note_line;
+        desc.log_user = &s;
+        desc.log_level = DTRAIN_LOG_INFO;
+        desc.explain = cases[i].asks;
+        clearenv();
+        set_words(cases[i].words);
+        const dtrain_result result = dtrain_launch(&desc, rank_does_nothing, NULL, NULL);
+        CHECK_MSG((result != DTRAIN_OK) == cases[i].refused, "%s: %s", cases[i].words,
+                  dtrain_last_error());
+        if (!cases[i].line) CHECK_MSG(!has(s.text, "launch: "), "%s: %s", cases[i].words, s.text);
+        else
+            CHECK_MSG(has(s.text, cases[i].line) && has(s.text, cases[i].also), "%s: %s",
+                      cases[i].words, s.text);
+        CHECK(!has(s.text, "verysecret"));
+        if (cases[i].refused) CHECK(has(dtrain_last_error(), "in the environment"));
+    }
+}
+
+static int rank_says_how_far(dtrain_world *world, void *user)
+{
+    dtrain_world_info info;
+    (void)user;
+    dtrain_world_query(world, &info);
+    CHECK_MSG(info.restart_count == 7, "%u", info.restart_count);
+    dtrain_world_progress(world, 40 + (uint64_t)info.rank);
+    dtrain_world_progress(world, 3);
+    return 0;
+}
+
+/* Ranks of dtrain-run write the highest step into its file; one without the magic is not touched,
+ * nor one that is too short. */
+static void test_progress_file(void)
+{
+    for (int kind = 0; kind < 3; kind++) {
+        char words[300], path[] = "/tmp/dtrain_progress_XXXXXX", whole[24] = "dtrain progress";
+        uint64_t progress = 0;
+        const int port = ports_next(), file = mkstemp(path), bytes = kind == 2 ? 20 : 24;
+        if (kind == 1) whole[3] = 'X';
+        CHECK(file >= 0 && write(file, whole, (size_t)bytes) == bytes);
+        for (int rank = 0; rank < 2; rank++) {
+            snprintf(words, sizeof words,
+                     "DTRAIN_RANK=%d DTRAIN_WORLD_SIZE=2 DTRAIN_LOCAL_SIZE=2 DTRAIN_PORT=%d "
+                     "DTRAIN_RESTART_COUNT=7 TORCHELASTIC_RESTART_COUNT=1 DTRAIN_PROGRESS_FILE=%s",
+                     rank, port, path);
+            if (rank == 0) {
+                fflush(NULL);
+                const pid_t pid = fork();
+                if (pid == 0) {
+                    set_words(words);
+                    _exit(dtrain_launch(NULL, rank_says_how_far, NULL, NULL) != DTRAIN_OK);
+                }
+                continue;
+            }
+            set_words(words);
+            const dtrain_result result = dtrain_launch(NULL, rank_says_how_far, NULL, NULL);
+            CHECK_MSG(result == DTRAIN_OK, "%s", dtrain_last_error());
+        }
+        int status = -1;
+        CHECK(wait(&status) > 0 && status == 0);
+        (void)!pread(file, &progress, sizeof progress, 16);
+        if (kind < 2)
+            CHECK_MSG(progress == (kind ? 0u : 42u), "%llu", (unsigned long long)progress);
+        CHECK(lseek(file, 0, SEEK_END) == bytes);
+        close(file);
+        unlink(path);
+    }
+}
+
 static int rank_fails_loudly(dtrain_world *world, void *user)
 {
     (void)user;
@@ -1772,6 +1880,8 @@ int main(int argc, char **argv)
     RUN(test_default_threads);
     RUN(test_no_memory);
     RUN(test_desc_against_launcher);
+    RUN(test_explained);
+    RUN(test_progress_file);
     RUN(test_error_file);
     RUN(test_nodes);
     RUN(test_deaths_on_nodes);

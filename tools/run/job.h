@@ -62,6 +62,7 @@ struct run_job {
     bool stopped;                  /* by a signal, before its last step */
     int64_t rolled_back;           /* the step of the last roll-back, or -1 */
     dtrain_memory memory;
+    dtrain_probe_info links; /* with --probe-links */
 };
 
 /* Make a job of the switches with a program's part of it, zeroed, for this rank. */

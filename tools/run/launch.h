@@ -56,6 +56,7 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
     memset(launch, 0, sizeof *launch);
     if (choose_backends(s, launch)) return 2;
     launch->tune = s->tune_gemm != 0;
+    launch->explain = s->explain_launch != 0;
     launch->math = s->precision == TF32 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
     launch->memory_limit = (uint64_t)s->memory_limit << 20;
     launch->rank_count = (uint32_t)s->ranks;

@@ -3,6 +3,7 @@
 #define RUN_LOOP_H
 
 #include "tools/run/job.h"
+#include "tools/run/links.h"
 #include "tools/run/report.h"
 
 /* Tell whether the state after `done` steps is to be saved. */
@@ -68,6 +69,7 @@ static dtrain_result train_steps(dtrain_world *world, run_job *j)
             continue;
         }
         TRY(result);
+        if (j->s->probe_links) forecast_links(world, j, &record);
         stopping = record.stop_requested;
         TRY(j->program->validate(world, j, step + 1, stopping, &record));
         TRY(dtrain_metrics_step(j->metrics, &record));
@@ -117,6 +119,7 @@ static int run_rank(dtrain_world *world, void *user)
     if (result != DTRAIN_OK) return 1;
     TRY(open_job(world, &j));
     if (dtrain_world_rank(world) == 0) program->show_start(world, &j);
+    if (j.s->probe_links) TRY(probe_links(world, &j));
     fflush(stdout);
     TRY(train_steps(world, &j));
     TRY(finish_job(world, &j));

@@ -23,7 +23,8 @@ typedef struct run_settings {
     long steps, batch, accum, global_batch, auto_batch, accum_mode, workers, seed, init_seed;
     long optimizer, schedule, lr_scaling, warmup, variance_steps; /* the first: places in lists */
     double lr, min_lr, muon_lr, weight_decay, beta2, clip;
-    long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic;
+    long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic,
+        explain_launch, probe_links;
     long strategy, precision, param_dtype, reduce_dtype, reshard, node_size, bucket_kib, no_overlap,
         offload, checkpoint, memory_limit;
     long compression, exchange, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
@@ -173,6 +174,10 @@ static const flag rank_flags[] = {
      "emulate a cluster on this machine, as NODESxRANKS:GBPS:LATENCY_US, for example 2x4:10:50",
      NULL},
     {"--timeout", 'i', &run_flags.timeout, 1, 1e6, "seconds that a rank waits for another", NULL},
+    {"--explain-launch", 'b', &run_flags.explain_launch, 0, 0,
+     "say which launcher was recognised, from which variables, and what comes of it", NULL},
+    {"--probe-links", 'b', &run_flags.probe_links, 0, 0,
+     "measure the links between ranks, for two seconds, and warn when they are too slow", NULL},
     {"--graph", 'b', &run_flags.graph, 0, 0, "GPU: record the step once and replay it", NULL},
     {"--tune-gemm", 'b', &run_flags.tune_gemm, 0, 0,
      "GPU: time matrix products at their first use; bits may then differ from run to run", NULL},

@@ -1,0 +1,198 @@
+/* nodes.h: the dtrain-runs of several nodes act as one.
+ *
+ * They are ranks of a world of their own, which they meet in by the library's rendezvous, at the port of --master: it
+ * tells them who is missing, that another one has died or failed (dtrain_world_poll, dtrain_world_abort), and carries
+ * the records by which they agree. Each attempt has a world of its own:
+ *
+ *     meet -> agree on attempt, key, rank numbers -> attempt -> all done: the end
+ *       ^                                              | a rank failed somewhere: all nodes end theirs
+ *       +------------------ restarts left -------------+
+ *
+ * Strangers are turned away where DTRAIN_JOB_KEY is set, the same on all nodes; the traffic is not encrypted.
+ *
+ * A node that is gone for good does not come to the next meeting, which ends at --timeout and says so; one that was
+ * started again comes to it as if it had been there before. */
+#ifndef NODES_H
+#define NODES_H
+
+#include "attempt.h"
+
+/* How far this dtrain-run knows the run to be. All of them agree on it when they meet. */
+typedef struct run_state {
+    uint32_t attempt, in_a_row; /* restarts so far; in a row without progress */
+    uint64_t best,
+        announced; /* furthest of all attempts but the last, and of the last: 0 none, else 1 + step */
+    uint32_t failed; /* the last attempt failed */
+    int32_t nproc, restarts, code;
+    char key[40]; /* of the next attempt, from node 0 */
+} run_state;
+
+typedef struct run_job {
+    const run_options *options;
+    run_node node;
+    run_watch watch;
+    run_state state;
+    const char *secret; /* DTRAIN_JOB_KEY, or NULL */
+    int code;           /* for main */
+    bool met, again;    /* all nodes have met; they meet once more */
+} run_job;
+
+/* Make a key that no other attempt has. */
+static void run_make_key(char *key, size_t room)
+{
+    uint64_t random[2] = {run_now(), (uint64_t)getpid()};
+    const int file = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (file >= 0) (void)!read(file, random, sizeof random), close(file);
+    snprintf(key, room, "%016llx%016llx", (unsigned long long)random[0],
+             (unsigned long long)random[1]);
+}
+
+/* Merge what all nodes know into one state. The settings are those of node 0. */
+static run_state run_merge(const run_state *all, int count)
+{
+    run_state merged = all[0];
+    for (int i = 1; i < count; i++) {
+        const run_state *s = &all[i];
+        if (s->attempt > merged.attempt) merged.attempt = s->attempt;
+        if (s->in_a_row > merged.in_a_row) merged.in_a_row = s->in_a_row;
+        if (s->best > merged.best) merged.best = s->best;
+        if (s->announced > merged.announced) merged.announced = s->announced;
+        if (s->failed && !merged.failed) merged.failed = 1, merged.code = s->code;
+    }
+    return merged;
+}
+
+/* Decide, the same on every node, whether there is another attempt. Progress makes the count in a row begin anew. */
+static bool run_decide(run_state *s)
+{
+    if (!s->failed) return true;
+    if (s->announced > s->best) s->best = s->announced, s->in_a_row = 0;
+    s->announced = 0;
+    if ((int32_t)s->in_a_row >= s->restarts) return false;
+    s->in_a_row++;
+    s->attempt++;
+    return true;
+}
+
+static const int run_signals[] = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
+static volatile sig_atomic_t run_patience; /* how many requests to stop are to be waited out */
+
+/* Handle a signal while no rank of this node runs. */
+static void run_quit(int number)
+{
+    if (number == SIGUSR1 || number == SIGUSR2) return;
+    if (run_patience-- <= 0) _exit(128 + number);
+}
+
+/* Leave signals to run_quit, which ends this process at the one that follows `patience` others; -1: leave them to the
+ * signalfd of an attempt. */
+static void run_signals_quit(int patience)
+{
+    sigset_t set;
+    run_patience = patience;
+    sigemptyset(&set);
+    for (size_t i = 0; i < sizeof run_signals / sizeof *run_signals; i++)
+        sigaddset(&set, run_signals[i]);
+    sigprocmask(patience < 0 ? SIG_BLOCK : SIG_UNBLOCK, &set, NULL);
+}
+
+/* Wait before a restart: a second, doubled for each in a row up to a minute. */
+static void run_back_off(const run_job *job)
+{
+    const run_state *s = &job->state;
+    const uint32_t twice = s->in_a_row < 7 ? s->in_a_row - 1 : 6;
+    if (!s->failed) return;
+    if (job->options->node_rank == 0)
+        fprintf(stderr, "dtrain-run: restart %u of %d in %u s\n", s->in_a_row, s->restarts,
+                1u << twice);
+    struct timespec nap = {1 << twice, 0};
+    while (nanosleep(&nap, &nap) != 0 && errno == EINTR) continue;
+    run_signals_quit(-1);
+}
+
+/* Say how the run ended for good after failures. */
+static void run_give_up(const run_job *job)
+{
+    const run_state *s = &job->state;
+    if (!s->restarts || job->options->node_rank) return;
+    fprintf(stderr, "dtrain-run: crash loop: %u restart%s in a row made no progress", s->in_a_row,
+            s->in_a_row == 1 ? "" : "s");
+    if (s->best) fprintf(stderr, " beyond step %llu", (unsigned long long)(s->best - 1));
+    fprintf(stderr, "\n");
+}
+
+/* Run the attempt that all nodes have agreed on, and note what came of it. */
+static void run_agreed(run_job *job, dtrain_world *world)
+{
+    run_node *node = &job->node;
+    run_watch *w = &job->watch;
+    const int signals = w->signals;
+    run_back_off(job);
+    run_signals_quit(-1);
+    run_forget(node);
+    node->attempt = (int)job->state.attempt;
+    snprintf(node->key, sizeof node->key, "%s%.100s%s", job->state.key, job->secret ? "/" : "",
+             job->secret ? job->secret : "");
+    *node->progress = 0;
+    memset(w, 0, sizeof *w);
+    w->node = node;
+    w->world = world;
+    w->signals = signals;
+    const bool can_be_started = run_attempt(w);
+    job->state.announced = *node->progress;
+    job->state.failed = w->failure.any;
+    job->state.code = job->code = w->failure.code;
+    job->again = w->failure.any && can_be_started && !w->stopped_by && job->state.restarts > 0;
+    if (w->failure.any) run_print_failure(node, &w->failure);
+    if (w->stopped_by && w->failure.any)
+        fprintf(stderr, "dtrain-run: the run was asked to stop by signal %d (%s): no restart\n",
+                w->stopped_by, run_signal_name(w->stopped_by));
+}
+
+/* Wait until the ranks of all nodes are done. A request to stop has reached them too, so it is waited out once. */
+static void run_await_nodes(run_job *job, dtrain_world *world)
+{
+    run_watch *w = &job->watch;
+    run_signals_quit(1);
+    const dtrain_result all = dtrain_world_all_gather(world, NULL, 0, NULL);
+    run_signals_quit(-1);
+    if (all == DTRAIN_OK) return;
+    run_hear_nodes(w);
+    job->state.failed = 1;
+    job->state.code = job->code = w->failure.code ? w->failure.code : 1;
+    job->again = job->state.restarts > 0 && !w->stopped_by;
+    run_print_failure(&job->node, &w->failure);
+}
+
+/* Take this node's part in a world of dtrain-runs; its rank in there is the node's number. */
+static int run_node_main(dtrain_world *world, void *user)
+{
+    run_job *job = (run_job *)user;
+    run_state all[DTRAIN_MAX_RANKS];
+    const int nodes = job->options->nnodes;
+    job->again = false;
+    job->code = 1;
+    job->state.nproc = job->options->nproc;
+    job->state.restarts = job->options->restarts;
+    run_make_key(job->state.key, sizeof job->state.key);
+    if (!world) all[0] = job->state;
+    else if (dtrain_world_all_gather(world, &job->state, sizeof job->state, all) != DTRAIN_OK)
+        return 1;
+    job->met = true;
+    job->state = run_merge(all, nodes);
+    job->node.size = job->node.first = 0;
+    for (int i = 0; i < nodes; i++) {
+        if (i < job->options->node_rank) job->node.first += all[i].nproc;
+        job->node.size += all[i].nproc;
+    }
+    if (!run_decide(&job->state)) {
+        run_give_up(job);
+        job->code = job->state.code;
+        return 0;
+    }
+    run_agreed(job, world);
+    if (!job->code && world) run_await_nodes(job, world);
+    return job->code != 0;
+}
+
+#endif /* NODES_H */

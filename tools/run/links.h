@@ -1,0 +1,49 @@
+/* links.h: --probe-links: how fast the links are, and what a step that was measured makes of them. */
+#ifndef RUN_LINKS_H
+#define RUN_LINKS_H
+
+#include "tools/run/job.h"
+
+enum {
+    LINKS_STEP = 3
+}; /* the step whose time the forecast uses: the first ones touch cold memory */
+
+/* Print what pairs of one kind have measured. */
+static void show_link(const char *where, const dtrain_probe_link *link)
+{
+    if (!link->pair_count) return;
+    printf("links   %s: %.3g GB/s, %.3g us; slowest from rank %d to rank %d, %.3g GB/s\n", where,
+           1e-9 * link->bytes_per_second, link->latency_us, link->slow_rank, link->slow_peer,
+           1e-9 * link->worst_bytes_per_second);
+}
+
+/* Measure the links and print them. */
+static dtrain_result probe_links(dtrain_world *world, run_job *j)
+{
+    const dtrain_result result = dtrain_probe_links(world, NULL, &j->links);
+    if (result != DTRAIN_OK || dtrain_world_rank(world)) return result;
+    show_link("inside of a node", &j->links.inside);
+    show_link("between nodes", &j->links.between);
+    printf("links   all-reduce: %.3g GB/s a rank, %.3g us; probed for %.1f s\n",
+           1e-9 * j->links.reduce_bytes_per_second, j->links.reduce_us, j->links.seconds);
+    return DTRAIN_OK;
+}
+
+/* Compare the links with what a step has needed, and warn when they are the limit. */
+static void forecast_links(dtrain_world *world, const run_job *j, const dtrain_step_record *record)
+{
+    const double compute_ms = record->step_ms - record->exposed_comm_ms - record->data_ms;
+    dtrain_strategy_info info;
+    dtrain_probe_step step = {0};
+    dtrain_probe_forecast forecast;
+    if (record->step != LINKS_STEP || dtrain_world_rank(world)) return;
+    dtrain_strategy_query(j->strategy, &info);
+    step.compute_seconds = compute_ms / 1e3;
+    step.wire_bytes = record->comm_bytes;
+    step.collective_count = (uint32_t)info.bucket_count;
+    if (dtrain_probe_predict(&j->links, &step, &forecast) == DTRAIN_OK)
+        dtrain_log(world, forecast.limited ? DTRAIN_LOG_WARNING : DTRAIN_LOG_INFO, "%s",
+                   forecast.text);
+}
+
+#endif /* RUN_LINKS_H */
