@@ -1,6 +1,6 @@
-/* test_monitor.c: the stream of metrics: random records through all writers against a naive reading of their files, sinks
- * that fail at call n, that call back, memory that ends, files that fail, GPUs by a library that stands for NVML, figures
- * of ranks that differ, operations counted, terminals.
+/* test_monitor.c: the stream of metrics: random records through all writers against a naive reading of their files,
+ * sinks that fail at call n, that call back, memory that ends, files that fail, GPUs by a library that stands for
+ * NVML, figures of ranks that differ, operations counted, terminals.
  *
  *     make build/tests/test_monitor && build/tests/test_monitor */
 #include "test.h"
@@ -935,8 +935,8 @@ static training *training_create(void)
     return t;
 }
 
-/* Every world size, threads and processes, one rank slow: figures say which, spreads are those of the figures, and parts
- * are the step. */
+/* Every world size, threads and processes, one rank slow: figures say which, spreads are those of the figures, and
+ * parts are the step. */
 static void test_figures(void)
 {
     for (uint32_t ranks = 1; ranks <= 8; ranks *= 2)
