@@ -670,8 +670,17 @@ static int refused_rank(dtrain_world *world, void *user)
         CHECK(dtrain_metrics_create(world, &desc, &metrics) != DTRAIN_OK && !metrics);
         CHECK_MSG(strstr(dtrain_last_error(), want), "%d: %s", which, dtrain_last_error());
     }
-    /* a table of other columns is not appended to */
+    /* empty texts are none */
     dtrain_metrics_desc desc = everything();
+    dtrain_metrics_info info;
+    desc.jsonl_path = desc.csv_path = desc.prometheus_path = desc.tensorboard_dir = desc.run_name =
+        "";
+    CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK);
+    dtrain_metrics_query(metrics, &info);
+    CHECK(info.sink_count == 0);
+    dtrain_metrics_destroy(metrics);
+    /* a table of other columns is not appended to */
+    desc = everything();
     FILE *file = fopen(desc.csv_path, "w");
     fputs("step,loss\r\n0,1\r\n", file);
     fclose(file);
