@@ -2976,7 +2976,8 @@ typedef struct dtrain_metrics_sink {
     void *user;
 } dtrain_metrics_sink;
 
-/* Every zero is the default written beside the field. Texts are copied. */
+/* Every zero is the default written beside the field, and an empty text is none. Texts are
+ * copied. */
 typedef struct dtrain_metrics_desc {
     uint32_t progress_every;     /* steps between lines when progress is no terminal; 0 = 10 */
     int64_t total_steps;         /* for the bar and the time left; 0 = unknown */
@@ -30393,6 +30394,7 @@ static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
  */
 static void dtrain__string_keep(dtrain_metrics *metrics, char *memory, const char **text)
 {
+    if (*text && !**text) *text = NULL; /* an empty one is none */
     if (!*text) return;
     const size_t bytes = strlen(*text) + 1;
     if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
@@ -30455,7 +30457,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
-    if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
+    if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = DTRAIN__NAN;
     const dtrain_result result = dtrain__metrics_open(metrics);
@@ -32249,7 +32251,7 @@ DTRAIN__PRIVATE void dtrain__tensorboard_free(dtrain_metrics *metrics)
  *
  * The cost of a step with histograms is one pass over values and gradients (1 ns an element and
  * rank, divided by the ranks that share the work), a copy to the host on a GPU, and a reduce and an
- * all-gather of 136 KB for every 8 parameters. */
+ * all-gather of 132 KB for every 8 parameters. */
 
 #define DTRAIN__SIDE 512 /* buckets of a sign: 4 for each of 128 powers of 2 */
 #define DTRAIN__BUCKETS (2 * DTRAIN__SIDE + 1) /* the one around 0 is in the middle */

@@ -3,10 +3,10 @@
  *   run:     make bench, or build/bench/bench_metrics --program build/train_gpt --reps 900 --log FILE
  *   build:   cc -O2 -I. -Ibench bench/bench_metrics.c -o bench_metrics -lm -lpthread
  *
- * A repetition reports the same record to a stream without writers and to one with each of them, in turn, beginning with
- * another one each time, and takes the time of dtrain_metrics_step. The record is of two ranks with every figure known but
- * those of GPUs; files are in --directory. What repeats rarely is not in a median: a version of the Prometheus file (at most
- * one a second, "most" has it) and histograms.
+ * A repetition reports the same record to a stream without writers and to one with each of them, in turn, beginning
+ * with another one each time, and takes the time of dtrain_metrics_step. The record is of two ranks with every figure
+ * known but those of GPUs; files are in --directory. What repeats rarely is not in a median: a version of the
+ * Prometheus file (at most one a second, "most" has it) and histograms.
  *
  *   us           median of a call less the median of one without writers
  *   most_us      the longest call

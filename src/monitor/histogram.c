@@ -14,7 +14,7 @@
  *
  * The cost of a step with histograms is one pass over values and gradients (1 ns an element and
  * rank, divided by the ranks that share the work), a copy to the host on a GPU, and a reduce and an
- * all-gather of 136 KB for every 8 parameters. */
+ * all-gather of 132 KB for every 8 parameters. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

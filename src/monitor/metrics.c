@@ -141,6 +141,7 @@ static dtrain_result dtrain__sinks_open(dtrain_metrics *metrics)
  */
 static void dtrain__string_keep(dtrain_metrics *metrics, char *memory, const char **text)
 {
+    if (*text && !**text) *text = NULL; /* an empty one is none */
     if (!*text) return;
     const size_t bytes = strlen(*text) + 1;
     if (memory) *text = (char *)memcpy(memory + metrics->texts_bytes, *text, bytes);
@@ -203,7 +204,7 @@ DTRAIN_API dtrain_result dtrain_metrics_create(dtrain_world *world, const dtrain
     metrics->jsonl.fd = metrics->csv.fd = metrics->tensorboard.file.fd = -1;
     if (metrics->desc.progress_every == 0) metrics->desc.progress_every = 10;
     if (metrics->desc.gpu_every_ms == 0) metrics->desc.gpu_every_ms = 5000;
-    if (!metrics->desc.run_name) metrics->desc.run_name = "dtrain";
+    if (!desc->run_name || !desc->run_name[0]) metrics->desc.run_name = "dtrain";
     metrics->summary.first_loss = metrics->summary.last_loss = DTRAIN__NAN;
     metrics->summary.val_loss = DTRAIN__NAN;
     const dtrain_result result = dtrain__metrics_open(metrics);

@@ -34,7 +34,7 @@ small="--layers 1 --channels 32 --seq 16 --batch 2"
 check "bench_gemm" "^NT 64 x 64 x 64 .* yes" '"shape": "NT 768 x 384 x 128".*"GFLOP/s_max"' "$bench/bench_gemm" --quick
 check "bench_conv" "^16 to 16 +weight .* yes" '"layer": "depthwise 64".*"of_gemm": [0-9]' "$bench/bench_conv" --quick
 check "bench_data" "^128 images, bytes +2 workers .* yes" '"batch": "8 x 64 tokens", "reader": "read".*"exposed_us": [0-9]' "$bench/bench_data" --quick
-check "bench_metrics" "^all .* yes" '"writer": "TensorBoard".*"of_step_%": [0-9]' "$bench/bench_metrics" --quick $trainer --directory "$tmp"
+check "bench_metrics" "^all .* yes" '"writer": "TensorBoard".*"of_step_%": -?[0-9]' "$bench/bench_metrics" --quick $trainer --directory "$tmp"
 check "bench_resnet" "^dtrain, bf16 .* yes" '"configuration": "dtrain, fp32".*"floor": [0-9]' "$bench/bench_resnet" --quick \
     --program "$build/resnet_cifar"
 check "bench_collectives" "^all-reduce +1048576 +private .* yes" '"operation": "barrier"' "$bench/bench_collectives" --quick

@@ -1,10 +1,11 @@
-/* nvml_stub.c: stands for NVIDIA's management library in tests: a shared library with the functions that dtrain looks for.
+/* nvml_stub.c: stands for NVIDIA's management library in tests: a shared library with the functions that dtrain
+ * looks for.
  *
  *     NVML_STUB="CALL=CODE,..."   what calls return instead of success: init, find, utilization, memory, clock, power,
  *                                 temperature, reasons, ecc
  *
- * GPU number i answers with figures that tell it apart. Compiled with NVML_OLD it has the name that reasons had before, and
- * neither power nor ECC. */
+ * GPU number i answers with figures that tell it apart. Compiled with NVML_OLD it has the name that reasons had
+ * before, and neither power nor ECC. */
 #include <stdlib.h>
 #include <string.h>
 

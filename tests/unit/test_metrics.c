@@ -461,6 +461,92 @@ static void test_live_line(void)
     close(master);
 }
 
+static int terminal_rank(dtrain_world *world, void *user)
+{
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    memset(&desc, 0, sizeof desc);
+    desc.progress = (FILE *)user;
+    desc.total_steps = 4;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    for (int step = 0; step < 2; step++) {
+        dtrain_step_record r;
+        memset(&r, 0, sizeof r);
+        r.step = step;
+        r.val_loss = NAN;
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
+    }
+    dtrain_metrics_print_summary(metrics, (FILE *)user);
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_OK);
+    dtrain_metrics_destroy(metrics);
+    return 0;
+}
+
+/* What a terminal is sent, with TERM and NO_COLOR as given; NULL: unset. */
+static const char *on_terminal(const char *term, const char *no_color)
+{
+    static char text[8192];
+    const int master = posix_openpt(O_RDWR | O_NOCTTY);
+    CHECK(master >= 0 && grantpt(master) == 0 && unlockpt(master) == 0);
+    FILE *terminal = fopen(ptsname(master), "w");
+    if (term) setenv("TERM", term, 1);
+    else unsetenv("TERM");
+    if (no_color) setenv("NO_COLOR", no_color, 1);
+    else unsetenv("NO_COLOR");
+    with_world(terminal_rank, terminal);
+    fclose(terminal);
+    size_t used = 0;
+    for (ssize_t got = 1; got > 0; used += got > 0 ? (size_t)got : 0)
+        got = read(master, text + used, sizeof text - 1 - used);
+    text[used] = 0;
+    close(master);
+    return text;
+}
+
+static void test_terminals(void)
+{
+    const char *text = on_terminal("xterm", NULL);
+    CHECK(strstr(text, "\033[32m[==>       ]\033[0m") && strstr(text, "\033[K"));
+    text = on_terminal("xterm", "");
+    CHECK(strstr(text, "\033[32m")); /* no-color.org: an empty one does not count */
+    text = on_terminal("xterm", "1");
+    CHECK(strstr(text, "[==>       ]") && !strstr(text, "\033[32m") && strstr(text, "\033[K"));
+    text = on_terminal("dumb", NULL);
+    CHECK(!strchr(text, '\033') && strstr(text, "val_loss"));
+    text = on_terminal(NULL, NULL);
+    CHECK(!strchr(text, '\033') && strstr(text, "val_loss") && strstr(text, "over 2 steps"));
+}
+
+/* A console whose reader has gone costs its lines, and not the process. */
+static int closed_rank(dtrain_world *world, void *user)
+{
+    int ends[2];
+    dtrain_metrics_desc desc;
+    dtrain_metrics *metrics;
+    (void)user;
+    memset(&desc, 0, sizeof desc);
+    CHECK(pipe(ends) == 0);
+    desc.progress = fdopen(ends[1], "w");
+    desc.progress_every = 1;
+    if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
+    close(ends[0]);
+    for (int step = 0; step < 3; step++) {
+        dtrain_step_record r = record_of(step);
+        CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK && warnings == 1);
+    }
+    CHECK(dtrain_metrics_finish(metrics) == DTRAIN_ERROR_FILE);
+    dtrain_metrics_destroy(metrics);
+    fclose(desc.progress);
+    return 0;
+}
+
+static void test_closed_console(void)
+{
+    signal(SIGPIPE, SIG_DFL);
+    warnings = 0;
+    with_world(closed_rank, NULL);
+}
+
 /* Only rank 0 writes, whatever the others were told. */
 static int quiet_rank(dtrain_world *world, void *user)
 {
@@ -540,6 +626,8 @@ int main(int argc, char **argv)
     RUN(test_unopenable);
     RUN(test_table);
     RUN(test_live_line);
+    RUN(test_terminals);
+    RUN(test_closed_console);
     RUN(test_other_ranks_are_quiet);
     RUN(test_medians);
     unlink(log_path);
