@@ -22,7 +22,7 @@ ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 1)
 endif
 
-PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate/simulate.c tools/flight/flight.c tools/trace/trace.c
+PROGRAMS  := $(wildcard examples/*.c) tools/train_gpt/train_gpt.c tools/simulate/simulate.c tools/flight/flight.c tools/trace/trace.c tools/report/report.c
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
 UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard tests/fuzz/test_*.c)
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)
@@ -181,7 +181,7 @@ openmpi mpich:
 # ---- Rules ----------------------------------------------------------------------------------------
 # Every result depends on the files that its compiler has read (it lists them in a .d file) and on a file with the
 # flags of its compiler (flags): when one of them changes it is built again.
-vpath %.c   examples tools/train_gpt tools/simulate tools/flight tools/trace tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
+vpath %.c   examples tools/train_gpt tools/simulate tools/flight tools/trace tools/report tests/unit tests/cuda tests/nccl tests/cli tests/fuzz bench
 vpath %.cpp tests/cuda tests/cuda/emulation
 STRICT_CXX := -std=c++17 -Wall -Wextra -Werror
 OPTIONS = $(CFLAGS) $(DEFINES) -I. -MMD -MP -MF $@.d -MT $@

@@ -922,6 +922,8 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
  * device: one block that grows in the first step and is stable afterwards, so the steady state
  * allocates nothing and can be captured in a graph. */
 
+#include <nvtx3/nvToolsExt.h>
+
 #include <stdio.h>
 #include <string.h>
 
@@ -1257,6 +1259,22 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
     while (*link != graph) link = &(*link)->next;
     *link = graph->next;
     dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
+}
+
+/* ---- Ranges -----------------------------------------------------------------------------------*/
+
+/* Open and close an NVTX range. The header that comes with the CUDA Toolkit finds the profiler when
+ * the program runs, there is nothing to link; without a profiler a call is a comparison. */
+static void dtrain_cuda_range_begin(dtrain_device *device, const char *name)
+{
+    (void)device;
+    (void)nvtxRangePushA(name);
+}
+
+static void dtrain_cuda_range_end(dtrain_device *device)
+{
+    (void)device;
+    (void)nvtxRangePop();
 }
 
 /* ================================================================================================
@@ -7882,6 +7900,8 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_graph_destroy,
                                           dtrain_cuda_graphs_drop,
                                           dtrain_cuda_may_free,
+                                          dtrain_cuda_range_begin,
+                                          dtrain_cuda_range_end,
                                           dtrain_cuda_gemm,
                                           dtrain_cuda_activation_backward,
                                           dtrain_cuda_layernorm,
