@@ -3384,8 +3384,8 @@ typedef enum dtrain_copy_kind {
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
  *
- * query, host_register, host_unregister and the entries from stream_create to range_end may be NULL,
- * which means: nothing to do. Such a device has finished its work when a call returns, its
+ * query, host_register, host_unregister and the entries from stream_create to range_end may be
+ * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
  * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
@@ -24261,8 +24261,8 @@ struct dtrain_checkpoint {
     size_t snapshot_bytes;
     dtrain__text head; /* rank 0: the manifest, up to its list of files */
     double begun;
-    uint64_t bytes;    /* that this rank has written ... */
-    double written_at; /* ... until then */
+    uint64_t bytes;        /* that this rank has written ... */
+    double written_at;     /* ... until then */
     uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published */
 
     /* Both threads', under the mutex. */

@@ -922,7 +922,12 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
  * device: one block that grows in the first step and is stable afterwards, so the steady state
  * allocates nothing and can be captured in a graph. */
 
+#if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
+#define DTRAIN_CUDA_NVTX 1
+#else
+#define DTRAIN_CUDA_NVTX 0 /* a toolkit without it: there are no ranges */
+#endif
 
 #include <stdio.h>
 #include <string.h>
@@ -1267,14 +1272,18 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
  * the program runs, there is nothing to link; without a profiler a call is a comparison. */
 static void dtrain_cuda_range_begin(dtrain_device *device, const char *name)
 {
-    (void)device;
+    (void)device, (void)name;
+#if DTRAIN_CUDA_NVTX
     (void)nvtxRangePushA(name);
+#endif
 }
 
 static void dtrain_cuda_range_end(dtrain_device *device)
 {
     (void)device;
+#if DTRAIN_CUDA_NVTX
     (void)nvtxRangePop();
+#endif
 }
 
 /* ================================================================================================

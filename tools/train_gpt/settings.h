@@ -288,7 +288,8 @@ static const flag flag_table[] = {
      "compute each token from all before it, without their keys and values: to compare", NULL},
     {"--log", 's', &flags.log, 0, 0, "file for one JSON object per step", NULL},
     {"--trace", 's', &flags.trace, 0, 0,
-     "FILE for a timeline, for ui.perfetto.dev; rank r writes one with .rank<r> before the extension",
+     "FILE for a timeline, for ui.perfetto.dev; rank r writes one with .rank<r> before the "
+     "extension",
      NULL},
     {"--deterministic", 'b', &flags.deterministic, 0, 0,
      "refuse whatever could change the bits from run to run; compare the replicas and print a hash "

@@ -9,7 +9,12 @@
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 
+#if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
+#define DTRAIN_CUDA_NVTX 1
+#else
+#define DTRAIN_CUDA_NVTX 0 /* a toolkit without it: there are no ranges */
+#endif
 
 #include <stdio.h>
 #include <string.h>
@@ -354,12 +359,16 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
  * the program runs, there is nothing to link; without a profiler a call is a comparison. */
 static void dtrain_cuda_range_begin(dtrain_device *device, const char *name)
 {
-    (void)device;
+    (void)device, (void)name;
+#if DTRAIN_CUDA_NVTX
     (void)nvtxRangePushA(name);
+#endif
 }
 
 static void dtrain_cuda_range_end(dtrain_device *device)
 {
     (void)device;
+#if DTRAIN_CUDA_NVTX
     (void)nvtxRangePop();
+#endif
 }
