@@ -23,7 +23,7 @@ MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 1)
 endif
 
 PROGRAMS  := $(wildcard examples/*.c) $(addprefix tools/,train_gpt/train_gpt.c simulate/simulate.c flight/flight.c trace/trace.c \
-             dtrain-run/dtrain-run.c)
+             report/report.c dtrain-run/dtrain-run.c)
 EXAMPLES  := $(patsubst %.c,$(BUILD)/%,$(notdir $(PROGRAMS)))
 UNIT      := $(wildcard tests/unit/test_*.c) tests/nccl/test_nccl.c $(wildcard tests/fuzz/test_*.c)
 GPU       := $(wildcard tests/cuda/test_cuda_*.c)

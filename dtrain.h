@@ -3723,8 +3723,8 @@ typedef enum dtrain_copy_kind {
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
  *
- * query, host_register, host_unregister and the entries from stream_create to may_free may be NULL,
- * which means: nothing to do. Such a device has finished its work when a call returns, its
+ * query, host_register, host_unregister and the entries from stream_create to range_end may be
+ * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
  * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
@@ -3777,6 +3777,10 @@ struct dtrain_device_ops {
     /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
      * back by other means. False: a kernel does not end, and memory stays for good. */
     bool (*may_free)(dtrain_device *device);
+    /* Open a range with a name for a profiler of this device, and close the innermost one: the
+     * spans of world/timeline.h. */
+    void (*range_begin)(dtrain_device *device, const char *name);
+    void (*range_end)(dtrain_device *device);
 
     dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
     dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);
@@ -4552,6 +4556,7 @@ typedef struct dtrain__open_span {
     uint64_t begin_ns;
     const char *name, *text; /* text: of what, for a trace; or NULL */
     int64_t number;          /* of its kind of thing: step, unit, ...; or DTRAIN__UNNUMBERED */
+    bool ranged;             /* the device's profiler has it, too */
     uint32_t kind, outer;    /* its kind, and that of the span around it */
 } dtrain__open_span;
 
@@ -4944,6 +4949,8 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kin
     if (kind == DTRAIN_SPAN_COMM && timeline->kind == DTRAIN_SPAN_CHECKPOINT)
         kind = DTRAIN_SPAN_CHECKPOINT;
     span->kind = timeline->kind = kind;
+    span->ranged = world->device && world->device->ops->range_begin;
+    if (span->ranged) world->device->ops->range_begin(world->device, name);
     return mark;
 }
 
@@ -4956,6 +4963,7 @@ DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uin
         const dtrain__open_span *span = &timeline->open[--timeline->depth];
         if (timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
         timeline->kind = span->outer;
+        if (span->ranged) world->device->ops->range_end(world->device);
         if (timeline->traced)
             dtrain__trace_span(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
                                span->number, span->begin_ns, now);
@@ -9887,10 +9895,11 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(pool2d_backward)
 /* clang-format on */
 
-/* The entries from stream_create to may_free of a device that has finished its work when a call
+/* The entries from stream_create to range_end of a device that has finished its work when a call
  * returns. */
-#define DTRAIN__NO_ORDER \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_ORDER                                                                      \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+        NULL, NULL
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \
@@ -25056,8 +25065,8 @@ struct dtrain_checkpoint {
     size_t snapshot_bytes;
     dtrain__text head; /* rank 0: the manifest, up to its list of files */
     double begun;
-    uint64_t bytes;    /* that this rank has written ... */
-    double written_at; /* ... until then */
+    uint64_t bytes;        /* that this rank has written ... */
+    double written_at;     /* ... until then */
     uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published */
 
     /* Both threads', under the mutex. */

@@ -922,6 +922,13 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
  * device: one block that grows in the first step and is stable afterwards, so the steady state
  * allocates nothing and can be captured in a graph. */
 
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define DTRAIN_CUDA_NVTX 1
+#else
+#define DTRAIN_CUDA_NVTX 0 /* a toolkit without it: there are no ranges */
+#endif
+
 #include <stdio.h>
 #include <string.h>
 
@@ -1257,6 +1264,26 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
     while (*link != graph) link = &(*link)->next;
     *link = graph->next;
     dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
+}
+
+/* ---- Ranges -----------------------------------------------------------------------------------*/
+
+/* Open and close an NVTX range. The header that comes with the CUDA Toolkit finds the profiler when
+ * the program runs, there is nothing to link; without a profiler a call is a comparison. */
+static void dtrain_cuda_range_begin(dtrain_device *device, const char *name)
+{
+    (void)device, (void)name;
+#if DTRAIN_CUDA_NVTX
+    (void)nvtxRangePushA(name);
+#endif
+}
+
+static void dtrain_cuda_range_end(dtrain_device *device)
+{
+    (void)device;
+#if DTRAIN_CUDA_NVTX
+    (void)nvtxRangePop();
+#endif
 }
 
 /* ================================================================================================
@@ -7882,6 +7909,8 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_graph_destroy,
                                           dtrain_cuda_graphs_drop,
                                           dtrain_cuda_may_free,
+                                          dtrain_cuda_range_begin,
+                                          dtrain_cuda_range_end,
                                           dtrain_cuda_gemm,
                                           dtrain_cuda_activation_backward,
                                           dtrain_cuda_layernorm,

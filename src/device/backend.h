@@ -562,8 +562,8 @@ typedef enum dtrain_copy_kind {
 /* The entries from create to is_device_memory move data and order work; a stream of NULL is the
  * compute stream. Kernels go to the compute stream.
  *
- * query, host_register, host_unregister and the entries from stream_create to may_free may be NULL,
- * which means: nothing to do. Such a device has finished its work when a call returns, its
+ * query, host_register, host_unregister and the entries from stream_create to range_end may be
+ * NULL, which means: nothing to do. Such a device has finished its work when a call returns, its
  * streams and events are NULL, all memory is the host's to read, and it cannot record graphs. */
 struct dtrain_device_ops {
     uint32_t abi;     /* DTRAIN_DEVICE_ABI */
@@ -616,6 +616,10 @@ struct dtrain_device_ops {
     /* Wait until nothing that was queued can touch memory, as free does: for memory that is given
      * back by other means. False: a kernel does not end, and memory stays for good. */
     bool (*may_free)(dtrain_device *device);
+    /* Open a range with a name for a profiler of this device, and close the innermost one: the
+     * spans of world/timeline.h. */
+    void (*range_begin)(dtrain_device *device, const char *name);
+    void (*range_end)(dtrain_device *device);
 
     dtrain_result (*gemm)(dtrain_device *, const dtrain_gemm_args *);
     dtrain_result (*activation_backward)(dtrain_device *, const dtrain_activation_backward_args *);

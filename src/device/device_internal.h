@@ -21,10 +21,11 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(pool2d_backward)
 /* clang-format on */
 
-/* The entries from stream_create to may_free of a device that has finished its work when a call
+/* The entries from stream_create to range_end of a device that has finished its work when a call
  * returns. */
-#define DTRAIN__NO_ORDER \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_ORDER                                                                      \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
+        NULL, NULL
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \

@@ -163,8 +163,8 @@ struct dtrain_checkpoint {
     size_t snapshot_bytes;
     dtrain__text head; /* rank 0: the manifest, up to its list of files */
     double begun;
-    uint64_t bytes;    /* that this rank has written ... */
-    double written_at; /* ... until then */
+    uint64_t bytes;        /* that this rank has written ... */
+    double written_at;     /* ... until then */
     uint64_t thread_ns[3]; /* for a trace: its thread began, has written, has published */
 
     /* Both threads', under the mutex. */

@@ -18,6 +18,8 @@
 #include "world/trace_internal.h"
 #include "world/world.h"
 #include "world/world_internal.h"
+#include "device/backend.h"
+#include "device/device.h"
 
 /* Count the time since the last look to what was going on. */
 static void dtrain__span_look(dtrain__timeline *timeline, uint64_t now)
@@ -44,6 +46,8 @@ DTRAIN__PRIVATE uint32_t dtrain__span_begin_at(dtrain_world *world, uint32_t kin
     if (kind == DTRAIN_SPAN_COMM && timeline->kind == DTRAIN_SPAN_CHECKPOINT)
         kind = DTRAIN_SPAN_CHECKPOINT;
     span->kind = timeline->kind = kind;
+    span->ranged = world->device && world->device->ops->range_begin;
+    if (span->ranged) world->device->ops->range_begin(world->device, name);
     return mark;
 }
 
@@ -56,6 +60,7 @@ DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uin
         const dtrain__open_span *span = &timeline->open[--timeline->depth];
         if (timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
         timeline->kind = span->outer;
+        if (span->ranged) world->device->ops->range_end(world->device);
         if (timeline->traced)
             dtrain__trace_span(world, DTRAIN__TRACK_RANK, span->kind, span->name, span->text,
                                span->number, span->begin_ns, now);

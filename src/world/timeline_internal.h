@@ -15,6 +15,7 @@ typedef struct dtrain__open_span {
     uint64_t begin_ns;
     const char *name, *text; /* text: of what, for a trace; or NULL */
     int64_t number;          /* of its kind of thing: step, unit, ...; or DTRAIN__UNNUMBERED */
+    bool ranged;             /* the device's profiler has it, too */
     uint32_t kind, outer;    /* its kind, and that of the span around it */
 } dtrain__open_span;
 

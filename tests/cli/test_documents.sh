@@ -47,7 +47,7 @@ cp train.c train.cpp
 # What a word of a command stands for.
 stands_for() {
     case $1 in
-        FILE) echo log.jsonl ;;
+        FILE | LOG | LOG...) echo log.jsonl ;;
         FOLDER) echo cifar ;;
         DIRECTORY) echo flights ;;
         DIR) echo no_model ;;
@@ -213,6 +213,7 @@ judge() {
         build/bench/*) flags_of "$line" ;;
         bench_*) flags_of "build/bench/$line" ;;
         simulate) whole "build/$line" ;;
+        build/report) how="says how it is used"; build/report >"$tmp/out" 2>&1; grep -q "^report OUT.html LOG" "$tmp/out" ;;
         build/trace) how="says how it is used"; build/trace >"$tmp/out" 2>&1; grep -q "^trace $2 OUT\|^trace $2 IN" "$tmp/out" ;;
         build/flight) how="says how it is used"; build/flight >"$tmp/out" 2>&1; grep -q '^flight DIRECTORY' "$tmp/out" ;;
         build/train_gpt | ./gpt | ./train_gpt)

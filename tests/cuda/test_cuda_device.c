@@ -796,6 +796,36 @@ static void test_faults(void)
     gpu_close();
 }
 
+#ifdef DTRAIN_CUDA_EMULATION
+/* A rank's spans are ranges of the profiler, closed in their order, also those that an inner one has left open. */
+static int spans_are_ranges(dtrain_world *world, void *user)
+{
+    dtrain_emulation_counters before, inside, after;
+    (void)user;
+    dtrain_emulation_get_counters(&before);
+    dtrain_span_begin(world, DTRAIN_SPAN_FORWARD, "outer");
+    dtrain_span_begin(world, DTRAIN_SPAN_OTHER, "inner");
+    dtrain_emulation_get_counters(&inside);
+    CHECK(dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK);
+    dtrain_span_end(world);
+    dtrain_span_end(world);
+    dtrain_emulation_get_counters(&after);
+    CHECK(inside.open_ranges == before.open_ranges + 2 && inside.ranges == before.ranges + 2);
+    CHECK(after.open_ranges == before.open_ranges && after.ranges == before.ranges + 3);
+    return 0;
+}
+
+static void test_ranges(void)
+{
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = 2;
+    desc.device_ops = dtrain_cuda_device_ops();
+    CHECK_MSG(dtrain_launch(&desc, spans_are_ranges, NULL, NULL) == DTRAIN_OK, "%s",
+              dtrain_last_error());
+}
+#endif
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -823,6 +853,7 @@ int main(int argc, char **argv)
     RUN(test_graph_keeps_scratch);
     RUN(test_faults);
 #ifdef DTRAIN_CUDA_EMULATION
+    RUN(test_ranges);
     RUN(test_create_fails);
     RUN(test_create_without_memory);
     RUN(test_device_index);

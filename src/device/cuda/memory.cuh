@@ -9,6 +9,13 @@
 #include "device/cuda/language.cuh"
 #include "device/cuda/device.cuh"
 
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define DTRAIN_CUDA_NVTX 1
+#else
+#define DTRAIN_CUDA_NVTX 0 /* a toolkit without it: there are no ranges */
+#endif
+
 #include <stdio.h>
 #include <string.h>
 
@@ -344,4 +351,24 @@ static void dtrain_cuda_graph_destroy(dtrain_device *device, dtrain_graph *graph
     while (*link != graph) link = &(*link)->next;
     *link = graph->next;
     dtrain_cuda_host_give(&state->allocator, graph, sizeof *graph);
+}
+
+/* ---- Ranges -----------------------------------------------------------------------------------*/
+
+/* Open and close an NVTX range. The header that comes with the CUDA Toolkit finds the profiler when
+ * the program runs, there is nothing to link; without a profiler a call is a comparison. */
+static void dtrain_cuda_range_begin(dtrain_device *device, const char *name)
+{
+    (void)device, (void)name;
+#if DTRAIN_CUDA_NVTX
+    (void)nvtxRangePushA(name);
+#endif
+}
+
+static void dtrain_cuda_range_end(dtrain_device *device)
+{
+    (void)device;
+#if DTRAIN_CUDA_NVTX
+    (void)nvtxRangePop();
+#endif
 }

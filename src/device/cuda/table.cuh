@@ -55,6 +55,8 @@ extern "C" const dtrain_device_ops *dtrain_cuda_device_ops(void)
                                           dtrain_cuda_graph_destroy,
                                           dtrain_cuda_graphs_drop,
                                           dtrain_cuda_may_free,
+                                          dtrain_cuda_range_begin,
+                                          dtrain_cuda_range_end,
                                           dtrain_cuda_gemm,
                                           dtrain_cuda_activation_backward,
                                           dtrain_cuda_layernorm,

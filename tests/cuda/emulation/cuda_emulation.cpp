@@ -13,6 +13,7 @@
  *
  * One mutex guards everything, kernels included: the static arrays behind __shared__ exist once. */
 #include "cuda_runtime.h"
+#include "nvtx3/nvToolsExt.h"
 #include "cublasLt.h"
 #include "cuda_emulation.h"
 
@@ -2889,5 +2890,19 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
         return cudaSuccess;
     });
     return error ? CUBLAS_STATUS_EXECUTION_FAILED : status;
+}
+
+int nvtxRangePushA(const char *name)
+{
+    std::lock_guard<std::mutex> hold(lock);
+    if (!name || !name[0]) return -1;
+    machine().counters.ranges++;
+    return int(machine().counters.open_ranges++);
+}
+
+int nvtxRangePop(void)
+{
+    std::lock_guard<std::mutex> hold(lock);
+    return int(--machine().counters.open_ranges);
 }
 } // extern "C"

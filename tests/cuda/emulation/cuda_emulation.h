@@ -89,10 +89,11 @@ typedef struct dtrain_emulation_counters {
     int64_t peak_bytes;           /* highest bytes_alive */
     int64_t pinned_alive;         /* pinned and registered host ranges */
     int64_t streams_alive, events_alive;
-    int64_t graphs_alive;      /* graphs and executable graphs */
-    int64_t cublas_alive;      /* handles, descriptors, layouts, preferences */
-    int64_t host_syncs;        /* calls that made the host wait for the device */
-    int64_t operations_queued; /* operations that streams hold and have not run */
+    int64_t graphs_alive;        /* graphs and executable graphs */
+    int64_t cublas_alive;        /* handles, descriptors, layouts, preferences */
+    int64_t host_syncs;          /* calls that made the host wait for the device */
+    int64_t operations_queued;   /* operations that streams hold and have not run */
+    int64_t ranges, open_ranges; /* of NVTX: opened so far, and open now */
 } dtrain_emulation_counters;
 void dtrain_emulation_get_counters(dtrain_emulation_counters *counters);
 
