@@ -17,8 +17,8 @@ typedef struct settings {
     const char *tokens; /* the file of what --tokenizer has made of --data; NULL: --data itself */
     const tokenizer *tokenizer; /* NULL without --tokenizer */
     const char *command;        /* the command line, for manifests */
-    long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, nonfinite,
-        verify_every;
+    long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, stop_status,
+        nonfinite, verify_every;
     long optimizer, schedule, lr_scaling, precision, strategy,
         offload; /* places in the lists below */
     long data_format, workers;
@@ -253,6 +253,11 @@ static const flag flag_table[] = {
     {"--restarts", 'i', &flags.restarts, 0, 1e6,
      "start the ranks again from the last checkpoint when one fails, so many times without "
      "progress",
+     NULL},
+    {"--stop-status", 'i', &flags.stop_status, 0, 255,
+     "exit status of a run that a signal has stopped before its end, for schedulers that start "
+     "again "
+     "what has failed; default 0",
      NULL},
     {"--snapshot-every", 'i', &flags.snapshot_every, 0, 1e12,
      "steps between two snapshots in the launcher's memory, from which --restarts goes on; 0 = "

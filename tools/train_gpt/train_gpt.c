@@ -155,17 +155,26 @@ static int end_rank(dtrain_result result)
     return 1;
 }
 
+/* Whether a signal to any rank has stopped the run; known to a process that is itself a rank. */
+static bool stopped;
+
 /* Every rank runs this function, if there is something to train. A rank that fails prints nothing:
  * dtrain_launch quotes the first error. */
 static int train(dtrain_world *world, void *user)
 {
+    const settings *s = (const settings *)user;
+    char all[DTRAIN_MAX_RANKS];
     job j;
     dtrain_result result;
-    TRY(open_job(world, (const settings *)user, &j));
+    TRY(open_job(world, s, &j));
     if (dtrain_world_rank(world) == 0) show_start(world, &j);
     fflush(stdout);
     TRY(train_steps(world, &j));
     TRY(finish_job(world, &j));
+    if (j.stopped && s->stop_status) { /* together: launchers kill the others when one has failed */
+        TRY(dtrain_world_all_gather(world, "", 1, all));
+        stopped = !s->thread_ranks;
+    }
 cleanup:
     close_job(&j);
     return end_rank(result);
@@ -262,7 +271,8 @@ int main(int argc, char **argv)
     if (reserve_snapshots(s, &launch)) return 2;
     launch.catch_signals = s->checkpoints != NULL;
     launch.mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
-    if (dtrain_launch(&launch, trains(s) ? train : use_model, s, &info) == DTRAIN_OK) return 0;
+    if (dtrain_launch(&launch, trains(s) ? train : use_model, s, &info) == DTRAIN_OK)
+        return stopped || info.signal ? (int)s->stop_status : 0;
     fprintf(stderr, "train_gpt: %s\n", dtrain_last_error());
     return info.exit_code ? info.exit_code : 1;
 }
