@@ -82,7 +82,7 @@ endif
 LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            tests/cli/test_examples.sh
-LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_simulator.sh test_bench.sh test_documents.sh test_weights.sh test_models.sh) \
+LONG    := $(addprefix tests/cli/,test_mpi.sh test_slurm.sh test_deploy.sh test_simulator.sh test_bench.sh test_documents.sh test_weights.sh test_models.sh) \
            tests/nccl/test_nccl.sh tests/cuda/cuda_build.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
