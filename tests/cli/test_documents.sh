@@ -114,14 +114,14 @@ in_time() { PATH=$printed_path timeout -k 2 "$1" sh -c "$2" >"$tmp/out" 2>&1 </d
 
 whole() { how=ran; in_time 300 "$1"; }
 
-# A run that prints its progress: until its first line of a step, which is a later one where it goes on from another run.
+# A run that prints its progress: until its first line of a step (mpirun is a terminal: "step 1/1000"), which is a later one where it goes on from another run.
 begins() {
     how="ran until its first step"
     : >"$tmp/out" # what the run before has printed is not of this one
     PATH=$printed_path timeout -k 5 300 sh -c "exec $1" >"$tmp/out" 2>&1 </dev/null &
     id=$!
-    wait_for 280 eval "grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ ' '$tmp/out' || ! kill -0 $id"
-    grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ ' "$tmp/out"; begun=$?
+    wait_for 280 eval "grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ |step [0-9]+/[0-9]+ ' '$tmp/out' || ! kill -0 $id"
+    grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ |step [0-9]+/[0-9]+ ' "$tmp/out"; begun=$?
     kill $id 2>/dev/null; wait $id 2>/dev/null
     echo "it ended with status $?" >>"$tmp/out"
     [ $begun -eq 0 ]
@@ -213,7 +213,7 @@ judge() {
     case $1 in
         make | nvcc | mpicc | cc | c++ | sh | python3) ;;
         docker | kubectl | sbatch | squeue | scancel | scontrol) of_a_cluster "$@"; return ;;
-        dtrain-run) [ -x build/dtrain-run ] || { absent=dtrain-run; return; } ;;
+        build/dtrain-run) [ -x build/dtrain-run ] || { absent=dtrain-run; return; } ;;
         torchrun | mpirun | srun) have "$1" || { absent=$1; return; }
             [ "$1" != torchrun ] || torchrun --no_python --nproc_per_node 2 /bin/true >/dev/null 2>&1 || { absent="a torchrun that starts /bin/true"; return; }
             [ "$1" != srun ] || timeout 10 srun -n 1 true >/dev/null 2>&1 || { absent="a Slurm that runs jobs"; return; } ;;
@@ -228,11 +228,9 @@ judge() {
         bench_*) flags_of "build/bench/$line" ;;
         simulate) whole "build/$line" ;;
         build/flight) how="says how it is used"; build/flight >"$tmp/out" 2>&1; grep -q '^flight DIRECTORY' "$tmp/out" ;;
-        build/train_gpt | ./gpt | ./train_gpt) begins "$line" ;;
+        build/train_gpt | build/dtrain-run | ./gpt | ./train_gpt) begins "$line" ;;
         build/* | ./*) whole "$line" ;;
-        mpirun) whole "$line" ;;
-        torchrun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;
-        srun) whole "$line" ;;
+        mpirun | torchrun | srun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;
         python3) python3 -c 'import torch' 2>/dev/null || { absent="torch for python3"; return; }; whole "$line" ;;
         sh) script=$2
             case $script in
