@@ -3,7 +3,7 @@
 #
 #   images       the Dockerfile's stages become root file systems by its own RUN lines, and runs begin, are stopped and go
 #                on in them as its user, on read-only roots, without a network, with a /dev/shm of 64 MiB. A base image is
-#                this host's /usr; with DTRAIN_TEST_FULL=1 it is a Debian of its own, and the mpi image is made too
+#                this host's /usr; with DTRAIN_TEST_FULL=1 it is a Debian of its own. The mpi and cuda images are only read
 #   manifests    held against a description of every field, and decoded by kubectl; then every pod that they lead to runs in
 #                the image, with the variables that its platform sets, on one machine that has all of their names
 #   scripts      shellcheck
@@ -170,7 +170,7 @@ result "probes: not before the first record, and not an hour after the last" $?
 if have mpirun && [ -x "$build/openmpi/mpi/train_gpt" ]; then
     rm -rf "$tmp/pods" "$volumes"; mkdir "$tmp/pods" "$volumes" "$volumes/checkpoints"
     manifests pods $deploy/kubernetes/mpijob.yaml "$tmp/pods"
-    # The launcher's command on one machine that both workers are. In the image, with sshd: DTRAIN_TEST_FULL=1.
+    # The launcher's command on one machine that both workers are, without their sshd.
     printf 'localhost slots=8\n' >"$tmp/hostfile"
     sed "s,/checkpoints,$volumes/checkpoints,g" "$tmp/pods/gpt-launcher/args" >"$tmp/args"
     set --
