@@ -10,6 +10,7 @@
 #   test programs, scripts  that they exist, and that a filter matches a test (make test runs them)
 #   a model in a DIR        there is none: the program says so
 #   nvcc                    compiled and linked; what comes out says that there is no GPU
+#   docker, kubectl, sbatch  the files that they name exist (test_deploy.sh and test_slurm.sh run what is in them)
 #
 # What stands for something is replaced (the list "stands_for"); what needs an absent tool is skipped by name. Compilers
 # get the implementation that make has compiled (its LINKED), or compile it without optimisation, unless
@@ -56,6 +57,7 @@ stands_for() {
         REPETITIONS) echo 2 ;;
         SECONDS) echo 0.01 ;;
         BYTES...) echo 4096 ;;
+        JOB) echo 1 ;;
         MASTER_ADDR=node0) echo MASTER_ADDR=127.0.0.1 MASTER_PORT=$port ;;
         LLMC | ../llm.c | LLMC=* | BATCH | SEQ | LAYERS | HEADS | CHANNELS | VOCAB | STEPS) absent="a checkout of llm.c" ;;
         *[!A-Z.]*) printf '%s\n' "$1" ;;
@@ -116,14 +118,14 @@ in_time() { PATH=$printed_path timeout -k 2 "$1" sh -c "$2" >"$tmp/out" 2>&1 </d
 
 whole() { how=ran; in_time 300 "$1"; }
 
-# A run that prints its progress: until its first line of a step, which is a later one where it goes on from another run.
+# A run that prints its progress: until its first line of a step (mpirun is a terminal: "step 1/1000"), which is a later one where it goes on from another run.
 begins() {
     how="ran until its first step"
     : >"$tmp/out" # what the run before has printed is not of this one
     PATH=$printed_path timeout -k 5 300 sh -c "exec $1" >"$tmp/out" 2>&1 </dev/null &
     id=$!
-    wait_for 280 eval "grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ ' '$tmp/out' || ! kill -0 $id"
-    grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ ' "$tmp/out"; begun=$?
+    wait_for 280 eval "grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ |step [0-9]+/[0-9]+ ' '$tmp/out' || ! kill -0 $id"
+    grep -q -E '^ +[0-9]+ +[0-9]+\.[0-9]+ |step [0-9]+/[0-9]+ ' "$tmp/out"; begun=$?
     kill $id 2>/dev/null; wait $id 2>/dev/null
     echo "it ended with status $?" >>"$tmp/out"
     [ $begun -eq 0 ]
@@ -147,6 +149,20 @@ no_gpu() {
 flags_of() {
     how="has these flags"
     ! in_time 60 "$1 --log none/log" && grep -q 'none/log cannot be written' "$tmp/out"
+}
+
+# What needs an engine or a cluster: the files of this tree that it names exist, and flags of train_gpt are known.
+of_a_cluster() {
+    how="names what there is"
+    case " $* " in *" train_gpt "*) build/train_gpt --help >"$tmp/help" ;; *) : >"$tmp/help" ;; esac
+    behind=
+    for word; do
+        case $word in
+            train_gpt) behind=yes ;;
+            examples/*) [ -f "$word" ] || { echo "there is no $word" >"$tmp/out"; return 1; } ;;
+            --*) [ -z "$behind" ] || grep -q -e "^  $word " "$tmp/help" || { echo "train_gpt has no $word" >"$tmp/out"; return 1; } ;;
+        esac
+    done
 }
 
 target() {
@@ -200,6 +216,8 @@ judge() {
     esac
     case $1 in
         make | nvcc | mpicc | cc | c++ | sh | python3) ;;
+        docker | kubectl | sbatch | squeue | scancel | scontrol) of_a_cluster "$@"; return ;;
+        build/dtrain-run) [ -x build/dtrain-run ] || { absent=dtrain-run; return; } ;;
         torchrun | mpirun | srun) have "$1" || { absent=$1; return; }
             [ "$1" != torchrun ] || torchrun --no_python --nproc_per_node 2 /bin/true >/dev/null 2>&1 || { absent="a torchrun that starts /bin/true"; return; }
             [ "$1" != srun ] || timeout 10 srun -n 1 true >/dev/null 2>&1 || { absent="a Slurm that runs jobs"; return; } ;;
@@ -216,12 +234,10 @@ judge() {
         build/report) how="says how it is used"; build/report >"$tmp/out" 2>&1; grep -q "^report OUT.html LOG" "$tmp/out" ;;
         build/trace) how="says how it is used"; build/trace >"$tmp/out" 2>&1; grep -q "^trace $2 OUT\|^trace $2 IN" "$tmp/out" ;;
         build/flight) how="says how it is used"; build/flight >"$tmp/out" 2>&1; grep -q '^flight DIRECTORY' "$tmp/out" ;;
-        build/train_gpt | ./gpt | ./train_gpt)
+        build/train_gpt | build/dtrain-run | ./gpt | ./train_gpt)
             case $line in *--dry-run* | *--tune*) whole "$line" ;; *) begins "$line" ;; esac ;;
         build/* | ./*) whole "$line" ;;
-        mpirun) whole "$line" ;;
-        torchrun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;
-        srun) whole "$line" ;;
+        mpirun | torchrun | srun) case $line in *train_gpt*) begins "$line" ;; *) whole "$line" ;; esac ;;
         python3) python3 -c 'import torch' 2>/dev/null || { absent="torch for python3"; return; }; whole "$line" ;;
         sh) script=$2
             case $script in
@@ -240,7 +256,7 @@ for program in first train; do
     try "the program $program.c, strictly" env PATH="$printed_path" cc -std=c99 -I. -Wall -Wextra -Wconversion -Werror $program.c -o $program -lm -lpthread
 done
 
-documents="README.md CONTRIBUTING.md CHANGELOG.md tests/README.md bench/README.md $(ls docs/*.md)"
+documents="README.md CONTRIBUTING.md CHANGELOG.md tests/README.md bench/README.md examples/deploy/README.md $(ls docs/*.md)"
 sources="src/manual.h src/device/cuda/manual.h src/comm/nccl/manual.h $(ls examples/*.c tools/*.sh tools/*.h tools/*/*.[ch] bench/*.[ch] bench/*.sh bench/*.py)"
 mkdir -p "$tmp/found"
 : >"$tmp/done"
@@ -297,6 +313,10 @@ judge "bench_gemm --fast"
 [ $? -ne 0 ]; result "a flag that does not exist fails" $?
 judge "make lintt"
 [ $? -ne 0 ]; result "a target that does not exist fails" $?
+judge "docker build -f examples/deploy/Dockerfile.none ."
+[ $? -ne 0 ]; result "a Dockerfile that does not exist fails" $?
+judge "docker run dtrain:cpu train_gpt --fast"
+[ $? -ne 0 ]; result "a flag that does not exist fails in a container too" $?
 unknown=''
 judge "frobnicate --all"
 [ -n "$unknown" ]; result "a program that is not known is said to be" $?

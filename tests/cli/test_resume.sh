@@ -105,6 +105,9 @@ for whom in launcher rank; do
     $long --checkpoint "$tmp/hit" --resume auto >"$tmp/out" 2>&1
     same "and gone on with"
 done
+hit "TERM" TERM rank --stop-status 143 --restarts 3
+[ $status -eq 143 ] && grep -q 'stopped by a signal' "$tmp/out"
+result "TERM to the rank: saved, and the status that was asked for" $? "$tmp/out"
 hit "kill -9" KILL rank --restarts 3
 [ $status -eq 0 ] && grep -q 'restart 1 of 3 in 1.0 s: rank 1 was killed by signal 9' "$tmp/out"
 result "kill -9 of a rank: started again" $? "$tmp/out"

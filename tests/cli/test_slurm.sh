@@ -1,7 +1,8 @@
 #!/bin/sh
 # A cluster of one node under srun: munged, slurmctld and slurmd of a private configuration, in a folder and
 # on ports of their own. Ranks that srun starts compute the same bits as forked ranks, over shared memory
-# and, with the MPIs that srun can start, over MPI. All of it is gone afterwards.
+# and, with the MPIs that srun can start, over MPI. The scripts of examples/deploy/slurm are submitted, stopped in every
+# way that Slurm has, and come to the bits of an undisturbed run. All of it is gone afterwards.
 . tests/support/shell.sh
 PATH=$PATH:/usr/sbin:/sbin
 for program in munged slurmctld slurmd srun; do
@@ -18,7 +19,7 @@ ClusterName=dtrain
 SlurmctldHost=$host(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$tmp/munge.sock
+AuthInfo=socket=$tmp/munge.sock,cred_expire=5
 CredType=cred/munge
 SlurmctldPort=$port
 SlurmdPort=$((port + 1))
@@ -32,15 +33,19 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-KillWait=2
+KillWait=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
 NodeName=$host NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES State=UP
+PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=9
 END
 echo "CgroupAutomount=no" >"$tmp/cgroup.conf"
 
@@ -101,4 +106,55 @@ timeout 120 srun -n 3 --kill-on-bad-exit=0 sh -c 'if [ $SLURM_PROCID = 1 ]; then
 [ $? -ne 0 ] && grep -q 'rank 1 is gone' "$tmp/log"
 result "srun: a killed rank is named and ends the others" $? "$tmp/log"
 
+# ---- The batch scripts: stopped, given back to the queue, gone on with ----
+deploy=examples/deploy/slurm
+# Scripts lie among the files of the daemon when they run: what they name must be whole.
+case $build in /*) ;; *) build=$PWD/$build ;; esac
+long="--layers 2 --heads 2 --channels 32 --seq 32 --batch 2 --steps 4000 --save-every 100 --warmup 2 --sample 0 --eval-batches 0
+      --timeout 60 --deterministic --keep 2"
+hash_of() { sed -n 's/.*parameters  *\([0-9a-f]\{16\}\) .*/\1/p' "$1" | tail -n 1; }
+state() { scontrol -o show job "$job" | sed 's/.*JobState=\([A-Z]*\).*/\1/'; }
+ended() { case $(state) in COMPLETED | FAILED | CANCELLED) ;; *) false ;; esac; }
+# submit SCRIPT OPTIONS: as job $job, with two ranks; its output is $tmp/out
+submit() {
+    rm -rf "$tmp/out" "$tmp/run"
+    # shellcheck disable=SC2086
+    job=$(RUN=$tmp/run TRAIN=${TRAIN:-$build/train_gpt} sbatch --parsable --chdir="$PWD" --ntasks=2 --output="$tmp/out" $2 "$deploy/$1" $long)
+}
+# interrupted NAME COMMAND...: it comes when the job $job has saved something; the job goes on, to the same bits
+interrupted() {
+    name=$1; shift
+    wait_for 60 test -e "$tmp/run/latest"
+    "$@" >"$tmp/log" 2>&1
+    wait_line 60 'resume  step' "$tmp/out" && wait_for 120 ended
+    scontrol show job "$job" >>"$tmp/log"
+    [ "$(state)" = COMPLETED ] && grep -q 'Restarts=1 ' "$tmp/log" && grep -q 'stopped by a signal' "$tmp/out" &&
+        [ -n "$expected" ] && [ "$(hash_of "$tmp/out")" = "$expected" ]
+    status=$?
+    [ ! -f "$tmp/out" ] || tail -n 8 "$tmp/out" >>"$tmp/log"
+    result "$name" $status "$tmp/log"
+}
+# shellcheck disable=SC2086
+$build/train_gpt $long --ranks 2 --threads 1 --checkpoint "$tmp/alone" >"$tmp/log" 2>&1
+expected=$(hash_of "$tmp/log")
+urgent() { srun --partition=urgent --exclusive -n 1 true; }
+submit one-node.sbatch
+interrupted "one-node.sbatch: TERM to the ranks, as before the limit; it requeues itself" scancel --signal=TERM "$job"
+submit one-node.sbatch
+interrupted "one-node.sbatch: preempted by a job of higher priority" urgent
+submit one-node.sbatch
+interrupted "one-node.sbatch: scontrol requeue" scontrol requeue "$job"
+if [ -x "$build/openmpi/mpi/train_gpt" ] && grep -q pmix "$tmp/types"; then
+    TRAIN=$build/openmpi/mpi/train_gpt
+    submit mpi.sbatch "--nodes=1 --ntasks-per-node=2"
+    interrupted "mpi.sbatch: TERM to the ranks" scancel --signal=TERM "$job"
+    unset TRAIN
+else skip "mpi.sbatch" "no Open MPI that srun can start"; fi
+# There is no GPU: the same ranks on the CPU, in a job that asks for none.
+sed '/^#SBATCH --gpus/d' $deploy/gpu.sbatch >"$tmp/gpu.sbatch"
+deploy=$tmp long="$long --precision fp32 --steps 300"
+export DEVICE=cpu
+submit gpu.sbatch "--nodes=1 --ntasks-per-node=2"
+wait_for 60 ended; [ "$(state)" = COMPLETED ] && grep -q full_shard "$tmp/out"
+result "gpu.sbatch, on CPUs" $? "$tmp/out"
 finish

@@ -73,7 +73,8 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
 static int launch_ranks(const dtrain_launch_desc *launch, dtrain_rank_fn rank, void *user)
 {
     dtrain_launch_info info;
-    if (dtrain_launch(launch, rank, user, &info) == DTRAIN_OK) return 0;
+    if (dtrain_launch(launch, rank, user, &info) == DTRAIN_OK)
+        return run_stopped || info.signal ? (int)run_flags.stop_status : 0;
     fprintf(stderr, RUN_NAME ": %s\n", dtrain_last_error());
     return info.exit_code ? info.exit_code : 1;
 }

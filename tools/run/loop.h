@@ -108,6 +108,9 @@ static int end_rank(dtrain_result result)
     return 1;
 }
 
+/* Whether a signal to any rank has stopped the run; known to a process that is itself a rank. */
+static bool run_stopped;
+
 /* Train as the switches say. A rank that fails prints nothing: dtrain_launch quotes the first error. */
 static int run_rank(dtrain_world *world, void *user)
 {
@@ -123,6 +126,12 @@ static int run_rank(dtrain_world *world, void *user)
     fflush(stdout);
     TRY(train_steps(world, &j));
     TRY(finish_job(world, &j));
+    if (j.stopped &&
+        j.s->stop_status) { /* together: launchers kill the others when one has failed */
+        char all[DTRAIN_MAX_RANKS];
+        TRY(dtrain_world_all_gather(world, "", 1, all));
+        run_stopped = !j.s->thread_ranks;
+    }
 cleanup:
     if (result == DTRAIN_ERROR_MEMORY && j.s->memory_limit)
         name_error(result, "--memory-limit", "");

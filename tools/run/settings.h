@@ -23,15 +23,15 @@ typedef struct run_settings {
     long steps, batch, accum, global_batch, auto_batch, accum_mode, workers, seed, init_seed;
     long optimizer, schedule, lr_scaling, warmup, variance_steps; /* the first: places in lists */
     double lr, min_lr, muon_lr, weight_decay, beta2, clip;
-    long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic,
-        explain_launch, probe_links;
+    long ranks, threads, thread_ranks, timeout, graph, tune_gemm, deterministic, explain_launch,
+        probe_links;
     long strategy, precision, param_dtype, reduce_dtype, reshard, node_size, bucket_kib, no_overlap,
         offload, checkpoint, memory_limit;
     long compression, exchange, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
         hierarchical;
     double topk_ratio, topk_momentum, warmup_ratio;
-    long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, nonfinite,
-        verify_every;
+    long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, stop_status,
+        nonfinite, verify_every;
     dtrain_emulation emulation; /* what --emulate says */
 } run_settings;
 
@@ -260,6 +260,10 @@ static const flag checkpoint_flags[] = {
     {"--restarts", 'i', &run_flags.restarts, 0, 1e6,
      "start the ranks again from the last checkpoint when one fails, so many times without "
      "progress",
+     NULL},
+    {"--stop-status", 'i', &run_flags.stop_status, 0, 255,
+     "exit status of a run that a signal has stopped before its end, for schedulers that start "
+     "again what has failed; default 0",
      NULL},
     {"--snapshot-every", 'i', &run_flags.snapshot_every, 0, 1e12,
      "steps between two snapshots in the launcher's memory, from which --restarts goes on; 0 = "
