@@ -15,7 +15,8 @@
  * Each group is a product of its own; with one channel of input and output in each, the depthwise
  * kernels take all groups at once. Weights are packed once a call, (taps, in, out) or (taps, out,
  * in) in fp32, into the beginning of scratch. 3 x 3 taps with stride 1 go by patches, where there
- * are channels enough: launch_winograd.c. */
+ * are channels enough: launch_winograd.c. Convolutions of bf16 have products of their own where
+ * those pay (kernels/dots.h), and 3 x 3 taps with stride 1 go by strips: launch_strips.c. */
 
 #include "core/platform_internal.h"
 #include "core/core_internal.h"

@@ -9,9 +9,9 @@
  *                                                            0    0    1           0   1   0  -1
  *
  * Transformed x and w are rounded to bf16, so that they can be multiplied by dots.h; sums are fp32.
- * That is where it ends with bf16: of longer strips, or of both directions, rounding takes more
- * than from what is stored anyway. With transforms that only add, the error of y that comes from
- * rounding is below 1.7 times that of rounding y itself (root mean square, independent values).
+ * What that costs in accuracy, as error over y (root mean square, 32 channels, x behind a ReLU): 0.0022
+ * here, 0.0034 in both directions, 0.0042 with four neighbours, 0.0095 with four in both, where
+ * rounding y to bf16 costs 0.0017. Rounding x and w to bf16, of which y is made, costs 0.0024.
  *
  * Rows of transformed pixels serve three rows of y each: a row of taps is a step from strip to
  * strip, by as many as a row has. They lie as (vectors of channels, rows, strips, 4 places, lanes):
