@@ -129,8 +129,8 @@ static inline int64_t dtrain__winograd_place(int64_t vectors, int64_t block, int
     return (vectors * block + 1) * lanes;
 }
 
-/* A convolution of 3 x 3 taps by strips of two pixels, or (d_y in `to`) its weight gradient. An item
- * is `rows` rows of an image. */
+/* A convolution of 3 x 3 taps by strips of two pixels, or (d_y in `to`) its weight gradient. An
+ * item is `rows` rows of an image. */
 typedef struct dtrain__strips {
     dtrain__patches from, to;    /* the window of the first pixel begins at y[0], x[0] */
     int64_t strips, rows, bands; /* strips of a row, rows of an item, items of an image */

@@ -9,9 +9,9 @@
  *                                                            0    0    1           0   1   0  -1
  *
  * Transformed x and w are rounded to bf16, so that they can be multiplied by dots.h; sums are fp32.
- * What that costs in accuracy, as error over y (root mean square, 32 channels, x behind a ReLU): 0.0022
- * here, 0.0034 in both directions, 0.0042 with four neighbours, 0.0095 with four in both, where
- * rounding y to bf16 costs 0.0017. Rounding x and w to bf16, of which y is made, costs 0.0024.
+ * What that costs in accuracy, as error over y (root mean square, 32 channels, x behind a ReLU):
+ * 0.0022 here, 0.0034 in both directions, 0.0042 with four neighbours, 0.0095 with four in both,
+ * where rounding y to bf16 costs 0.0017, and that of x and w, of which y is made, 0.0024.
  *
  * Rows of transformed pixels serve three rows of y each: a row of taps is a step from strip to
  * strip, by as many as a row has. They lie as (vectors of channels, rows, strips, 4 places, lanes):
@@ -293,7 +293,8 @@ DTRAIN__DOT_ROUTINE void DTRAIN__K(strips_weight)(dtrain__job *job, int64_t begi
 
 /* ---- Weights: (vectors of inner channels, rows of taps, pairs of outer channels, 4 places, lanes)
  *
- * Of their gradient, sums are (vectors of inner channels, place, rows of taps, outer channels, lanes). */
+ * Sums of their gradient are (vectors of inner channels, place, rows of taps, outer channels,
+ * lanes). */
 
 /* Transform a row of three taps of a vector of inner channels. */
 DTRAIN__DOT_HELPER void DTRAIN__K(strip_taps)(dtrain__v to[4], const dtrain__conv_weight *a,
