@@ -8,6 +8,9 @@
  * steps without the first two. Rivals are the interpreters that have torch; each runs torch_resnet20.py,
  * channels last, with as many threads.
  *
+ * Images are files in CIFAR-10's format that this program writes: dtrain crops, flips and normalises 128 new
+ * ones a step beside its threads, PyTorch gets the same batch in every step.
+ *
  *   images/s   of all threads: median over rounds (min to max)
  *   GFLOP/s    245e6 images/s: what plain convolutions multiply and add, forward and backward (three
  *              passes of 41 million multiply-adds an image)
@@ -17,8 +20,15 @@
  *   correct    the loss starts near ln(10) and, without --quick, has fallen at the end of the last run */
 #include "bench.h"
 #include "train_run.h"
+#include <sys/stat.h>
 
 enum { MAX_CONFIGS = 16, MAX_ROUNDS = 64, SIDE = 768 };
+enum {
+    FILES = 6,
+    FILE_IMAGES = 400,
+    IMAGE_SIDE = 32,
+    IMAGE_BYTES = 1 + 3 * IMAGE_SIDE * IMAGE_SIDE
+};
 
 static const double image_gflop = 0.245;
 
@@ -33,6 +43,7 @@ static struct {
     long threads, batch, steps, rounds;
 } opt = {"build/resnet_cifar", "python3", 2, 128, 12, 5};
 
+static char folder[64]; /* of the images */
 static config configs[MAX_CONFIGS];
 static int config_count;
 
@@ -61,6 +72,51 @@ static double gemm_rate(void)
     }
     dtrain_device_destroy(device);
     return median(rates, 5);
+}
+
+/* Write the path of an image file; the last is the test's. */
+static void image_path(int file, char path[128])
+{
+    if (file < FILES - 1) snprintf(path, 128, "%s/data_batch_%d.bin", folder, file + 1);
+    else snprintf(path, 128, "%s/test_batch.bin", folder);
+}
+
+/* Write images that can be told apart, stripes in noise; 0, or 1 after a message. */
+static int write_images(void)
+{
+    static unsigned char image[IMAGE_BYTES];
+    uint32_t noise = 1;
+    char path[128];
+    snprintf(folder, sizeof folder, "/tmp/bench_resnet.%ld.images", (long)getpid());
+    int failed = mkdir(folder, 0700);
+    for (int f = 0; f < FILES && !failed; f++) {
+        image_path(f, path);
+        FILE *file = fopen(path, "wb");
+        for (int i = 0; i < FILE_IMAGES && file; i++) {
+            image[0] = (unsigned char)(i % 10);
+            for (int p = 1; p < IMAGE_BYTES; p++) {
+                const int x = (p - 1) % IMAGE_SIDE, y = (p - 1) / IMAGE_SIDE % IMAGE_SIDE;
+                noise = noise * 1664525u + 1013904223u;
+                image[p] =
+                    (unsigned char)((int)(noise >> 25) + 12 * ((i % 5 * x + i / 5 % 2 * y) % 8));
+            }
+            fwrite(image, 1, IMAGE_BYTES, file);
+        }
+        failed = !file || ferror(file);
+        if (file) failed = fclose(file) || failed;
+    }
+    if (failed) fprintf(stderr, "bench_resnet: cannot write images into %s\n", folder);
+    return failed;
+}
+
+static void remove_images(void)
+{
+    char path[128];
+    for (int f = 0; f < FILES; f++) {
+        image_path(f, path);
+        remove(path);
+    }
+    rmdir(folder);
 }
 
 static void add(const char *name, const char *python, bool half)
@@ -103,8 +159,10 @@ static int run_config(config *c, int round)
                  opt.threads, opt.batch, opt.steps, c->half ? "bf16" : "fp32", c->python);
     else
         snprintf(command, sizeof command,
-                 "%s --ranks 1 --threads %ld --batch %ld --steps %ld --precision %s --log %s",
-                 opt.program, opt.threads, opt.batch, opt.steps, c->half ? "bf16" : "fp32", log);
+                 "%s --data %s --ranks 1 --threads %ld --batch %ld --steps %ld --precision %s "
+                 "--log %s",
+                 opt.program, folder, opt.threads, opt.batch, opt.steps, c->half ? "bf16" : "fp32",
+                 log);
     int failed = capture(command, text, sizeof text);
     if (c->python[0]) {
         c->rate[round] = number_after(text, "images_per_second ", 0);
@@ -167,8 +225,10 @@ int main(int argc, char **argv)
         add_rivals(half);
     }
     const double gemm = gemm_rate();
+    failed = write_images();
     for (int round = 0; round < opt.rounds && !failed; round++)
         for (int c = 0; c < config_count && !failed; c++) failed = run_config(&configs[c], round);
+    remove_images();
     if (failed || gemm == 0) return 1;
     bench_title("ResNet-20, CIFAR-10, %s, %ld threads, %ld rounds", bench_kernels(false),
                 opt.threads, opt.rounds);

@@ -221,7 +221,7 @@ static void dtrain__gemm_block(const dtrain__gemm_pass *pass)
     int mr = isa->mr, nr = isa->nr;
     /* Two panels of A do not repay a copy of B that lies in the right order already, and none does
      * where that is a panel. */
-    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 &&
+    int in_place = !job->b.along_k && job->b.dtype == DTRAIN_DTYPE_F32 && isa->pair == 1 &&
                    (pass->i1 - pass->i0 <= 2 * mr || job->b.ld == nr);
     dtrain__gemm_pack_a_block(pass);
     for (int64_t j = pass->j0; j < pass->j1; j += nr) {
@@ -287,7 +287,7 @@ static void dtrain__gemm_cut_k(dtrain__gemm_job *job)
     job->k_step = dtrain__gemm_round(job->k_step, whole);
     job->needs_partial = job->args->c_dtype != DTRAIN_DTYPE_F32 && k > job->k_step;
     job->m_most = DTRAIN__MC / mr * mr;
-    if (job->isa->pair == 1 || job->needs_partial || k == 0) return;
+    if (job->isa->pair == 1 || job->isa->pitch || job->needs_partial || k == 0) return;
     /* Cheap products repay taller blocks, which pack B less often. */
     job->m_most = DTRAIN__MC * DTRAIN__KC / (job->k_step / job->isa->pair) / mr * mr;
     if (job->m_most > 4 * DTRAIN__MC / mr * mr) job->m_most = 4 * DTRAIN__MC / mr * mr;

@@ -68,13 +68,25 @@ DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
 #endif
 }
 
-/* Return NULL where products of bf16 are computed in fp32. (VDPBF16PS is not used: Intel starts one
- * every other cycle or less, 62 against 130 GFLOP/s of the widened product on Emerald Rapids.) */
+/* Return NULL where products of bf16 are computed in fp32. */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 {
 #if DTRAIN__PAIRS
     if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
         return &dtrain__isa_amx_avx512;
+#endif
+    return NULL;
+}
+
+/* Return NULL where convolutions of bf16 are computed in fp32. VDPBF16PS pays on AMD's cores, which
+ * start one a cycle; Intel starts one every other cycle or less, 62 against 130 GFLOP/s of the
+ * widened product on Emerald Rapids. */
+DTRAIN__PRIVATE const dtrain__dots *dtrain__dots_select(void)
+{
+#if DTRAIN__PAIRS
+    if (dtrain__kernels_select() == &dtrain__kernels_avx512 &&
+        __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"))
+        return &dtrain__dots_avx512;
 #endif
     return NULL;
 }

@@ -458,7 +458,12 @@ DTRAIN__HELPER dtrain__v dtrain__vload_as(const void *p, dtrain_dtype dtype, int
     const uint16_t *half = (const uint16_t *)p + at;
     uint16_t tail[DTRAIN__W] = {0};
     if (n < DTRAIN__W) {
+#if DTRAIN__ISA == 3
+        const __mmask16 there = n > 0 ? (__mmask16)((1u << n) - 1u) : 0;
+        _mm256_storeu_si256((__m256i *)(void *)tail, _mm256_maskz_loadu_epi16(there, half));
+#else
         if (n > 0) memcpy(tail, half, (size_t)n * sizeof *half);
+#endif
         half = tail;
     }
     return dtype == DTRAIN_DTYPE_BF16 ? DTRAIN__K(from_bf16)(half) : DTRAIN__K(from_f16)(half);
