@@ -36036,7 +36036,7 @@ DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
 /* Return NULL where products of bf16 are computed in fp32. */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 {
-#if DTRAIN__PAIRS
+#if DTRAIN__PAIRS && !defined(DTRAIN__TEST_TILES) /* emulated ones are for tests alone */
     if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
         return &dtrain__isa_amx_avx512;
 #endif
