@@ -2883,8 +2883,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     gpu_throttle     bits of NVML's clocks event reasons, of any rank's GPU
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
- * The last line has "final": true, step, loss, val_loss, steps, tokens, first_loss, last_loss,
- * seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling, comm_bytes, and
+ * The last line has "final": true, step, loss, val_loss, ranks, steps, tokens, first_loss,
+ * last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling, comm_bytes, and
  * with desc.trainer what a rank holds and what was predicted (dtrain_trainer_plan):
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
@@ -31397,6 +31397,7 @@ static dtrain_result dtrain__jsonl_finish(void *user, const dtrain_summary *s)
     dtrain__json_add(&text, "step", s->steps ? (double)metrics->last.step : DTRAIN__NAN, integer);
     dtrain__json_add(&text, "loss", s->last_loss, 0);
     if (dtrain__finite(s->val_loss)) dtrain__json_add(&text, "val_loss", s->val_loss, 0);
+    dtrain__json_add(&text, "ranks", dtrain_world_size(metrics->world), integer);
     dtrain__json_add(&text, "steps", (double)s->steps, integer);
     dtrain__json_add(&text, "tokens", (double)s->tokens, integer);
     dtrain__json_add(&text, "first_loss", s->first_loss, 0);
@@ -31632,7 +31633,8 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
         dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 0.", false,
                                (double)metrics->last.step);
         dtrain__prometheus_one(metrics, p, "last_step_timestamp_seconds",
-                               "When the last step was reported.", false, p->wall_time);
+                               "When the last step was reported, in whole seconds.", false,
+                               floor(p->wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
         if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */
@@ -38173,7 +38175,7 @@ static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
                                                DTRAIN__K(amx_begin),
                                                DTRAIN__K(amx_end)};
 
-#if DTRAIN__ISA == 3
+#if DTRAIN__ISA == 3 && !defined(DTRAIN__TEST_TILES)
 /* Return whether the processor has tiles, the system saves them, and this process may use them: it
  * asks for that here, and again is harmless. The answer is no, for example, where alternative
  * signal stacks are too small for the larger frames. */

@@ -121,7 +121,8 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
         dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 0.", false,
                                (double)metrics->last.step);
         dtrain__prometheus_one(metrics, p, "last_step_timestamp_seconds",
-                               "When the last step was reported.", false, p->wall_time);
+                               "When the last step was reported, in whole seconds.", false,
+                               floor(p->wall_time)); /* nine digits would be tens of them */
     }
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++) {
         if (id == DTRAIN__METRIC_VAL_LOSS) { /* of the last evaluation, not just in its second */

@@ -323,14 +323,12 @@ GPU = {"layers": "1", "heads": "2", "channels": "16", "seq": "16", "batch": "2",
        "global-batch": "8", "threads": "1", "timeout": "20"}
 
 
-def small(args, known):
+def small(args):
     """The same command for a machine of two cores: on the CPU, few steps of a tiny model."""
     args, at = list(args), args.index("train_gpt")
     for wanted, value in (("--device", "cpu"), ("--precision", "fp32"), ("--steps", os.environ.get("STEPS", "40")), ("--save-every", "20")):
         if wanted in args:
             args[args.index(wanted) + 1] = value
-    while "--prometheus" in args and "--prometheus" not in known: # of the metrics' sinks
-        del args[args.index("--prometheus"):args.index("--prometheus") + 2]
     for key, value in GPU.items():
         args += [f"--{key}", value]
     return args
@@ -399,7 +397,6 @@ def pods(docs):
 
 def write_pods(file, folder):
     """FOLDER/NAME/{args,env} a pod, FOLDER/hosts (all of its names are this machine), FOLDER/mounts, FOLDER/user."""
-    known = subprocess.run([os.environ.get("BUILD", "build") + "/train_gpt", "--help"], capture_output=True, text=True).stdout
     docs = [doc for _, doc in load([file])]
     hosts, mounts = [], set()
     for pod, env, spec, names in pods(docs):
@@ -409,7 +406,7 @@ def write_pods(file, folder):
         with open(f"{folder}/{pod}/env", "w") as out:
             out.writelines(f"{key}={value}\n" for key, value in env.items())
         with open(f"{folder}/{pod}/args", "w") as out:
-            out.writelines(f"{word}\n" for word in small(container["args"], known))
+            out.writelines(f"{word}\n" for word in small(container["args"]))
         hosts += names
         mounts |= {(m["mountPath"], "ro" if m.get("readOnly") else "rw") for m in container.get("volumeMounts", [])}
         with open(f"{folder}/user", "w") as out:

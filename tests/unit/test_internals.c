@@ -213,8 +213,8 @@ static void test_straggler_counting(void)
     for (int step = 0; step < 60; step++) {
         int slow = step < 9 ? 2 : step == 9 ? -1 : step < 25 ? 0 : step < 30 ? 2 : 0;
         for (int r = 0; r < 3; r++) {
-            words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_STEP] = 1.0f;
-            words[r * DTRAIN__WORD_COUNT + DTRAIN__WORD_EXPOSED] = r == slow ? 0.1f : 0.7f;
+            words[r * DTRAIN__WORD_COUNT + DTRAIN_FIGURE_STEP] = 1.0f;
+            words[r * DTRAIN__WORD_COUNT + DTRAIN_FIGURE_EXPOSED_COMM] = r == slow ? 0.1f : 0.7f;
         }
         dtrain__straggler(&t, &record);
         CHECK_CLOSE(record.straggler_score, slow < 0 ? 1 : 3, 1e-5);
