@@ -142,8 +142,8 @@ for ranks in 1 2 4; do
 done
 good "tuned, a run with it" "over 4 steps" "$build/train_gpt" --config "$tmp/tuned.conf"
 small="$build/train_gpt --layers 2 --channels 32 --heads 2 --seq 32 --ranks 2 --threads 1"
-good "tune, a limit" 'ddp .* would not fit: 2 MiB a rank are the limit' $small --tune --memory-limit 2
-awk '/ chosen$/ { fits = $6 < 2 } END { exit !fits }' "$tmp/out"
+good "tune, a limit" 'ddp .* would not fit: 15 MiB a rank are the limit' "$build/train_gpt" --batch 1 --ranks 2 --threads 1 --tune --memory-limit 15
+awk '/ chosen$/ { fits = $7 < 15 } END { exit !fits }' "$tmp/out"
 result "tune, what is chosen fits" $? "$tmp/out"
 good "tune, a global batch" ' chosen$' $small --tune --global-batch 8 --strategy ddp --bucket-kib 100
 [ "$(sed -n 's/^batch = //p;s/^global-batch = //p' "$tmp/out" | tail -n 1)" = 8 ] &&

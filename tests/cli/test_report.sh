@@ -50,7 +50,7 @@ for word in sys.argv[3:]:
 END
 look() { "$python" "$tmp/look.py" "$@" >"$tmp/said" 2>&1; }
 if have "$python"; then
-    look "$tmp/page.html" 5 'two <b>ranks</b> & "more"' ideal p0 p4 c1; result "the page of two runs" $? "$tmp/said"
+    look "$tmp/page.html" 6 'two <b>ranks</b> & "more"' ideal p0 p4 c1; result "the page of two runs" $? "$tmp/said"
     look "$tmp/all.html" 4 "(no end)" p0 p1 p2 p3 p4 p5; result "the page of every key" $? "$tmp/said"
     look "$tmp/bare.html" 0 bare.jsonl; result "the page of a bare log" $? "$tmp/said"
 else skip "pages" "no $python" 3; fi
@@ -62,7 +62,7 @@ if [ -n "$browser" ]; then
     mkdir "$tmp/home"
     show() { HOME=$tmp/home timeout 60 $browser --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --user-data-dir="$tmp/home/data" "$@" 2>"$tmp/err"; }
     show --dump-dom "file://$tmp/page.html" >"$tmp/dom.html"
-    look "$tmp/dom.html" 5 'two <b>ranks</b> & "more"' ideal p0; result "a browser's reading of it" $? "$tmp/said"
+    look "$tmp/dom.html" 6 'two <b>ranks</b> & "more"' ideal p0; result "a browser's reading of it" $? "$tmp/said"
     show --window-size=1400,1200 --screenshot="$tmp/page.png" "file://$tmp/page.html" >/dev/null
     [ "$(wc -c <"$tmp/page.png")" -gt 20000 ]; result "a browser's picture of it" $? "$tmp/err"
 else skip "pages in a browser" "no chromium" 2; fi
