@@ -158,6 +158,7 @@ nightly:
 	$(MAKE) asan CC=clang
 	$(MAKE) tsan
 	$(MAKE) checks
+	$(MAKE) fuzz-programs fuzz-calls fuzz-launches fuzz-restarts fuzz-checkpoints N=5000
 	$(MAKE) mutate N=200
 
 # ---- GPUs -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
  * and what every rank hears when one of them deviates.
  *
  *     build/tests/test_calls                      the seeds that ever failed, then 150 new ones;
- *                                                 with DTRAIN_TEST_FULL=1 20 seconds of new ones
+ *                                                 with DTRAIN_TEST_FULL=1 10 seconds of new ones
  *     build/tests/test_calls --count 10000        so many new ones; they are printed to be repeated
  *     build/tests/test_calls --seconds 120        as many as fit
  *     build/tests/test_calls --seed 77            this one, in words; if it fails it is shrunk
@@ -838,7 +838,7 @@ static bool run_seed(uint64_t seed, bool words)
 
 int main(int argc, char **argv)
 {
-    const seeds s = seeds_of(argc, argv, 150, 20);
+    const seeds s = seeds_of(argc, argv, 150, 10);
     test_begin(1, argv);
     for (uint32_t i = 0; i < 65536; i++) half_values[i] = slow_half_value(i);
     return seeds_run(&s, failed_once, sizeof failed_once / sizeof *failed_once, run_seed);

@@ -127,7 +127,7 @@ static bool run_seed(uint64_t seed, bool words)
 
 int main(int argc, char **argv)
 {
-    const seeds s = seeds_of(argc, argv, 25, 20);
+    const seeds s = seeds_of(argc, argv, 25, 10);
     char *only[] = {argv[0], NULL};
     test_begin(1, only);
     return seeds_run(&s, NULL, 0, run_seed);

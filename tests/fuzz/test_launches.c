@@ -3,7 +3,7 @@
  * key, short of memory or files; strangers call; they exit, give up, disagree.
  *
  *     build/tests/test_launches                       the seeds that ever failed, then some seconds of new ones;
- *                                                     with DTRAIN_TEST_FULL=1 20 seconds of new ones
+ *                                                     with DTRAIN_TEST_FULL=1 10 seconds of new ones
  *     build/tests/test_launches --count 10000         so many new ones; they are printed to be repeated
  *     build/tests/test_launches --seconds 120         as many as fit
  *     build/tests/test_launches --seed 77             this one twenty times, in words; if it fails it is shrunk
@@ -906,7 +906,7 @@ enum { FAILED_ONCE = sizeof failed_once / sizeof *failed_once };
 
 int main(int argc, char **argv)
 {
-    seeds s = seeds_of(argc, argv, UINT64_MAX, 20);
+    seeds s = seeds_of(argc, argv, UINT64_MAX, 10);
     uint64_t next = 0;
     static slot slots[SLOTS];
     long passed = 0, failed = 0, kinds[3] = {0, 0, 0};

@@ -3,7 +3,7 @@
  *
  *     build/tests/test_programs                        the seeds that ever failed, then 300 new ones,
  *                                                 100 on emulated GPUs;
- *                                                 with DTRAIN_TEST_FULL=1 40 seconds of new ones
+ *                                                 with DTRAIN_TEST_FULL=1 20 seconds of new ones
  *     build/tests/test_programs --count 10000          so many new ones; they are printed to be repeated
  *     build/tests/test_programs --seconds 120          as many as fit
  *     build/tests/test_programs --seed 77              this one, in words; if it fails it is shrunk
@@ -860,7 +860,7 @@ static bool run_seed(uint64_t seed, bool words)
 
 int main(int argc, char **argv)
 {
-    seeds s = seeds_of(argc, argv, MANY, 40);
+    seeds s = seeds_of(argc, argv, MANY, 20);
     setvbuf(stdout, NULL, _IOLBF, 0);
 #ifdef DTRAIN_USE_MPI
     int rank;

@@ -1,7 +1,7 @@
 /* Random restarts: runs of 1 to 4 ranks whose attempts end in random ways at random moments: a rank returns, exits,
  * is killed, crashes, hangs, leaves early or reports a failure; steps are announced or not; a rank is asked to stop.
  *
- *     build/tests/test_restarts                     200 new seeds, some seconds; with DTRAIN_TEST_FULL=1 20 seconds
+ *     build/tests/test_restarts                     200 new seeds, some seconds; with DTRAIN_TEST_FULL=1 10 seconds
  *     build/tests/test_restarts --count 10000       so many new ones; --seconds 120: as many as fit
  *     build/tests/test_restarts --seed 77           this one, in words
  *
@@ -209,7 +209,7 @@ static bool run_seed(uint64_t seed, bool words)
 
 int main(int argc, char **argv)
 {
-    const seeds s = seeds_of(argc, argv, 200, 20);
+    const seeds s = seeds_of(argc, argv, 200, 10);
     test_begin(1, argv);
     return seeds_run(&s, NULL, 0, run_seed);
 }
