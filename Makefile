@@ -83,7 +83,7 @@ endif
 LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            tests/cli/test_examples.sh
-LONG    := tests/cuda/cuda_build.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh deploy.sh slurm.sh simulator.sh bench.sh \
+LONG    := tests/cuda/cuda_build.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
            documents.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
