@@ -11027,7 +11027,7 @@ static dtrain_result dtrain__probe_lead(dtrain__probe *p, int peer, double share
     double seconds = 0, empty = 0, moved;
     DTRAIN__TRY(dtrain__probe_ping(p, 1, 1, peer, &empty));
     const double fit = share / 4 / (2 * empty) - 1; /* beside the header's way to and fro */
-    const int repeats = fit < DTRAIN__PROBE_PINGS ? (int)fit : DTRAIN__PROBE_PINGS;
+    const int most = DTRAIN__PROBE_PINGS, repeats = fit < most ? (int)fit : most;
     if (repeats > 0) DTRAIN__TRY(dtrain__probe_ping(p, 1, repeats, peer, &seconds));
     if (repeats > 0 && seconds < empty) empty = seconds;
     pair->latency = empty;
@@ -32008,10 +32008,14 @@ static bool dtrain__hparam_next(const char **text, dtrain__hparam *h)
         h->kind = DTRAIN__HPARAM_STRING;
         snprintf(number, sizeof number, "%.*s", (int)dtrain__min((int64_t)h->value_bytes, 63),
                  h->value);
-        locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
+        const locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0);
         char *end = number;
-        if (c) h->number = strtod_l(number, &end, c);
-        if (c) freelocale(c);
+        if (c) {
+            const locale_t before = uselocale(c); /* of this thread alone */
+            h->number = strtod(number, &end);
+            uselocale(before);
+            freelocale(c);
+        }
         if (number[0] && end == number + h->value_bytes && dtrain__finite(h->number))
             h->kind = DTRAIN__HPARAM_NUMBER;
         else if (strcmp(number, "true") == 0 || strcmp(number, "false") == 0)

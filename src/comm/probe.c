@@ -148,7 +148,7 @@ static dtrain_result dtrain__probe_lead(dtrain__probe *p, int peer, double share
     double seconds = 0, empty = 0, moved;
     DTRAIN__TRY(dtrain__probe_ping(p, 1, 1, peer, &empty));
     const double fit = share / 4 / (2 * empty) - 1; /* beside the header's way to and fro */
-    const int repeats = fit < DTRAIN__PROBE_PINGS ? (int)fit : DTRAIN__PROBE_PINGS;
+    const int most = DTRAIN__PROBE_PINGS, repeats = fit < most ? (int)fit : most;
     if (repeats > 0) DTRAIN__TRY(dtrain__probe_ping(p, 1, repeats, peer, &seconds));
     if (repeats > 0 && seconds < empty) empty = seconds;
     pair->latency = empty;
