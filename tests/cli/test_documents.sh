@@ -193,7 +193,7 @@ compiled() {
     esac
     source=$(echo "$1" | tr ' ' '\n' | grep '\.c$')
     how="compiled and linked"
-    if grep -q '"--device' "$source" "$(dirname "$source")"/*.h 2>/dev/null && [ "$(dirname "$source")" != . ]; then no_gpu "./$program --device cuda"
+    if grep -q '"--device\|tools/run/run.h' "$source" "$(dirname "$source")"/*.h 2>/dev/null && [ "$(dirname "$source")" != . ]; then no_gpu "./$program --device cuda"
     elif grep -q dtrain_cuda_device_ops "$source"; then no_gpu "./${program:-a.out}"
     else in_time 60 "./${program:-a.out}" && { [ "$source" != train.c ] || grep -q 'w = 3.000' "$tmp/out"; }; fi
     ended=$?

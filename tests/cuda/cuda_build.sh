@@ -74,7 +74,7 @@ for example in examples/*.c tools/*/*.c; do
     program=$out/$(basename "$example" .c) flags=$LINKED
     ! grep -q 'dtrain__\|DTRAIN__' "$example" || flags=
     try "$example" $line $flags "$example" "$out/dtrain.a" -lcublasLt -o "$program"
-    [ ! -x "$program" ] || ! grep -q '"--device' "$example" "$(dirname "$example")"/*.h 2>/dev/null || programs="$programs|$program --device cuda"
+    [ ! -x "$program" ] || ! grep -q '"--device\|tools/run/run.h' "$example" "$(dirname "$example")"/*.h 2>/dev/null || programs="$programs|$program --device cuda"
 done
 
 if ! echo '#include <nccl.h>' | $nvcc -E -x cu - >/dev/null 2>&1; then
