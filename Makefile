@@ -97,7 +97,7 @@ test: programs
 test-long: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS)
 	@$(RUN) $(LONG)
 test-all: $(EXAMPLES) $(BENCHES) $(addprefix $(BUILD)/,export_gpt2 tokenize llama_logits monitor_run) $(EMU_BENCH) $(MPIS) $(filter $(BUILD)/%,$(ALL))
-	@DTRAIN_TEST_FULL=1 $(RUN) $(LONG) $(FAST)
+	@DTRAIN_TEST_FULL=$${DTRAIN_TEST_FULL:-1} $(RUN) $(LONG) $(FAST)
 
 LONG_BENCHES := %/bench_strategies %/bench_comm %/bench_scaling
 bench: $(BENCHES) $(BUILD)/resnet_cifar
@@ -147,7 +147,7 @@ N ?= 40
 mutate:
 	@BUILD=$(BUILD) CC="$(CC)" CXX="$(CXX)" sh tests/cuda/mutate_cuda.sh $(N)
 
-nightly: export DTRAIN_TEST_FULL = 1
+nightly: export DTRAIN_TEST_FULL = 2
 nightly: export DTRAIN_TEST_DIALECTS = 1
 nightly: export FUZZ_SECONDS = 600
 nightly: export CUDA_ARCH = 75 80 86 89 90 100 120
@@ -158,7 +158,6 @@ nightly:
 	$(MAKE) asan CC=clang
 	$(MAKE) tsan
 	$(MAKE) checks
-	$(MAKE) fuzz-programs fuzz-calls fuzz-launches fuzz-restarts fuzz-checkpoints N=5000
 	$(MAKE) mutate N=200
 
 # ---- GPUs -----------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ why=
 [ "$(id -u)" = 0 ] || why="needs root"
 for program in unshare chroot ip tini; do have $program || why="$program is not installed"; done
 unshare --mount --net --pid --fork true 2>/dev/null || why="no namespaces can be made here"
-if [ "$full" = 1 ] && ! have mmdebstrap; then why="mmdebstrap is not installed"; fi
+if [ "$full" != 0 ] && ! have mmdebstrap; then why="mmdebstrap is not installed"; fi
 [ -z "$why" ] || { skip "images and pods" "$why" 20; finish; }
 
 images=$tmp/images volumes=$tmp/volumes

@@ -35,7 +35,7 @@ $gpt --steps 30 --resume "$dir/step-000000000010" --strategy full_shard >"$tmp/o
 same "one checkpoint by its path"
 good "three ranks go on from two" 'saved by 2 ranks of ddp, resharded to 3 of full_shard' \
     $gpt --ranks 3 --steps 34 --resume "$dir/step-000000000010" --strategy full_shard
-if [ "$full" = 1 ]; then
+if [ "$full" != 0 ]; then
     many="$gpt --global-batch 64 --batch 1 --steps 6 --timeout 60"
     good "64 ranks save" "step" $many --ranks 64 --strategy zero1 --checkpoint "$tmp/many" --steps 3
     good "8 ranks go on" 'saved by 64 ranks of zero1, resharded to 8 of full_shard' \
@@ -148,7 +148,7 @@ if have strace; then
                 echo "killed at $call $n:"; cat "$tmp/out"
             fi
             grep -q 'killed by SIGKILL' "$tmp/trace" || break
-            if [ "$full" = 1 ]; then n=$((n + 1)); else n=$((n * 2 + 1)); fi
+            if [ "$full" != 0 ]; then n=$((n + 1)); else n=$((n * 2 + 1)); fi
         done
     done
     [ $bad_ends -eq 0 ] && [ $times -gt 8 ]

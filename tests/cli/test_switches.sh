@@ -3,7 +3,7 @@
 # sentence that names a flag. What was accepted is in force: the file of --config-out has every value that was given.
 # RUNS (40) of each program, from SEED, which is drawn; a failure prints the command.
 . tests/support/shell.sh
-[ "${DTRAIN_TEST_FULL:-0}" = 1 ] && RUNS=${RUNS:-300}
+[ "${DTRAIN_TEST_FULL:-0}" = 0 ] || RUNS=${RUNS:-$((DTRAIN_TEST_FULL * 300))}
 runs=${RUNS:-40} seed=${SEED:-$(($(od -An -N3 -tu4 /dev/urandom)))}
 echo "  seed $seed"
 head -c 20000 dtrain.h >"$tmp/text"

@@ -10,12 +10,13 @@ typedef struct seeds {
     bool one;              /* a single seed, in words */
 } seeds;
 
-/* New seeds: `count` of them or, with DTRAIN_TEST_FULL=1, as many as fit into `seconds`; or what the command line
- * says. An option that is none ends the program. */
+/* New seeds: `count` of them or, with DTRAIN_TEST_FULL=1, as many as fit into `seconds`, with 2 into ten times
+ * that; or what the command line says. An option that is none ends the program. */
 static inline seeds seeds_of(int argc, char **argv, uint64_t count, double seconds)
 {
     seeds s = {(uint64_t)time(NULL) * 1000003u % 1000000000u, count, 0, false};
-    if (test_full()) s.count = UINT64_MAX, s.end = test_seconds() + seconds;
+    if (test_full())
+        s.count = UINT64_MAX, s.end = test_seconds() + (test_full() > 1 ? 10 : 1) * seconds;
     for (int i = 1; i < argc; i += 2) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         char *rest = NULL;

@@ -30,6 +30,7 @@
 #include <math.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,11 +81,15 @@ static int test_passed, test_failed, test_skipped;
         else RUN(test);                                                                 \
     } while (0)
 
-/* DTRAIN_TEST_FULL=1: sweeps run in full. */
+/* DTRAIN_TEST_FULL=1: sweeps run in full; 2: what is drawn at random is drawn more often, too. */
 static inline int test_full(void)
 {
     const char *text = getenv("DTRAIN_TEST_FULL");
-    return text && *text && strcmp(text, "0") != 0;
+    return text ? atoi(text) : 0;
+}
+static inline uint64_t test_draws(uint64_t usual, uint64_t full, uint64_t nightly)
+{
+    return test_full() > 1 ? nightly : test_full() ? full : usual;
 }
 
 /* Marks the test that runs as skipped, unless one of its checks fails. The test returns after it. */

@@ -13,7 +13,7 @@ typedef int (*visit_fn)(const desk *d, call *c, uint64_t number);
 
 static int run_varied(const desk *d, call *c, uint64_t number)
 {
-    uint64_t v, variants = test_full() ? 32 : 1;
+    uint64_t v, variants = test_draws(1, 8, 32);
     for (v = 0; v < variants; v++) {
         vary(c, d, test_full() ? v * (uint64_t)d->size + number : ranks_mix(number) >> 7);
         if (!run_call(d, c)) return 0;
@@ -73,7 +73,7 @@ static int rank_sizes_to_70(dtrain_world *world, void *user)
     if (open_desk(&d, world, 70 * 8 * (size_t)dtrain_world_size(world))) return 1;
     for (count = 0; count <= 70; count++)
         for (k = 0; k < KINDS; k++)
-            for (v = 0; v < (test_full() ? 16u : 2u); v++) {
+            for (v = 0; v < test_draws(2, 6, 16); v++) {
                 call c =
                     make_call(kinds[k], dtypes[number % 3], ops[number / 3 % 2], count, number);
                 number++;
@@ -261,7 +261,7 @@ static int rank_random_calls(dtrain_world *world, void *user)
     int i;
     desk d;
     if (open_desk(&d, world, most * 8 * (size_t)dtrain_world_size(world))) return 1;
-    for (i = 0; i < (test_full() ? 2000 : 250); i++) {
+    for (i = 0; i < (int)test_draws(250, 500, 2000); i++) {
         call c = make_call(kinds[ranks_random(&state, KINDS)], dtypes[ranks_random(&state, 5)],
                            ops[ranks_random(&state, 5)], 0, ranks_random(&state, 0));
         size_t size = (size_t)1 << ranks_random(&state, 15);
@@ -278,7 +278,7 @@ static int rank_random_calls(dtrain_world *world, void *user)
 static void test_random_calls(void)
 {
     uint64_t seed;
-    for (seed = 1; seed <= (test_full() ? 40u : 8u); seed++)
+    for (seed = 1; seed <= test_draws(8, 16, 40); seed++)
         ranks_run((int)(seed % 4) + 2, seed % 3 ? DTRAIN_LAUNCH_PROCESSES : DTRAIN_LAUNCH_THREADS,
                   rank_random_calls, &seed);
 }
@@ -841,7 +841,7 @@ static int rank_nested_split(dtrain_world *world, void *user)
     dtrain_comm *all = dtrain_world_comm(world);
     int rank = dtrain_world_rank(world), round;
     (void)user;
-    for (round = 0; round < (test_full() ? 200 : 40); round++) {
+    for (round = 0; round < (int)test_draws(40, 80, 200); round++) {
         dtrain_comm *half, *quarter, *single;
         RANKS_TRY(dtrain_comm_split(all, rank / 4, round % 2 ? rank : -rank, &half));
         RANKS_TRY(dtrain_comm_split(half, rank / 2, rank, &quarter));

@@ -213,7 +213,7 @@ static death make_death(uint64_t seed, int ranks)
 static void test_death_in_collectives(void)
 {
     uint64_t seed;
-    for (seed = 0; seed < (test_full() ? 200u : 30u); seed++) {
+    for (seed = 0; seed < test_draws(30, 60, 200); seed++) {
         int ranks = 2 + (int)(seed / 2 % 3);
         death d = make_death(seed, ranks);
         check_death(ranks, &d);

@@ -184,7 +184,7 @@ static void test_short_and_interrupted(void)
 static void test_power_loss(void)
 {
     const uint32_t kind = DTRAIN_STRATEGY_ZERO1;
-    const uint64_t draws = test_full() ? 3 : 2;
+    const uint64_t draws = test_draws(2, 3, 20);
     uint64_t hashes[3];
     disk *good = disk_with_two(kind, 2, hashes);
     const long calls = calls_of_save(good, kind, 2, &hashes[2]);
