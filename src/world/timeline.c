@@ -57,8 +57,8 @@ DTRAIN__PRIVATE void dtrain__span_end_at(dtrain_world *world, uint32_t mark, uin
     dtrain__timeline *timeline = &world->timeline;
     dtrain__span_look(timeline, now);
     while (timeline->depth > mark) {
-        const dtrain__open_span *span = &timeline->open[--timeline->depth];
-        if (timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
+        if (--timeline->depth >= DTRAIN__SPAN_DEPTH) continue;
+        const dtrain__open_span *span = &timeline->open[timeline->depth];
         timeline->kind = span->outer;
         if (span->ranged) world->device->ops->range_end(world->device);
         if (timeline->traced)
