@@ -2884,8 +2884,9 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     gpu_ecc_errors   uncorrected since the driver was loaded, of all ranks' GPUs
  *
  * The last line has "final": true, step, loss, val_loss, ranks, steps, tokens, first_loss,
- * last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling, comm_bytes, and
- * with desc.trainer what a rank holds and what was predicted (dtrain_trainer_plan):
+ * last_loss, seconds, tokens_per_second, step_ms, comm_ms, exposed_comm_ms, data_ms, scaling,
+ * comm_bytes, and with desc.trainer what a rank holds and what was predicted
+ * (dtrain_trainer_plan):
  *
  *     memory_param_bytes, memory_grad_bytes, memory_optimizer_bytes, memory_buffer_bytes,
  *     memory_host_bytes, and predicted_ with each of them, predicted_activation_bytes,

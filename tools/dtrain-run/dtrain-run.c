@@ -2,7 +2,7 @@
  *
  *   build:   cc -O2 -I. tools/dtrain-run/dtrain-run.c -o build/dtrain-run -lm -lpthread
  *   run:     build/dtrain-run --nproc 4 --log-dir logs build/train_gpt --steps 20
- *            build/dtrain-run --nproc 2 --restarts 3 build/train_gpt --steps 50 --checkpoint runs/restarted --resume auto
+ *            build/dtrain-run --nproc 2 --restarts 3 build/train_gpt --steps 50 --checkpoint runs/run --resume auto
  *
  * On several nodes the same command runs on each, with --nnodes 2 --node-rank 0 --master node0 on node0, and so on.
  *
