@@ -103,10 +103,15 @@ static bool toy_message(dtrain__engine *base, dtrain__work *work)
     dtrain__store(&letters->taken, letters->taken + 1);
     return true;
 }
-static bool toy_lags(const dtrain__engine *comm, const dtrain__work *work, int rank)
+static bool toy_lags(const dtrain__engine *base, const dtrain__work *work, int rank)
 {
-    return !work->sequence ||
-           dtrain__load(&toy_slot_of(comm, work->sequence, rank)->read_to) < work->sequence;
+    const toy_comm *comm = (const toy_comm *)base;
+    const bool sends = work->what.kind == DTRAIN_COLLECTIVE_SEND;
+    const toy_letters *letters =
+        sends ? &comm->own->letters[rank] : &comm->halves[rank]->letters[base->base.rank];
+    if (work->sequence)
+        return dtrain__load(&toy_slot_of(base, work->sequence, rank)->read_to) < work->sequence;
+    return (dtrain__load(&letters->taken) == dtrain__load(&letters->sent)) != sends;
 }
 static dtrain_result toy_map(dtrain__engine *comm, size_t bytes, void **out)
 {
