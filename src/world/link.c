@@ -288,10 +288,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
     dtrain__clock_frame clock = {0, 0};
     int asked = 0;
     for (;;) {
-        bool all = true;
-        for (int i = 0; i < link->count; i++)
-            all = all && (i == world->rank || link->ends[i].clock_rounds == DTRAIN__CLOCK_ROUNDS);
-        if (all) return DTRAIN_OK;
+        int behind = 0; /* the first rank with which this one has not finished */
+        while (behind < link->count &&
+               (behind == world->rank || link->ends[behind].clock_rounds == DTRAIN__CLOCK_ROUNDS))
+            behind++;
+        if (behind == link->count) return DTRAIN_OK;
         if (world->rank && asked == link->ends[0].clock_rounds) {
             asked++;
             clock.asked_ns = dtrain__now_ns();
@@ -300,9 +301,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
         dtrain__link_pump(world, 20);
         const dtrain_result result = dtrain__wait_poll(world, &wait);
         if (result == DTRAIN_ERROR_TIMEOUT)
-            return dtrain__abort_with(world, result,
-                                      "dtrain_launch: a rank does not answer, or does not ask, "
-                                      "what time it is");
+            return dtrain__abort_with(
+                world, result, "dtrain_launch: rank %d (%s) does not %s what time it is", behind,
+                link->ends[behind].name, world->rank ? "answer" : "ask");
         DTRAIN__TRY(result);
     }
 }
