@@ -34721,6 +34721,8 @@ typedef struct dtrain__conv {
 
 /* device/cpu/launch_convolution.c */
 DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first);
+DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
+                                         dtrain__patches *from, dtrain__patches *to);
 
 /* device/cpu/launch_winograd.c */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv);
@@ -34868,6 +34870,27 @@ DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *con
     weight.outer_stride = conv->taps * (out_first ? conv->in : 1);
     weight.inner_stride = conv->taps * (out_first ? 1 : conv->in);
     return weight;
+}
+
+/* Describe the images that patches and strips read and make; input: of the input gradient, which
+ * reads images like y and makes images like x. */
+DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
+                                         dtrain__patches *from, dtrain__patches *to)
+{
+    const dtrain_windows2d *w = &conv->windows;
+    dtrain__windows *x = input ? &to->windows : &from->windows;
+    dtrain__windows *y = input ? &from->windows : &to->windows;
+    x->height = w->height;
+    x->width = w->width;
+    x->channels = conv->in_all;
+    x->depth = conv->in;
+    y->height = w->out_height;
+    y->width = w->out_width;
+    y->channels = conv->out_all;
+    y->depth = conv->out;
+    from->data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
+    to->data = (void *)(uintptr_t)conv->d_y;
+    from->dtype = to->dtype = conv->dtype;
 }
 
 static dtrain_result dtrain__conv_pack(const dtrain__conv *conv, const dtrain__conv_weight *weight)
@@ -35340,24 +35363,12 @@ static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool inp
     int64_t first[2];
     dtrain__winograd a;
     memset(&a, 0, sizeof a);
-    dtrain__windows *x = input ? &a.to.windows : &a.from.windows;
-    dtrain__windows *y = input ? &a.from.windows : &a.to.windows;
-    x->height = w->height;
-    x->width = w->width;
-    x->channels = conv->in_all;
-    x->depth = conv->in;
-    y->height = w->out_height;
-    y->width = w->out_width;
-    y->channels = conv->out_all;
-    y->depth = conv->out;
+    dtrain__conv_images(conv, input, &a.from, &a.to);
     for (int axis = 0; axis < 2; axis++)
         first[axis] = input ? w->padding[axis] - 2 : -w->padding[axis];
     const int64_t rows = a.to.windows.height, columns = a.to.windows.width;
     dtrain__patches_describe(&a.from.windows, 6, first, rows, columns);
     dtrain__patches_describe(&a.to.windows, 4, none, rows, columns);
-    a.from.data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
-    a.to.data = (void *)(uintptr_t)conv->d_y;
-    a.from.dtype = a.to.dtype = conv->dtype;
     a.patches = dtrain__winograd_patches(w->batch, rows, columns);
     a.block = dtrain__winograd_block(conv);
     a.filters = conv->packed;
@@ -35486,21 +35497,9 @@ static dtrain__strips dtrain__strips_make(const dtrain__conv *conv, bool input)
     const dtrain_windows2d *w = &conv->windows;
     dtrain__strips a;
     memset(&a, 0, sizeof a);
-    dtrain__windows *x = input ? &a.to.windows : &a.from.windows;
-    dtrain__windows *y = input ? &a.from.windows : &a.to.windows;
-    x->height = w->height;
-    x->width = w->width;
-    x->channels = conv->in_all;
-    x->depth = conv->in;
-    y->height = w->out_height;
-    y->width = w->out_width;
-    y->channels = conv->out_all;
-    y->depth = conv->out;
+    dtrain__conv_images(conv, input, &a.from, &a.to);
     a.from.windows.y[0] = (int32_t)(input ? w->padding[0] - 2 : -w->padding[0]);
     a.from.windows.x[0] = (int32_t)(input ? w->padding[1] - 2 : -w->padding[1]);
-    a.from.data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
-    a.to.data = (void *)(uintptr_t)conv->d_y;
-    a.from.dtype = a.to.dtype = conv->dtype;
     a.strips = (a.to.windows.width + 1) / 2;
     a.filters = conv->packed;
     dtrain__strips_cut(&a, w->batch, a.to.windows.height, a.from.windows.depth);

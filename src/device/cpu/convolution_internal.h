@@ -26,6 +26,8 @@ typedef struct dtrain__conv {
 
 /* device/cpu/launch_convolution.c */
 DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *conv, bool out_first);
+DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
+                                         dtrain__patches *from, dtrain__patches *to);
 
 /* device/cpu/launch_winograd.c */
 DTRAIN__PRIVATE bool dtrain__winograd_fits(const dtrain__conv *conv);

@@ -159,6 +159,27 @@ DTRAIN__PRIVATE dtrain__conv_weight dtrain__conv_weights(const dtrain__conv *con
     return weight;
 }
 
+/* Describe the images that patches and strips read and make; input: of the input gradient, which
+ * reads images like y and makes images like x. */
+DTRAIN__PRIVATE void dtrain__conv_images(const dtrain__conv *conv, bool input,
+                                         dtrain__patches *from, dtrain__patches *to)
+{
+    const dtrain_windows2d *w = &conv->windows;
+    dtrain__windows *x = input ? &to->windows : &from->windows;
+    dtrain__windows *y = input ? &from->windows : &to->windows;
+    x->height = w->height;
+    x->width = w->width;
+    x->channels = conv->in_all;
+    x->depth = conv->in;
+    y->height = w->out_height;
+    y->width = w->out_width;
+    y->channels = conv->out_all;
+    y->depth = conv->out;
+    from->data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
+    to->data = (void *)(uintptr_t)conv->d_y;
+    from->dtype = to->dtype = conv->dtype;
+}
+
 static dtrain_result dtrain__conv_pack(const dtrain__conv *conv, const dtrain__conv_weight *weight)
 {
     dtrain__job job = dtrain__job_make(weight, weight->outer, 1, weight->dtype);

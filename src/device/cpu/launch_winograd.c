@@ -115,24 +115,12 @@ static dtrain__winograd dtrain__winograd_make(const dtrain__conv *conv, bool inp
     int64_t first[2];
     dtrain__winograd a;
     memset(&a, 0, sizeof a);
-    dtrain__windows *x = input ? &a.to.windows : &a.from.windows;
-    dtrain__windows *y = input ? &a.from.windows : &a.to.windows;
-    x->height = w->height;
-    x->width = w->width;
-    x->channels = conv->in_all;
-    x->depth = conv->in;
-    y->height = w->out_height;
-    y->width = w->out_width;
-    y->channels = conv->out_all;
-    y->depth = conv->out;
+    dtrain__conv_images(conv, input, &a.from, &a.to);
     for (int axis = 0; axis < 2; axis++)
         first[axis] = input ? w->padding[axis] - 2 : -w->padding[axis];
     const int64_t rows = a.to.windows.height, columns = a.to.windows.width;
     dtrain__patches_describe(&a.from.windows, 6, first, rows, columns);
     dtrain__patches_describe(&a.to.windows, 4, none, rows, columns);
-    a.from.data = (void *)(uintptr_t)(input ? conv->d_y : conv->x);
-    a.to.data = (void *)(uintptr_t)conv->d_y;
-    a.from.dtype = a.to.dtype = conv->dtype;
     a.patches = dtrain__winograd_patches(w->batch, rows, columns);
     a.block = dtrain__winograd_block(conv);
     a.filters = conv->packed;
