@@ -128,7 +128,12 @@ tsan:
 # What else reads or runs the code, each a target of its own, and all beside one another.
 valgrind: $(TESTS)
 	@BUILD=$(BUILD) sh tests/scripts/valgrind.sh
-fuzz:
+# Fuzzers see which branches of the library their input takes: it is compiled once more, for all of them.
+FUZZERS := $(if $(shell command -v clang),$(patsubst %.c,$(BUILD)/fuzz/%,$(notdir $(wildcard tests/fuzz/fuzz_*.c))))
+FUZZED  := -O1 -g1 -DDTRAIN_NO_SIMD -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
+fuzzers:
+	$(if $(FUZZERS),$(MAKE) FROM=src BUILD=$(BUILD)/fuzz CC=clang CFLAGS="$(FUZZED)" $(FUZZERS))
+fuzz: fuzzers
 	@BUILD=$(BUILD) sh tests/scripts/fuzz.sh
 # N random programs of a kind: make fuzz-programs N=10000
 fuzz-%: N = 1000
@@ -140,7 +145,7 @@ golden:
 	@sh tests/reference/check.sh
 lint:
 	@BUILD=$(BUILD) CC="$(CC)" sh tests/scripts/lint.sh
-checks: $(TESTS)
+checks: $(TESTS) fuzzers
 	@$(RUN) tests/scripts/valgrind.sh tests/scripts/lint.sh tests/scripts/fuzz.sh tests/reference/check.sh
 
 N ?= 40
@@ -248,6 +253,8 @@ $(BUILD)/tests/test_figures: $(BUILD)/tests/nvml_stub.so $(BUILD)/tests/nvml_old
 $(INSIDE): $(BUILD)/tests/%: %.c $(BUILD)/sources.a
 	@mkdir -p $(@D)
 	$(PROGRAM) -iquote src $(TEST_INCLUDES) $< $(filter %.o,$^) $(BUILD)/sources.a -o $@ $(LIBS)
+$(BUILD)/fuzz_%: fuzz_%.c $(BUILD)/sources.a
+	$(PROGRAM) $(INTERNAL) -fsanitize=fuzzer $< $(BUILD)/sources.a -o $@ $(LIBS)
 $(KERNELS): $(BUILD)/tests/instances.o
 $(BUILD)/tests/instances.o: tests/support/instances.c $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -331,7 +338,7 @@ clean:
 	rm -rf $(BUILD)
 
 .PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
-        asan tsan valgrind fuzz coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
+        asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

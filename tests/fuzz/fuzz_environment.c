@@ -1,13 +1,10 @@
 /* fuzz_environment.c: what launchers say in the environment, host lists included, in hostile words.
  *
- *     clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz/fuzz_environment.c \
- *           -o fuzz_environment -lm -pthread
- *     ./fuzz_environment -max_total_time=30
+ *     make fuzzers && build/fuzz/fuzz_environment -max_total_time=30
  *
  * A line of the input is one variable: its first byte chooses the name, the rest is the value. Wrong is: a crash, a
  * sanitizer report, a place outside its world, or a refusal without a sentence. */
-#define DTRAIN_IMPLEMENTATION
-#include "dtrain.h"
+#include "src/world/explain.c"
 
 static const char *const names[] = {"DTRAIN_RANK",
                                     "DTRAIN_WORLD_SIZE",

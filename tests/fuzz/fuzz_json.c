@@ -12,8 +12,7 @@
 static const char *const seeds[] = {
     "\0{\"format\": 1, \"step\": 1000, \"shape\": [2, 3], \"ok\": true, \"none\": null}",
     "\1{\"a\": {\"b\": [1, -2, {\"c\": \"\\u00e9\\ud83d\\ude00\\n\"}]}, \"x\": 1.5e-10}",
-    "\1[\"\xc3\xa9\\\\\\\"\", 18446744073709551615, -9223372036854775808, [[[[[[[[]]]]]]]], "
-    "false]"};
+    "\1[\"\xc3\xa9\\\\\\\"\", 18446744073709551615, -9223372036854775808, [[[[]]]], false]"};
 
 size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t room);
 size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t room, unsigned seed);
