@@ -9,7 +9,7 @@
 # objects of src/, which fewer and parallel compilations make, in place of dtrain.h as it is shipped).
 
 CC      ?= cc
-CFLAGS  ?= -O2 -g
+CFLAGS  ?= -O2 -g1
 BUILD   ?= build
 PREFIX  ?= /usr/local
 ARGS    ?=
@@ -79,10 +79,10 @@ EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) 
 endif
 
 # ---- Tests ----------------------------------------------------------------------------------------
-# run.sh takes them in this order, one for each core at a time: the longest come first.
+# run.sh takes them in this order, some at a time: the longest come first.
 LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
-           tests/cli/test_examples.sh
+           $(addprefix tests/cli/test_,examples.sh resume.sh run.sh launchers.sh)
 LONG    := tests/cuda/cuda_build.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
            documents.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
@@ -116,11 +116,11 @@ bench-scaling: $(BUILD)/train_gpt $(BUILD)/bench/bench_scaling
 # sanitizer knows of a stack must not move to its own heap.
 asan: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=0
 asan:
-	$(MAKE) test FROM=src INSTANCES=1 BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
+	$(MAKE) test FROM=src BUILD=$(BUILD)/asan SCRIPTS=tests/cli/test_examples.sh \
 	  CFLAGS="-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
 # Ranks that are threads, and the threads of a rank, are what there is to look at; emulated kernels run on one thread.
 tsan:
-	$(MAKE) test FROM=src INSTANCES=1 BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
+	$(MAKE) test FROM=src BUILD=$(BUILD)/tsan SCRIPTS= EXAMPLES= CFLAGS="-O1 -g1 -fsanitize=thread" \
 	  EMU_TESTS="$(addprefix $(BUILD)/tsan/emu/,test_cuda_ddp test_cuda_nccl)" \
 	  TESTS="$(addprefix $(BUILD)/tsan/tests/test_,comm faults flight calls launch restart restarts links nccl ddp strategies compression programs ranks_differ timeline \
 	    trainer loader gemm device sparse)"
@@ -212,13 +212,11 @@ PRIVATE := $(shell grep -l 'dtrain__\|DTRAIN__' $(PROGRAMS) $(wildcard bench/*.c
 ASKING   = $(if $(filter $(notdir $(PRIVATE)),$(<F)),,$(LINKED))
 INTERNAL = $(LINKED) -iquote src $(addprefix -include ,$(patsubst src/%,%,$(wildcard src/*/*_internal.h)))
 INSIDE  := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "[a-z]*/.*\(_internal\.h\|\.c\)"' $(wildcard tests/unit/*.c)))
-# Tests that look at the kernels of every instruction set share one object with all of them.
+# Tests that look at the kernels of every instruction set share one object with those that the library has not.
 KERNELS := $(patsubst tests/unit/%.c,$(BUILD)/tests/%,$(shell grep -l '^\#include "instances.h"' $(wildcard tests/unit/*.c)))
 # The library as objects of src/, which tests that look inside, the emulated GPU and sanitized programs are linked with: it
-# is compiled once for all of them, by as many jobs as there are. With INSTANCES=1 its kernels are those of every
-# instruction set, which some tests need: sanitized kernels take minutes to compile, and are compiled once.
-PARTS          = $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/% $(if $(INSTANCES),src/device/cpu/kernels.c),$(SOURCES))) \
-                 $(if $(INSTANCES),$(BUILD)/tests/instances.o)
+# is compiled once for all of them, by as many jobs as there are.
+PARTS          = $(patsubst %.c,$(BUILD)/%.o,$(filter-out src/comm/nccl/%,$(SOURCES)))
 IMPLEMENTATION = printf '\#define DTRAIN_IMPLEMENTATION\n\#include "dtrain.h"\n' | $(CC) $(STRICT) $(OPTIONS) -x c -c - -o $@
 ARCHIVE        = rm -f $@ && $(AR) rc $@ $^
 PROGRAM        = $(CC) $(STRICT) $(OPTIONS)

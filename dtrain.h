@@ -33153,6 +33153,7 @@ enum {
 
 /* device/cpu/kernels.c */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
 DTRAIN__PRIVATE const dtrain__dots *dtrain__dots_select(void);
 
@@ -36010,40 +36011,42 @@ DTRAIN__PRIVATE dtrain_result dtrain__gemm(dtrain__cpu *cpu, const dtrain_gemm_a
 #endif
 #define DTRAIN__ISA 1
 #include DTRAIN__KERNEL_TEXT
-#ifdef DTRAIN__TEST_INSTANCES
-#define DTRAIN__TEST_WIDE
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__TEST_WIDE
-#endif
 #undef DTRAIN__ISA
-#endif
-#if defined(DTRAIN_NO_SIMD) || defined(DTRAIN__TEST_INSTANCES)
+#else
 #define DTRAIN__ISA 0
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
 
-/* Return the best instance that this machine runs. */
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
+/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. */
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
 {
+    int found = 0;
 #if defined(DTRAIN_NO_SIMD)
-    return &dtrain__kernels_scalar;
+    if (found++ == number) return &dtrain__kernels_scalar;
 #else
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        found++ == number)
         return &dtrain__kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && found++ == number)
         return &dtrain__kernels_avx2; /* F16C came two generations earlier */
 #endif
-    return &dtrain__kernels_generic;
+    if (found++ == number) return &dtrain__kernels_generic;
 #endif
+    return NULL;
+}
+
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
+{
+    return dtrain__kernels_number(0);
 }
 
 /* Return NULL where products of bf16 are computed in fp32. */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 {
-#if DTRAIN__PAIRS && !defined(DTRAIN__TEST_TILES) /* emulated ones are for tests alone */
+#if DTRAIN__PAIRS
     if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
         return &dtrain__isa_amx_avx512;
 #endif
@@ -38180,7 +38183,7 @@ static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
                                                DTRAIN__K(amx_begin),
                                                DTRAIN__K(amx_end)};
 
-#if DTRAIN__ISA == 3 && !defined(DTRAIN__TEST_TILES)
+#if DTRAIN__ISA == 3
 /* Return whether the processor has tiles, the system saves them, and this process may use them: it
  * asks for that here, and again is harmless. The answer is no, for example, where alternative
  * signal stacks are too small for the larger frames. */

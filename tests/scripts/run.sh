@@ -1,9 +1,10 @@
 #!/bin/sh
-# run.sh PROGRAM...: runs test programs and scripts, LANES of them at a time (default: one for each core),
-# in the order given. Each ends with "N passed, N failed[, N skipped]"; here they become rows of one table,
-# and one sum. What a program prints is shown when it fails, and its lines "skip ..." always.
+# run.sh PROGRAM...: runs test programs and scripts in the order given, LANES of them at a time (default: three for two
+# cores, since they wait for one another, for deadlines and for the system). Each ends with "N passed, N failed[, N
+# skipped]"; here they become rows of one table, and one sum. What a program prints is shown when it fails, and its
+# lines "skip ..." always.
 # "skip WHAT: WHY" in place of a program is one skipped test.
-lanes=${LANES:-$(nproc 2>/dev/null || echo 1)}
+lanes=${LANES:-$((($(nproc 2>/dev/null || echo 1) * 3 + 1) / 2))}
 out=${BUILD:-build}/output
 passed=0 failed=0 skipped=0
 if [ $# -eq 0 ]; then echo "run.sh: no program is selected"; echo "0 passed, 1 failed"; exit 1; fi

@@ -1,36 +1,44 @@
-/* instances.c: see instances.h. It takes the place of src/device/cpu/kernels.c in programs that are linked with it. */
+/* instances.c: see instances.h. The text of the kernels once more, for what the library does not compile. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi" /* wide vectors are arguments of inlined functions only */
 #endif
 #if defined(__x86_64__)
 #include "emulated_tiles.h"
 #endif
-#define DTRAIN__TEST_INSTANCES
-#include "device/cpu/kernels.c"
+#include "core/platform_internal.h"
+#include "core/api.h"
+#include "core/core_internal.h"
+#include "core/dtype.h"
+#include "device/backend.h"
+#include "device/cpu/cpu_internal.h"
+#include "device/cpu/gemm_internal.h"
 #include "instances.h"
+#include "device/device.h"
+#include "device/device_internal.h"
+
+#if !defined(DTRAIN_NO_SIMD)
+#define DTRAIN__ISA 1
+#define DTRAIN__TEST_WIDE
+#include "device/cpu/kernels/text.h"
+#undef DTRAIN__TEST_WIDE
+#undef DTRAIN__ISA
+#endif
+#define DTRAIN__ISA 0
+#include "device/cpu/kernels/text.h"
+#undef DTRAIN__ISA
 
 #include "dtrain.h"
 #include "test.h"
 
-static void add(const dtrain__kernels **found, int *count, const dtrain__kernels *kernels)
-{
-    if (*count == 0 || found[0] != kernels) found[(*count)++] = kernels;
-}
-
 int instances_find(const dtrain__kernels *found[INSTANCES])
 {
     int count = 0;
-    add(found, &count, dtrain__kernels_select());
-    if (TEST_RACES) return count;
+    while ((found[count] = dtrain__kernels_number(count)) != NULL)
+        if (count++ == 0 && TEST_RACES) return count;
 #if !defined(DTRAIN_NO_SIMD)
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        add(found, &count, &dtrain__kernels_avx2);
+    found[count++] = &dtrain__kernels_wide;
+    found[count++] = &dtrain__kernels_scalar;
 #endif
-    add(found, &count, &dtrain__kernels_generic);
-    add(found, &count, &dtrain__kernels_wide);
-#endif
-    add(found, &count, &dtrain__kernels_scalar);
     return count;
 }
 

@@ -1,6 +1,6 @@
-/* instances.h: the CPU kernels of every instruction set, from inside. tests/support/instances.c compiles them once for
- * all tests that ask here, those that only tests run among them: scalars, plain vectors as wide as AVX-512's, and
- * AMX on emulated tiles. Include it before dtrain.h. */
+/* instances.h: the CPU kernels of every instruction set, from inside: the library's own, and those that only tests run,
+ * which tests/support/instances.c compiles: scalars, plain vectors as wide as AVX-512's, and AMX on emulated tiles.
+ * Include it before dtrain.h. */
 #ifndef INSTANCES_H
 #define INSTANCES_H
 

@@ -38,40 +38,42 @@
 #endif
 #define DTRAIN__ISA 1
 #include DTRAIN__KERNEL_TEXT
-#ifdef DTRAIN__TEST_INSTANCES
-#define DTRAIN__TEST_WIDE
-#include DTRAIN__KERNEL_TEXT
-#undef DTRAIN__TEST_WIDE
-#endif
 #undef DTRAIN__ISA
-#endif
-#if defined(DTRAIN_NO_SIMD) || defined(DTRAIN__TEST_INSTANCES)
+#else
 #define DTRAIN__ISA 0
 #include DTRAIN__KERNEL_TEXT
 #undef DTRAIN__ISA
 #endif
 
-/* Return the best instance that this machine runs. */
-DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
+/* Return an instance that this machine runs, number 0 the best; NULL: there are no more. */
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number)
 {
+    int found = 0;
 #if defined(DTRAIN_NO_SIMD)
-    return &dtrain__kernels_scalar;
+    if (found++ == number) return &dtrain__kernels_scalar;
 #else
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        found++ == number)
         return &dtrain__kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && found++ == number)
         return &dtrain__kernels_avx2; /* F16C came two generations earlier */
 #endif
-    return &dtrain__kernels_generic;
+    if (found++ == number) return &dtrain__kernels_generic;
 #endif
+    return NULL;
+}
+
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void)
+{
+    return dtrain__kernels_number(0);
 }
 
 /* Return NULL where products of bf16 are computed in fp32. */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void)
 {
-#if DTRAIN__PAIRS && !defined(DTRAIN__TEST_TILES) /* emulated ones are for tests alone */
+#if DTRAIN__PAIRS
     if (dtrain__kernels_select() == &dtrain__kernels_avx512 && dtrain__has_amx())
         return &dtrain__isa_amx_avx512;
 #endif

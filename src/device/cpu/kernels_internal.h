@@ -192,5 +192,6 @@ enum {
 
 /* device/cpu/kernels.c */
 DTRAIN__PRIVATE const dtrain__isa *dtrain__pairs_select(void);
+DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_number(int number);
 DTRAIN__PRIVATE const dtrain__kernels *dtrain__kernels_select(void);
 DTRAIN__PRIVATE const dtrain__dots *dtrain__dots_select(void);

@@ -165,7 +165,7 @@ static const dtrain__isa DTRAIN__K(isa_amx) = {"amx_bf16",
                                                DTRAIN__K(amx_begin),
                                                DTRAIN__K(amx_end)};
 
-#if DTRAIN__ISA == 3 && !defined(DTRAIN__TEST_TILES)
+#if DTRAIN__ISA == 3
 /* Return whether the processor has tiles, the system saves them, and this process may use them: it
  * asks for that here, and again is harmless. The answer is no, for example, where alternative
  * signal stacks are too small for the larger frames. */
