@@ -2341,15 +2341,18 @@ typedef enum dtrain_figure {
     DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
     DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
     DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
+    /* Bytes that the rank sent, comm_bytes of its record; and of them, at this + kind, those of a
+     * dtrain_collective_kind. To 24 bits, as all figures. */
+    DTRAIN_FIGURE_COMM_BYTES = 13,
     /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
-    DTRAIN_FIGURE_GPU_UTILIZATION = 13, /* 0 to 1 */
-    DTRAIN_FIGURE_GPU_MEMORY = 14,      /* bytes in use, by all processes */
-    DTRAIN_FIGURE_GPU_CLOCK = 15,       /* Hz */
-    DTRAIN_FIGURE_GPU_POWER = 16,       /* W */
-    DTRAIN_FIGURE_GPU_TEMPERATURE = 17, /* degrees Celsius */
-    DTRAIN_FIGURE_GPU_THROTTLE = 18,    /* NVML's bits of why clocks are low */
-    DTRAIN_FIGURE_GPU_ECC = 19,         /* uncorrected errors since the driver was loaded */
-    DTRAIN_FIGURE_COUNT = 20
+    DTRAIN_FIGURE_GPU_UTILIZATION = 13 + DTRAIN_COLLECTIVE_KINDS, /* 0 to 1 */
+    DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
+    DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
+    DTRAIN_FIGURE_GPU_POWER,       /* W */
+    DTRAIN_FIGURE_GPU_TEMPERATURE, /* degrees Celsius */
+    DTRAIN_FIGURE_GPU_THROTTLE,    /* NVML's bits of why clocks are low */
+    DTRAIN_FIGURE_GPU_ECC,         /* uncorrected errors since the driver was loaded */
+    DTRAIN_FIGURE_COUNT
 } dtrain_figure;
 
 /* A figure of all ranks; NaN and -1 where no rank has measured it. */
@@ -2869,9 +2872,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *                      over ranks, and which has the largest, for PART = step, data, forward,
  *                      backward, exposed_comm, hidden_comm, optimizer, checkpoint; two ranks or
  *                      more
+ *     comm_bytes_min, comm_bytes_mean, comm_bytes_max, comm_bytes_rank
+ *                      likewise
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
  *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
- *                      reduce, send, all_to_all; where it is not 0
+ *                      reduce, send, all_to_all; where a rank has sent any
  *     flops_per_second of all ranks: operations that the tape launched, see dtrain_tape_info
  *     peak_share       of desc.peak_flops
  *     memory_bytes, memory_peak_bytes  of the rank's device: counted by the library where it
@@ -23762,6 +23767,10 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain_
     own[DTRAIN_FIGURE_MEMORY_PEAK] = (float)device->peak_bytes;
     own[DTRAIN_FIGURE_ACTIVATIONS] = (float)(tape.activation_bytes + tape.gradient_bytes);
     own[DTRAIN_FIGURE_FLOPS] = (float)(after->flops - before->flops);
+    own[DTRAIN_FIGURE_COMM_BYTES] = (float)bytes;
+    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        own[DTRAIN_FIGURE_COMM_BYTES + kind] =
+            (float)(after->comm.kind_bytes[kind] - before->comm.kind_bytes[kind]);
     memcpy(own + DTRAIN_FIGURE_GPU_UTILIZATION, trainer->gpu, sizeof trainer->gpu);
 }
 
@@ -30012,7 +30021,7 @@ DTRAIN_API dtrain_result dtrain_kept_storage(dtrain_world *world, const dtrain_s
       "Time that ranks waited in communication, mean.")                                            \
     X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, "data_seconds", 1e-3,                          \
       "Time in wait for batches, slowest rank.")                                                   \
-    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN_METRIC_INTEGER, "comm_bytes", 1,                    \
+    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN__EACH, "comm_bytes", 1,                             \
       "Bytes that rank 0 sent in the step.")                                                       \
     X(LOSS_SCALE, "loss_scale", "train", 0, "loss_scale", 1, "Loss scale of the step.")            \
     X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, "skipped_steps_total", 1,                 \
@@ -30039,6 +30048,14 @@ DTRAIN_API dtrain_result dtrain_kept_storage(dtrain_world *world, const dtrain_s
     DTRAIN__SPREAD_LIST(X, HIDDEN, "hidden_comm", "hidden communication")                          \
     DTRAIN__SPREAD_LIST(X, OPTIMIZER, "optimizer", "norm and update")                              \
     DTRAIN__SPREAD_LIST(X, CHECKPOINT, "checkpoint", "saving")                                     \
+    X(COMM_BYTES_MIN, "comm_bytes_min", "ranks", DTRAIN_METRIC_INTEGER, "comm_min_bytes", 1,       \
+      "Bytes sent in the step, rank that sent least.")                                             \
+    X(COMM_BYTES_MEAN, "comm_bytes_mean", "ranks", DTRAIN_METRIC_INTEGER, "comm_mean_bytes", 1,    \
+      "Bytes sent in the step, mean of ranks.")                                                    \
+    X(COMM_BYTES_MAX, "comm_bytes_max", "ranks", DTRAIN_METRIC_INTEGER, "comm_max_bytes", 1,       \
+      "Bytes sent in the step, rank that sent most.")                                              \
+    X(COMM_BYTES_RANK, "comm_bytes_rank", "ranks", DTRAIN_METRIC_INTEGER, "comm_max_rank", 1,      \
+      "Rank that sent most in the step.")                                                          \
     X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, "bus_bytes_per_second", 1,         \
       "Bus bandwidth as nccl-tests have it, mean of ranks.")                                       \
     DTRAIN__KIND_LIST(X)                                                                           \
@@ -30092,7 +30109,7 @@ DTRAIN_API dtrain_result dtrain_kept_storage(dtrain_world *world, const dtrain_s
     DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
     DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
 #define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
-    X(ID, kind "_bytes", "comm", DTRAIN_METRIC_INTEGER, kind "_bytes", 1,                          \
+    X(ID, kind "_bytes", "comm", DTRAIN__EACH, kind "_bytes", 1,                                   \
       "Bytes that rank 0 sent in the step by " kind ".")
 
 #define DTRAIN__HELD_LIST(X)                                                                       \
@@ -30748,18 +30765,33 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
     if (dtrain__finite(value)) dtrain__set(metrics, id, value);
 }
 
-/* The times of which a rank's part is a figure: metrics ID_MIN to ID_RANK follow each other. */
+/* The figures of which all of min, mean, max and rank are metrics, which follow each other. */
 static const struct {
     int figure, first, mean; /* mean: the metric for all ranks, or -1 */
-} dtrain__times[] = {
-    {DTRAIN_FIGURE_STEP, DTRAIN__METRIC_STEP_MIN, -1},
-    {DTRAIN_FIGURE_DATA, DTRAIN__METRIC_DATA_MIN, -1},
-    {DTRAIN_FIGURE_FORWARD, DTRAIN__METRIC_FORWARD_MIN, DTRAIN__METRIC_FORWARD},
-    {DTRAIN_FIGURE_BACKWARD, DTRAIN__METRIC_BACKWARD_MIN, DTRAIN__METRIC_BACKWARD},
-    {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN__METRIC_EXPOSED_MIN, -1},
-    {DTRAIN_FIGURE_HIDDEN_COMM, DTRAIN__METRIC_HIDDEN_MIN, DTRAIN__METRIC_HIDDEN},
-    {DTRAIN_FIGURE_OPTIMIZER, DTRAIN__METRIC_OPTIMIZER_MIN, DTRAIN__METRIC_OPTIMIZER},
-    {DTRAIN_FIGURE_CHECKPOINT, DTRAIN__METRIC_CHECKPOINT_MIN, DTRAIN__METRIC_CHECKPOINT},
+    double unit;             /* one of the figure in that of the metrics */
+} dtrain__spreads[] = {
+    {DTRAIN_FIGURE_STEP, DTRAIN__METRIC_STEP_MIN, -1, 1e3},
+    {DTRAIN_FIGURE_DATA, DTRAIN__METRIC_DATA_MIN, -1, 1e3},
+    {DTRAIN_FIGURE_FORWARD, DTRAIN__METRIC_FORWARD_MIN, DTRAIN__METRIC_FORWARD, 1e3},
+    {DTRAIN_FIGURE_BACKWARD, DTRAIN__METRIC_BACKWARD_MIN, DTRAIN__METRIC_BACKWARD, 1e3},
+    {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN__METRIC_EXPOSED_MIN, -1, 1e3},
+    {DTRAIN_FIGURE_HIDDEN_COMM, DTRAIN__METRIC_HIDDEN_MIN, DTRAIN__METRIC_HIDDEN, 1e3},
+    {DTRAIN_FIGURE_OPTIMIZER, DTRAIN__METRIC_OPTIMIZER_MIN, DTRAIN__METRIC_OPTIMIZER, 1e3},
+    {DTRAIN_FIGURE_CHECKPOINT, DTRAIN__METRIC_CHECKPOINT_MIN, DTRAIN__METRIC_CHECKPOINT, 1e3},
+    {DTRAIN_FIGURE_COMM_BYTES, DTRAIN__METRIC_COMM_BYTES_MIN, -1, 1},
+};
+
+/* Of what a rank sends, kind by kind: the metric. */
+static const struct {
+    int kind, id;
+} dtrain__sent_kinds[] = {
+    {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN__METRIC_ALL_REDUCE},
+    {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN__METRIC_REDUCE_SCATTER},
+    {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN__METRIC_ALL_GATHER},
+    {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN__METRIC_BROADCAST},
+    {DTRAIN_COLLECTIVE_REDUCE, DTRAIN__METRIC_REDUCE},
+    {DTRAIN_COLLECTIVE_SEND, DTRAIN__METRIC_SEND},
+    {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN__METRIC_ALL_TO_ALL},
 };
 
 /* The other figures, and how ranks are reduced. */
@@ -30784,12 +30816,16 @@ static const struct {
 static int dtrain__figure_of(int id, double *unit)
 {
     *unit = 1e3;
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__times); i++)
-        if (id == dtrain__times[i].mean) return dtrain__times[i].figure;
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__spreads); i++)
+        if (id == dtrain__spreads[i].mean) return dtrain__spreads[i].figure;
     if (id == DTRAIN__METRIC_STEP) return DTRAIN_FIGURE_STEP;
     if (id == DTRAIN__METRIC_DATA) return DTRAIN_FIGURE_DATA;
     if (id == DTRAIN__METRIC_EXPOSED) return DTRAIN_FIGURE_EXPOSED_COMM;
     *unit = 1;
+    if (id == DTRAIN__METRIC_COMM_BYTES) return DTRAIN_FIGURE_COMM_BYTES;
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__sent_kinds); i++)
+        if (id == dtrain__sent_kinds[i].id)
+            return DTRAIN_FIGURE_COMM_BYTES + dtrain__sent_kinds[i].kind;
     for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++)
         if (id == dtrain__gauges[i].id) return dtrain__gauges[i].figure;
     if (id == DTRAIN__METRIC_GPU_THROTTLE) return DTRAIN_FIGURE_GPU_THROTTLE;
@@ -30841,16 +30877,16 @@ static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
 /* Set what comes from the figures of all ranks. */
 static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__times); i++) {
-        const dtrain_spread *all = &record->figures[dtrain__times[i].figure];
-        const int first = dtrain__times[i].first;
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__spreads); i++) {
+        const dtrain_spread *all = &record->figures[dtrain__spreads[i].figure];
+        const int first = dtrain__spreads[i].first, mean = dtrain__spreads[i].mean;
+        const double unit = dtrain__spreads[i].unit;
         if (all->max_rank < 0) continue;
-        if (dtrain__times[i].mean >= 0)
-            dtrain__set(metrics, dtrain__times[i].mean, 1e3 * all->mean);
+        if (mean >= 0) dtrain__set(metrics, mean, unit * all->mean);
         if (record->ranks < 2) continue;
-        dtrain__set(metrics, first, 1e3 * all->min);
-        dtrain__set(metrics, first + 1, 1e3 * all->mean);
-        dtrain__set(metrics, first + 2, 1e3 * all->max);
+        dtrain__set(metrics, first, unit * all->min);
+        dtrain__set(metrics, first + 1, unit * all->mean);
+        dtrain__set(metrics, first + 2, unit * all->max);
         dtrain__set(metrics, first + 3, all->max_rank);
     }
     for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++) {
@@ -30862,18 +30898,21 @@ static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_reco
     dtrain__fill_bits(metrics, record);
 }
 
+/* Set what was sent by each kind of which any rank has sent something. */
+static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__sent_kinds); i++) {
+        const int kind = dtrain__sent_kinds[i].kind;
+        const dtrain_spread *all = &record->figures[DTRAIN_FIGURE_COMM_BYTES + kind];
+        const bool others = record->ranks > 0 && all->max_rank >= 0 && all->max > 0;
+        if (record->kind_bytes[kind] || others)
+            dtrain__set(metrics, dtrain__sent_kinds[i].id, (double)record->kind_bytes[kind]);
+    }
+}
+
 /* Set the values of a step. Those with DTRAIN_METRIC_FIXED stay from the start. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    static const int kinds[][2] = {
-        {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN__METRIC_ALL_REDUCE},
-        {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN__METRIC_REDUCE_SCATTER},
-        {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN__METRIC_ALL_GATHER},
-        {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN__METRIC_BROADCAST},
-        {DTRAIN_COLLECTIVE_REDUCE, DTRAIN__METRIC_REDUCE},
-        {DTRAIN_COLLECTIVE_SEND, DTRAIN__METRIC_SEND},
-        {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN__METRIC_ALL_TO_ALL},
-    };
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
     dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
@@ -30890,9 +30929,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     if (record->loss_scale > 0) dtrain__set(metrics, DTRAIN__METRIC_LOSS_SCALE, record->loss_scale);
     if (record->loss_scale > 0 || record->skipped_steps)
         dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
-    for (int i = 0; i < DTRAIN__COUNT_OF(kinds); i++)
-        if (record->kind_bytes[kinds[i][0]])
-            dtrain__set(metrics, kinds[i][1], (double)record->kind_bytes[kinds[i][0]]);
+    dtrain__fill_kinds(metrics, record);
     if (!metrics->desc.trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {
@@ -31584,13 +31621,13 @@ static void dtrain__prometheus_one(const dtrain_metrics *metrics, dtrain__promet
     dtrain__prometheus_number(p, value);
 }
 
-/* Write a metric of each rank that has measured it. */
+/* Write a metric of each rank that has measured it, if it says anything in this step. */
 static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prometheus *p, int id)
 {
     const dtrain_metric *row = &dtrain__metric_table()[id];
     const int ranks = dtrain_world_size(metrics->world);
     bool begun = false;
-    for (int rank = 0; rank < ranks; rank++) {
+    for (int rank = 0; metrics->known[id] && rank < ranks; rank++) {
         const double value = dtrain__rank_value(metrics, id, rank);
         if (!dtrain__finite(value)) continue;
         if (!begun) {

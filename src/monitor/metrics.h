@@ -28,9 +28,11 @@
  *                      over ranks, and which has the largest, for PART = step, data, forward,
  *                      backward, exposed_comm, hidden_comm, optimizer, checkpoint; two ranks or
  *                      more
+ *     comm_bytes_min, comm_bytes_mean, comm_bytes_max, comm_bytes_rank
+ *                      likewise
  *     bus_bytes_per_second           comm_bytes / time in flight: "busbw" of nccl-tests
  *     KIND_bytes       of comm_bytes, for KIND = all_reduce, reduce_scatter, all_gather, broadcast,
- *                      reduce, send, all_to_all; where it is not 0
+ *                      reduce, send, all_to_all; where a rank has sent any
  *     flops_per_second of all ranks: operations that the tape launched, see dtrain_tape_info
  *     peak_share       of desc.peak_flops
  *     memory_bytes, memory_peak_bytes  of the rank's device: counted by the library where it

@@ -38,7 +38,7 @@
       "Time that ranks waited in communication, mean.")                                            \
     X(DATA, "data_ms", "time", DTRAIN_METRIC_RANKS, "data_seconds", 1e-3,                          \
       "Time in wait for batches, slowest rank.")                                                   \
-    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN_METRIC_INTEGER, "comm_bytes", 1,                    \
+    X(COMM_BYTES, "comm_bytes", "comm", DTRAIN__EACH, "comm_bytes", 1,                             \
       "Bytes that rank 0 sent in the step.")                                                       \
     X(LOSS_SCALE, "loss_scale", "train", 0, "loss_scale", 1, "Loss scale of the step.")            \
     X(SKIPPED, "skipped_steps", "train", DTRAIN__COUNTS, "skipped_steps_total", 1,                 \
@@ -65,6 +65,14 @@
     DTRAIN__SPREAD_LIST(X, HIDDEN, "hidden_comm", "hidden communication")                          \
     DTRAIN__SPREAD_LIST(X, OPTIMIZER, "optimizer", "norm and update")                              \
     DTRAIN__SPREAD_LIST(X, CHECKPOINT, "checkpoint", "saving")                                     \
+    X(COMM_BYTES_MIN, "comm_bytes_min", "ranks", DTRAIN_METRIC_INTEGER, "comm_min_bytes", 1,       \
+      "Bytes sent in the step, rank that sent least.")                                             \
+    X(COMM_BYTES_MEAN, "comm_bytes_mean", "ranks", DTRAIN_METRIC_INTEGER, "comm_mean_bytes", 1,    \
+      "Bytes sent in the step, mean of ranks.")                                                    \
+    X(COMM_BYTES_MAX, "comm_bytes_max", "ranks", DTRAIN_METRIC_INTEGER, "comm_max_bytes", 1,       \
+      "Bytes sent in the step, rank that sent most.")                                              \
+    X(COMM_BYTES_RANK, "comm_bytes_rank", "ranks", DTRAIN_METRIC_INTEGER, "comm_max_rank", 1,      \
+      "Rank that sent most in the step.")                                                          \
     X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, "bus_bytes_per_second", 1,         \
       "Bus bandwidth as nccl-tests have it, mean of ranks.")                                       \
     DTRAIN__KIND_LIST(X)                                                                           \
@@ -118,7 +126,7 @@
     DTRAIN__KIND_ROW(X, SEND, "send")                                                              \
     DTRAIN__KIND_ROW(X, ALL_TO_ALL, "all_to_all")
 #define DTRAIN__KIND_ROW(X, ID, kind)                                                              \
-    X(ID, kind "_bytes", "comm", DTRAIN_METRIC_INTEGER, kind "_bytes", 1,                          \
+    X(ID, kind "_bytes", "comm", DTRAIN__EACH, kind "_bytes", 1,                                   \
       "Bytes that rank 0 sent in the step by " kind ".")
 
 #define DTRAIN__HELD_LIST(X)                                                                       \

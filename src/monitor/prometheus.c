@@ -70,13 +70,13 @@ static void dtrain__prometheus_one(const dtrain_metrics *metrics, dtrain__promet
     dtrain__prometheus_number(p, value);
 }
 
-/* Write a metric of each rank that has measured it. */
+/* Write a metric of each rank that has measured it, if it says anything in this step. */
 static void dtrain__prometheus_ranks(const dtrain_metrics *metrics, dtrain__prometheus *p, int id)
 {
     const dtrain_metric *row = &dtrain__metric_table()[id];
     const int ranks = dtrain_world_size(metrics->world);
     bool begun = false;
-    for (int rank = 0; rank < ranks; rank++) {
+    for (int rank = 0; metrics->known[id] && rank < ranks; rank++) {
         const double value = dtrain__rank_value(metrics, id, rank);
         if (!dtrain__finite(value)) continue;
         if (!begun) {

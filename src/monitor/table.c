@@ -43,18 +43,33 @@ static void dtrain__set_measured(dtrain_metrics *metrics, int id, double value)
     if (dtrain__finite(value)) dtrain__set(metrics, id, value);
 }
 
-/* The times of which a rank's part is a figure: metrics ID_MIN to ID_RANK follow each other. */
+/* The figures of which all of min, mean, max and rank are metrics, which follow each other. */
 static const struct {
     int figure, first, mean; /* mean: the metric for all ranks, or -1 */
-} dtrain__times[] = {
-    {DTRAIN_FIGURE_STEP, DTRAIN__METRIC_STEP_MIN, -1},
-    {DTRAIN_FIGURE_DATA, DTRAIN__METRIC_DATA_MIN, -1},
-    {DTRAIN_FIGURE_FORWARD, DTRAIN__METRIC_FORWARD_MIN, DTRAIN__METRIC_FORWARD},
-    {DTRAIN_FIGURE_BACKWARD, DTRAIN__METRIC_BACKWARD_MIN, DTRAIN__METRIC_BACKWARD},
-    {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN__METRIC_EXPOSED_MIN, -1},
-    {DTRAIN_FIGURE_HIDDEN_COMM, DTRAIN__METRIC_HIDDEN_MIN, DTRAIN__METRIC_HIDDEN},
-    {DTRAIN_FIGURE_OPTIMIZER, DTRAIN__METRIC_OPTIMIZER_MIN, DTRAIN__METRIC_OPTIMIZER},
-    {DTRAIN_FIGURE_CHECKPOINT, DTRAIN__METRIC_CHECKPOINT_MIN, DTRAIN__METRIC_CHECKPOINT},
+    double unit;             /* one of the figure in that of the metrics */
+} dtrain__spreads[] = {
+    {DTRAIN_FIGURE_STEP, DTRAIN__METRIC_STEP_MIN, -1, 1e3},
+    {DTRAIN_FIGURE_DATA, DTRAIN__METRIC_DATA_MIN, -1, 1e3},
+    {DTRAIN_FIGURE_FORWARD, DTRAIN__METRIC_FORWARD_MIN, DTRAIN__METRIC_FORWARD, 1e3},
+    {DTRAIN_FIGURE_BACKWARD, DTRAIN__METRIC_BACKWARD_MIN, DTRAIN__METRIC_BACKWARD, 1e3},
+    {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN__METRIC_EXPOSED_MIN, -1, 1e3},
+    {DTRAIN_FIGURE_HIDDEN_COMM, DTRAIN__METRIC_HIDDEN_MIN, DTRAIN__METRIC_HIDDEN, 1e3},
+    {DTRAIN_FIGURE_OPTIMIZER, DTRAIN__METRIC_OPTIMIZER_MIN, DTRAIN__METRIC_OPTIMIZER, 1e3},
+    {DTRAIN_FIGURE_CHECKPOINT, DTRAIN__METRIC_CHECKPOINT_MIN, DTRAIN__METRIC_CHECKPOINT, 1e3},
+    {DTRAIN_FIGURE_COMM_BYTES, DTRAIN__METRIC_COMM_BYTES_MIN, -1, 1},
+};
+
+/* Of what a rank sends, kind by kind: the metric. */
+static const struct {
+    int kind, id;
+} dtrain__sent_kinds[] = {
+    {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN__METRIC_ALL_REDUCE},
+    {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN__METRIC_REDUCE_SCATTER},
+    {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN__METRIC_ALL_GATHER},
+    {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN__METRIC_BROADCAST},
+    {DTRAIN_COLLECTIVE_REDUCE, DTRAIN__METRIC_REDUCE},
+    {DTRAIN_COLLECTIVE_SEND, DTRAIN__METRIC_SEND},
+    {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN__METRIC_ALL_TO_ALL},
 };
 
 /* The other figures, and how ranks are reduced. */
@@ -79,12 +94,16 @@ static const struct {
 static int dtrain__figure_of(int id, double *unit)
 {
     *unit = 1e3;
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__times); i++)
-        if (id == dtrain__times[i].mean) return dtrain__times[i].figure;
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__spreads); i++)
+        if (id == dtrain__spreads[i].mean) return dtrain__spreads[i].figure;
     if (id == DTRAIN__METRIC_STEP) return DTRAIN_FIGURE_STEP;
     if (id == DTRAIN__METRIC_DATA) return DTRAIN_FIGURE_DATA;
     if (id == DTRAIN__METRIC_EXPOSED) return DTRAIN_FIGURE_EXPOSED_COMM;
     *unit = 1;
+    if (id == DTRAIN__METRIC_COMM_BYTES) return DTRAIN_FIGURE_COMM_BYTES;
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__sent_kinds); i++)
+        if (id == dtrain__sent_kinds[i].id)
+            return DTRAIN_FIGURE_COMM_BYTES + dtrain__sent_kinds[i].kind;
     for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++)
         if (id == dtrain__gauges[i].id) return dtrain__gauges[i].figure;
     if (id == DTRAIN__METRIC_GPU_THROTTLE) return DTRAIN_FIGURE_GPU_THROTTLE;
@@ -136,16 +155,16 @@ static void dtrain__fill_own_gpu(dtrain_metrics *metrics)
 /* Set what comes from the figures of all ranks. */
 static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__times); i++) {
-        const dtrain_spread *all = &record->figures[dtrain__times[i].figure];
-        const int first = dtrain__times[i].first;
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__spreads); i++) {
+        const dtrain_spread *all = &record->figures[dtrain__spreads[i].figure];
+        const int first = dtrain__spreads[i].first, mean = dtrain__spreads[i].mean;
+        const double unit = dtrain__spreads[i].unit;
         if (all->max_rank < 0) continue;
-        if (dtrain__times[i].mean >= 0)
-            dtrain__set(metrics, dtrain__times[i].mean, 1e3 * all->mean);
+        if (mean >= 0) dtrain__set(metrics, mean, unit * all->mean);
         if (record->ranks < 2) continue;
-        dtrain__set(metrics, first, 1e3 * all->min);
-        dtrain__set(metrics, first + 1, 1e3 * all->mean);
-        dtrain__set(metrics, first + 2, 1e3 * all->max);
+        dtrain__set(metrics, first, unit * all->min);
+        dtrain__set(metrics, first + 1, unit * all->mean);
+        dtrain__set(metrics, first + 2, unit * all->max);
         dtrain__set(metrics, first + 3, all->max_rank);
     }
     for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__gauges); i++) {
@@ -157,18 +176,21 @@ static void dtrain__fill_figures(dtrain_metrics *metrics, const dtrain_step_reco
     dtrain__fill_bits(metrics, record);
 }
 
+/* Set what was sent by each kind of which any rank has sent something. */
+static void dtrain__fill_kinds(dtrain_metrics *metrics, const dtrain_step_record *record)
+{
+    for (int i = 0; i < DTRAIN__COUNT_OF(dtrain__sent_kinds); i++) {
+        const int kind = dtrain__sent_kinds[i].kind;
+        const dtrain_spread *all = &record->figures[DTRAIN_FIGURE_COMM_BYTES + kind];
+        const bool others = record->ranks > 0 && all->max_rank >= 0 && all->max > 0;
+        if (record->kind_bytes[kind] || others)
+            dtrain__set(metrics, dtrain__sent_kinds[i].id, (double)record->kind_bytes[kind]);
+    }
+}
+
 /* Set the values of a step. Those with DTRAIN_METRIC_FIXED stay from the start. */
 DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_step_record *record)
 {
-    static const int kinds[][2] = {
-        {DTRAIN_COLLECTIVE_ALL_REDUCE, DTRAIN__METRIC_ALL_REDUCE},
-        {DTRAIN_COLLECTIVE_REDUCE_SCATTER, DTRAIN__METRIC_REDUCE_SCATTER},
-        {DTRAIN_COLLECTIVE_ALL_GATHER, DTRAIN__METRIC_ALL_GATHER},
-        {DTRAIN_COLLECTIVE_BROADCAST, DTRAIN__METRIC_BROADCAST},
-        {DTRAIN_COLLECTIVE_REDUCE, DTRAIN__METRIC_REDUCE},
-        {DTRAIN_COLLECTIVE_SEND, DTRAIN__METRIC_SEND},
-        {DTRAIN_COLLECTIVE_ALL_TO_ALL, DTRAIN__METRIC_ALL_TO_ALL},
-    };
     for (int id = 0; id < DTRAIN__METRIC_COUNT; id++)
         if (!(dtrain__metric_table()[id].flags & DTRAIN_METRIC_FIXED)) metrics->known[id] = false;
     dtrain__set(metrics, DTRAIN__METRIC_LOSS, record->loss);
@@ -185,9 +207,7 @@ DTRAIN__PRIVATE void dtrain__metrics_fill(dtrain_metrics *metrics, const dtrain_
     if (record->loss_scale > 0) dtrain__set(metrics, DTRAIN__METRIC_LOSS_SCALE, record->loss_scale);
     if (record->loss_scale > 0 || record->skipped_steps)
         dtrain__set(metrics, DTRAIN__METRIC_SKIPPED, (double)record->skipped_steps);
-    for (int i = 0; i < DTRAIN__COUNT_OF(kinds); i++)
-        if (record->kind_bytes[kinds[i][0]])
-            dtrain__set(metrics, kinds[i][1], (double)record->kind_bytes[kinds[i][0]]);
+    dtrain__fill_kinds(metrics, record);
     if (!metrics->desc.trainer) dtrain__fill_own_gpu(metrics);
     if (record->ranks == 0) return;
     if (record->ranks > 1) {

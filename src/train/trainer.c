@@ -267,6 +267,10 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain_
     own[DTRAIN_FIGURE_MEMORY_PEAK] = (float)device->peak_bytes;
     own[DTRAIN_FIGURE_ACTIVATIONS] = (float)(tape.activation_bytes + tape.gradient_bytes);
     own[DTRAIN_FIGURE_FLOPS] = (float)(after->flops - before->flops);
+    own[DTRAIN_FIGURE_COMM_BYTES] = (float)bytes;
+    for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+        own[DTRAIN_FIGURE_COMM_BYTES + kind] =
+            (float)(after->comm.kind_bytes[kind] - before->comm.kind_bytes[kind]);
     memcpy(own + DTRAIN_FIGURE_GPU_UTILIZATION, trainer->gpu, sizeof trainer->gpu);
 }
 

@@ -81,15 +81,18 @@ typedef enum dtrain_figure {
     DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
     DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
     DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
+    /* Bytes that the rank sent, comm_bytes of its record; and of them, at this + kind, those of a
+     * dtrain_collective_kind. To 24 bits, as all figures. */
+    DTRAIN_FIGURE_COMM_BYTES = 13,
     /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
-    DTRAIN_FIGURE_GPU_UTILIZATION = 13, /* 0 to 1 */
-    DTRAIN_FIGURE_GPU_MEMORY = 14,      /* bytes in use, by all processes */
-    DTRAIN_FIGURE_GPU_CLOCK = 15,       /* Hz */
-    DTRAIN_FIGURE_GPU_POWER = 16,       /* W */
-    DTRAIN_FIGURE_GPU_TEMPERATURE = 17, /* degrees Celsius */
-    DTRAIN_FIGURE_GPU_THROTTLE = 18,    /* NVML's bits of why clocks are low */
-    DTRAIN_FIGURE_GPU_ECC = 19,         /* uncorrected errors since the driver was loaded */
-    DTRAIN_FIGURE_COUNT = 20
+    DTRAIN_FIGURE_GPU_UTILIZATION = 13 + DTRAIN_COLLECTIVE_KINDS, /* 0 to 1 */
+    DTRAIN_FIGURE_GPU_MEMORY,      /* bytes in use, by all processes */
+    DTRAIN_FIGURE_GPU_CLOCK,       /* Hz */
+    DTRAIN_FIGURE_GPU_POWER,       /* W */
+    DTRAIN_FIGURE_GPU_TEMPERATURE, /* degrees Celsius */
+    DTRAIN_FIGURE_GPU_THROTTLE,    /* NVML's bits of why clocks are low */
+    DTRAIN_FIGURE_GPU_ECC,         /* uncorrected errors since the driver was loaded */
+    DTRAIN_FIGURE_COUNT
 } dtrain_figure;
 
 /* A figure of all ranks; NaN and -1 where no rank has measured it. */

@@ -50,6 +50,8 @@ for line, row in zip(steps, rows, strict=True):
         for part in ("step", "data", "forward", "backward", "exposed_comm", "hidden_comm", "optimizer", "checkpoint"):
             low, mean, high, who = (line[f"{part}_ms_{k}"] for k in ("min", "mean", "max", "rank"))
             if not (low <= mean * 1.000001 and mean <= high * 1.000001 and 0 <= who < ranks): fail(f"{part}: {low} {mean} {high} {who}")
+        low, mean, high, who = (line[f"comm_bytes_{k}"] for k in ("min", "mean", "max", "rank"))
+        if not (0 < low <= line["comm_bytes"] <= high and low <= mean <= high and 0 <= who < ranks): fail(f"bytes: {low} {mean} {high} {who}")
         if line["step_ms"] != line["step_ms_max"] or line["data_ms"] != line["data_ms_max"]: fail("a slowest rank that is not")
     # two products of matrices forward, and two each for their gradients; multiplications and additions
     flops = ranks * 3 * 2 * 6 * (24 * 12 + 16 * 24)

@@ -16,6 +16,8 @@ typedef struct training {
     bool histograms;
     const char *nvml;
     double got[8][DTRAIN_FIGURE_COUNT]; /* by rank 0: figures of ranks */
+    uint64_t sent[8]
+                 [DTRAIN_COLLECTIVE_KINDS]; /* by each, of its last step: all bytes, and by kind */
     dtrain_step_record last;
     double flops, predicted, held, gpu;
     char no_gpu[200];
@@ -125,6 +127,9 @@ static int train_rank(dtrain_world *world, void *user)
                       r.figures[DTRAIN_FIGURE_CHECKPOINT].max);
         TRY(dtrain_metrics_step(metrics, &r));
         if (s.rank == 0) t->last = r;
+        t->sent[s.rank][0] = r.comm_bytes;
+        for (int kind = 1; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
+            t->sent[s.rank][kind] = r.kind_bytes[kind];
     }
     for (int r = 0; s.rank == 0 && r < dtrain_world_size(world); r++)
         for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
@@ -233,6 +238,27 @@ static void test_figures(void)
         }
 }
 
+/* What each rank sends by each kind of collective is what its own record says. */
+static void test_sent(void)
+{
+    static const uint32_t strategies[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_ZERO3,
+                                          DTRAIN_STRATEGY_FULL_SHARD};
+    for (uint32_t ranks = 1; ranks <= 8; ranks++)
+        for (int i = 0; i < 3; i++) {
+            training *t = training_create();
+            t->kind = strategies[i];
+            CHECK_MSG(with_ranks(ranks, ranks % 2, NULL, train_rank, t) == DTRAIN_OK, "%s",
+                      dtrain_last_error());
+            for (uint32_t rank = 0; rank < ranks; rank++)
+                for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
+                    const uint64_t sent = t->sent[rank][kind];
+                    CHECK(t->got[rank][DTRAIN_FIGURE_COMM_BYTES + kind] == (double)sent);
+                }
+            CHECK((t->sent[0][0] > 0) == (ranks > 1));
+            munmap(t, sizeof *t);
+        }
+}
+
 /* ---- GPUs --------------------------------------------------------------------------------------- */
 
 static char stub[2][600]; /* the library that stands for NVML, of today and of before; "" */
@@ -313,6 +339,7 @@ int main(int argc, char **argv)
     snprintf(stub[1], sizeof stub[1], "%.500s/nvml_old.so", stub[0]);
     snprintf(stub[0] + strlen(stub[0]), 32, "/nvml_stub.so");
     RUN(test_figures);
+    RUN(test_sent);
     if (access(stub[0], R_OK) == 0) RUN(test_gpus);
     else SKIP(test_gpus, "nvml_stub.so is not beside this program");
     return test_summary();

@@ -148,8 +148,16 @@ static bool expected(const dtrain_step_record *r, const char *name, double *valu
     IS("slowest_rank", r->slowest_rank, r->ranks > 1);
     for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++) {
         snprintf(key, sizeof key, "%s_bytes", kinds[kind]);
-        IS(key, r->kind_bytes[kind], r->kind_bytes[kind] != 0);
+        const dtrain_spread *all = &r->figures[DTRAIN_FIGURE_COMM_BYTES + kind];
+        const bool others = r->ranks > 0 && all->max_rank >= 0 && all->max > 0;
+        IS(key, r->kind_bytes[kind], r->kind_bytes[kind] != 0 || others);
     }
+    const dtrain_spread *all_sent = &r->figures[DTRAIN_FIGURE_COMM_BYTES];
+    const bool several_sent = r->ranks > 1 && all_sent->max_rank >= 0;
+    IS("comm_bytes_min", all_sent->min, several_sent);
+    IS("comm_bytes_mean", all_sent->mean, several_sent);
+    IS("comm_bytes_max", all_sent->max, several_sent);
+    IS("comm_bytes_rank", all_sent->max_rank, several_sent);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const dtrain_spread *all = &r->figures[parts[i].figure];
         const bool known = r->ranks > 0 && all->max_rank >= 0, several = known && r->ranks > 1;
