@@ -5,8 +5,9 @@
  *
  * A repetition reports the same record to a stream without writers and to one with each of them, in turn, beginning
  * with another one each time, and takes the time of dtrain_metrics_step. The record is of two ranks with every figure
- * known but those of GPUs; files are in --directory. What repeats rarely is not in a median: a version of the
- * Prometheus file (at most one a second, "most" has it) and histograms.
+ * known but those of GPUs; files are in --directory. The console is a file that gets a line every step, ten times as
+ * many as usual. What repeats rarely is not in a median: a version of the Prometheus file (at most one a second, "most"
+ * has it) and histograms.
  *
  *   us           median of a call less the median of one without writers
  *   most_us      the longest call
@@ -20,10 +21,11 @@
 
 #include <sys/stat.h>
 
-enum { STREAMS = 6 };
+enum { NONE, JSON_LINES, CSV, PROMETHEUS, TENSORBOARD, CONSOLE, ALL, STREAMS };
 
-static const char *const names[STREAMS] = {"none",       "JSON lines",  "CSV",
-                                           "Prometheus", "TensorBoard", "all"};
+static const char *const names[STREAMS] = {"none",        "JSON lines", "CSV", "Prometheus",
+                                           "TensorBoard", "console",    "all"};
+static FILE *consoles[STREAMS];
 
 static struct {
     long reps, steps;
@@ -81,10 +83,16 @@ static dtrain_metrics *open_stream(dtrain_world *world, int stream)
     dtrain_metrics_desc desc;
     dtrain_metrics *metrics;
     memset(&desc, 0, sizeof desc);
-    if (stream == 1 || stream == 5) desc.jsonl_path = file_of(stream, ".jsonl");
-    if (stream == 2 || stream == 5) desc.csv_path = file_of(stream, ".csv");
-    if (stream == 3 || stream == 5) desc.prometheus_path = file_of(stream, ".prom");
-    if (stream == 4 || stream == 5) desc.tensorboard_dir = file_of(stream, ".tb");
+    if (stream == JSON_LINES || stream == ALL) desc.jsonl_path = file_of(stream, ".jsonl");
+    if (stream == CSV || stream == ALL) desc.csv_path = file_of(stream, ".csv");
+    if (stream == PROMETHEUS || stream == ALL) desc.prometheus_path = file_of(stream, ".prom");
+    if (stream == TENSORBOARD || stream == ALL) desc.tensorboard_dir = file_of(stream, ".tb");
+    if (stream == CONSOLE || stream == ALL) {
+        desc.progress = consoles[stream] = fopen(file_of(stream, ".txt"), "w");
+        desc.progress_every = 1;
+        desc.total_steps = opt.reps;
+        if (!desc.progress) fail("a console");
+    }
     if (dtrain_metrics_create(world, &desc, &metrics) != DTRAIN_OK) fail("a stream");
     return metrics;
 }
@@ -102,16 +110,18 @@ static long count_and_remove(const char *path, const char *format)
 static bool is_complete(int stream)
 {
     bool good = true;
-    if (stream == 1 || stream == 5)
+    if (stream == JSON_LINES || stream == ALL)
         good &= count_and_remove(file_of(stream, ".jsonl"), "wc -l <%s") == opt.reps + 1;
-    if (stream == 2 || stream == 5)
+    if (stream == CSV || stream == ALL)
         good &= count_and_remove(file_of(stream, ".csv"), "wc -l <%s") == opt.reps + 1;
-    if (stream == 3 || stream == 5)
+    if (stream == PROMETHEUS || stream == ALL)
         good &= count_and_remove(file_of(stream, ".prom"),
                                  "sed -n 's/^dtrain_steps_total{.*} //p' %s") == opt.reps;
-    if (stream == 4 || stream == 5)
+    if (stream == TENSORBOARD || stream == ALL)
         good &= count_and_remove(file_of(stream, ".tb"),
                                  "cat %s/* | grep -a -o train/loss | wc -l") == opt.reps;
+    if (stream == CONSOLE || stream == ALL)
+        good &= count_and_remove(file_of(stream, ".txt"), "wc -l <%s") == opt.reps + 1;
     return good;
 }
 
@@ -133,6 +143,7 @@ static int measure(dtrain_world *world, void *user)
     for (int s = 0; s < STREAMS; s++) {
         const bool lost = dtrain_metrics_finish(streams[s]) != DTRAIN_OK;
         dtrain_metrics_destroy(streams[s]);
+        if (consoles[s]) fclose(consoles[s]);
         const spread all = spread_of(us[s], (int)opt.reps);
         const double cost = s ? all.median - none : all.median;
         bench_begin("metrics");

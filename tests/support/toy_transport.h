@@ -1,6 +1,6 @@
-/* toy_transport.h: the smallest transport for the engine of dtrain's communicators: ranks are threads of one
- * process and read each other's memory. Read the opening of src/comm/engine_internal.h first. A real
- * transport must, besides, survive a rank that ends while others read its buffers.
+/* toy_transport.h: the smallest transport for the engine of dtrain's communicators: ranks are threads of one process and
+ * read each other's memory. Read the opening of src/comm/engine_internal.h first. A real transport must, besides,
+ * survive a rank that ends while others read its buffers.
  *
  * Every rank has a half of each communicator, which it alone writes. Operation s uses slot s % 2 W. */
 #ifndef TOY_TRANSPORT_H
@@ -9,8 +9,7 @@
 enum { TOY_SLOTS = 2 * DTRAIN__WINDOW };
 
 typedef struct toy_slot {
-    uint64_t shown_to,
-        read_to; /* atomic: the operation is s when they are: shown; all inputs read */
+    uint64_t shown_to, read_to; /* atomic: s once it is shown; once all inputs are read */
     const char *send;
     dtrain__shown shown; /* small data follow */
     char small[DTRAIN__SMALL_BYTES];
@@ -124,7 +123,6 @@ static void toy_unmap(dtrain__engine *comm, void *memory, size_t bytes)
     (void)comm, (void)bytes;
     free(memory);
 }
-
 static dtrain_result toy_make(dtrain__engine *base, int64_t *address)
 {
     toy_comm *comm = (toy_comm *)base;
