@@ -268,10 +268,8 @@ $(BUILD)/mpi/dtrain.a: $(BUILD)/mpi/dtrain.o
 	$(ARCHIVE)
 $(BUILD)/mpi/%: %.c $(BUILD)/mpi/dtrain.a
 	$(PROGRAM) $(ASKING) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
-$(BUILD)/mpi/test_mpi: test_mpi.c $(BUILD)/mpi/flags
-	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD $(TEST_INCLUDES) $< -o $@ $(LIBS)
-$(BUILD)/mpi/test_programs: test_programs.c $(BUILD)/mpi/dtrain.a
-	$(PROGRAM) $(TEST_INCLUDES) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
+$(BUILD)/mpi/test_mpi $(BUILD)/mpi/test_programs: $(BUILD)/mpi/%: %.c $(BUILD)/mpi/dtrain.a
+	$(PROGRAM) $(INTERNAL) $(TEST_INCLUDES) $< $(BUILD)/mpi/dtrain.a -o $@ $(LIBS)
 # Chunks so small that operations have many, messages so small that ints would overflow early.
 $(BUILD)/mpi/small_mpi: test_mpi.c $(BUILD)/mpi/flags
 	$(PROGRAM) -O1 -DDTRAIN_NO_SIMD -DDTRAIN__MPI_CHUNK_BYTES=2048 -DDTRAIN__MPI_MESSAGE_BYTES=8192 $(TEST_INCLUDES) $< -o $@ $(LIBS)

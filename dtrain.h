@@ -11937,6 +11937,13 @@ static dtrain_result dtrain__local_create(dtrain_world *world, dtrain_comm **out
 
 #ifdef DTRAIN_USE_MPI
 
+#ifndef DTRAIN__MPI_CHUNK_BYTES
+#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* of what is added or passed on */
+#endif
+#ifndef DTRAIN__MPI_MESSAGE_BYTES
+#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
+#endif
+
 enum { DTRAIN__MPI_TAGS = 3 }; /* of a communicator: records, parts and results, messages */
 
 /* A thread that calls MPI_Init_thread and, in the end, MPI_Finalize: they wait for all ranks and
@@ -11969,12 +11976,6 @@ DTRAIN__PRIVATE void dtrain__mpi_part(dtrain_world *world, dtrain__mpi_hub *hub)
 
 #ifdef DTRAIN_USE_MPI
 
-#ifndef DTRAIN__MPI_CHUNK_BYTES
-#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* of what is added or passed on */
-#endif
-#ifndef DTRAIN__MPI_MESSAGE_BYTES
-#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
-#endif
 #define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* bytes, at most; more with very many ranks */
 
 /* What a request is for. Ranks that owe a part are waited for first, for without it there are no

@@ -42,12 +42,6 @@
 
 #ifdef DTRAIN_USE_MPI
 
-#ifndef DTRAIN__MPI_CHUNK_BYTES
-#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* of what is added or passed on */
-#endif
-#ifndef DTRAIN__MPI_MESSAGE_BYTES
-#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
-#endif
 #define DTRAIN__MPI_TEMPORARY ((size_t)4 << 20) /* bytes, at most; more with very many ranks */
 
 /* What a request is for. Ranks that owe a part are waited for first, for without it there are no

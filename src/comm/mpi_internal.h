@@ -10,6 +10,13 @@
 
 #ifdef DTRAIN_USE_MPI
 
+#ifndef DTRAIN__MPI_CHUNK_BYTES
+#define DTRAIN__MPI_CHUNK_BYTES ((size_t)256 << 10) /* of what is added or passed on */
+#endif
+#ifndef DTRAIN__MPI_MESSAGE_BYTES
+#define DTRAIN__MPI_MESSAGE_BYTES ((size_t)1 << 30) /* of what is not: MPI counts in ints */
+#endif
+
 enum { DTRAIN__MPI_TAGS = 3 }; /* of a communicator: records, parts and results, messages */
 
 /* A thread that calls MPI_Init_thread and, in the end, MPI_Finalize: they wait for all ranks and

@@ -1,5 +1,5 @@
-/* toy_transport.h: the smallest transport for the engine of dtrain's communicators: ranks are threads of one process and
- * read each other's memory. Read the opening of src/comm/engine_internal.h first. A real transport must, besides,
+/* toy_transport.h: the smallest transport for the engine of dtrain's communicators: ranks are threads of one process
+ * and read each other's memory. Read the opening of src/comm/engine_internal.h first. A real transport must, besides,
  * survive a rank that ends while others read its buffers.
  *
  * Every rank has a half of each communicator, which it alone writes. Operation s uses slot s % 2 W. */
