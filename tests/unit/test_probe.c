@@ -38,14 +38,15 @@ static bool near(double value, double wanted, double share)
 
 /* Emulated nodes of several shapes and speeds: the best of up to five probes, for how far off a busy machine makes
  * each of them is its own matter. What is asked then tells one-way times from two-way ones, bits from bytes, and a
- * message's time from a message's time with its latency. */
+ * message's time from a message's time with its latency. Links are slow, so that copying into and out of messages,
+ * which a busy machine and a sanitizer make slow, is little beside the time that is emulated. */
 static void test_emulated(void)
 {
     static const struct {
         int ranks, node_ranks;
         double gigabits, latency_us;
-    } cases[] = {{2, 1, 1, 1000},    {4, 2, 0.2, 2000},  {4, 1, 2, 1000},     {8, 4, 1, 3000},
-                 {6, 3, 0.01, 5000}, {3, 1, 0.1, 20000}, {2, 1, 0.001, 50000}};
+    } cases[] = {{2, 1, 0.2, 1000},  {4, 2, 0.05, 2000},  {4, 1, 0.3, 1000},   {8, 4, 0.1, 3000},
+                 {6, 3, 0.01, 5000}, {3, 1, 0.02, 20000}, {2, 1, 0.001, 50000}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const double speed = cases[i].gigabits / 8 * 1e9;
         const int nodes = cases[i].ranks / cases[i].node_ranks;
