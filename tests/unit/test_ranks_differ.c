@@ -284,7 +284,7 @@ static void test_moments(void)
 /* ---- The first cause ------------------------------------------------------------------------------ */
 
 /* Rank 1 of three fails in the middle of a backward, destroys its strategy and ends last: the others hear what was
- * wrong at first, and the launcher names that rank. */
+ * wrong at first, wherever they are by then, and the launcher names that rank. */
 typedef struct downfall {
     int which;
     uint32_t kind;
@@ -311,14 +311,14 @@ static int downfall_rank(dtrain_world *world, void *user)
                          one_param("d", 1)};
     dtrain_strategy_desc desc;
     dtrain_strategy *s;
-    dtrain_result result = DTRAIN_OK;
     memset(&desc, 0, sizeof desc);
     desc.kind = d->kind;
     desc.node_size = d->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 3 : 0;
-    RANKS_TRY(dtrain_strategy_create(world, p, 4, &desc, &s));
-    RANKS_TRY(forward(s));
-    if (rank != 1) result = backward(s, p, ones, 15);
-    else {
+    dtrain_result result = dtrain_strategy_create(world, p, 4, &desc, &s);
+    if (result == DTRAIN_OK) result = forward(s);
+    if (rank != 1 && result == DTRAIN_OK) result = backward(s, p, ones, 15);
+    if (rank == 1) {
+        RANKS_TRY(result);
         RANKS_TRY(dtrain_strategy_gather(s, 1, DTRAIN_PASS_BACKWARD));
         fill(&p[2], 1);
         RANKS_TRY(dtrain_strategy_ready(s, 2));
