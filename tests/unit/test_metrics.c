@@ -4,6 +4,7 @@
  *     make build/tests/test_metrics && build/tests/test_metrics */
 #include "test.h"
 #include "dtrain.h"
+#include "warned_ranks.h"
 #include <signal.h>
 #include <sys/stat.h>
 #include <fcntl.h>
@@ -13,26 +14,12 @@
 
 static char log_path[64];  /* of the JSON lines */
 static char text[1 << 20]; /* what read_back found */
-static int warnings;       /* how often the log callback was told one */
-static char warning[1024];
-
-static void count_warning(void *user, dtrain_log_level level, int rank, const char *message)
-{
-    (void)user, (void)rank;
-    if (level != DTRAIN_LOG_WARNING) return;
-    warnings++;
-    snprintf(warning, sizeof warning, "%s", message);
-}
 
 /* Runs one function as the only rank, in this process. */
 static void with_world(dtrain_rank_fn rank_main, void *user)
 {
-    dtrain_launch_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.rank_count = 1;
-    desc.mode = DTRAIN_LAUNCH_THREADS;
-    desc.log = count_warning;
-    CHECK_MSG(dtrain_launch(&desc, rank_main, user, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+    CHECK_MSG(with_ranks(1, DTRAIN_LAUNCH_THREADS, NULL, rank_main, user) == DTRAIN_OK, "%s",
+              dtrain_last_error());
 }
 
 static const char *read_back(const char *path)
