@@ -2341,8 +2341,8 @@ typedef enum dtrain_figure {
     DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
     DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
     DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
-    /* Bytes that the rank sent, comm_bytes of its record; and of them, at this + kind, those of a
-     * dtrain_collective_kind. To 24 bits, as all figures. */
+    /* Bytes that the rank sent: comm_bytes of its record, to 24 bits, as all figures. At
+     * DTRAIN_FIGURE_COMM_BYTES + kind are those that went by that dtrain_collective_kind. */
     DTRAIN_FIGURE_COMM_BYTES = 13,
     /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
     DTRAIN_FIGURE_GPU_UTILIZATION = 13 + DTRAIN_COLLECTIVE_KINDS, /* 0 to 1 */
@@ -30041,22 +30041,16 @@ DTRAIN_API dtrain_result dtrain_kept_storage(dtrain_world *world, const dtrain_s
       "Time in norm and update, mean of ranks.")                                                   \
     X(CHECKPOINT, "checkpoint_ms", "time", DTRAIN_METRIC_RANKS, "checkpoint_seconds", 1e-3,        \
       "Time in saving before the step, mean of ranks.")                                            \
-    DTRAIN__SPREAD_LIST(X, STEP, "step", "a step")                                                 \
-    DTRAIN__SPREAD_LIST(X, DATA, "data", "wait for batches")                                       \
-    DTRAIN__SPREAD_LIST(X, FORWARD, "forward", "the forward pass")                                 \
-    DTRAIN__SPREAD_LIST(X, BACKWARD, "backward", "the backward pass")                              \
-    DTRAIN__SPREAD_LIST(X, EXPOSED, "exposed_comm", "exposed communication")                       \
-    DTRAIN__SPREAD_LIST(X, HIDDEN, "hidden_comm", "hidden communication")                          \
-    DTRAIN__SPREAD_LIST(X, OPTIMIZER, "optimizer", "norm and update")                              \
-    DTRAIN__SPREAD_LIST(X, CHECKPOINT, "checkpoint", "saving")                                     \
-    X(COMM_BYTES_MIN, "comm_bytes_min", "ranks", DTRAIN_METRIC_INTEGER, "comm_min_bytes", 1,       \
-      "Bytes sent in the step, rank that sent least.")                                             \
-    X(COMM_BYTES_MEAN, "comm_bytes_mean", "ranks", DTRAIN_METRIC_INTEGER, "comm_mean_bytes", 1,    \
-      "Bytes sent in the step, mean of ranks.")                                                    \
-    X(COMM_BYTES_MAX, "comm_bytes_max", "ranks", DTRAIN_METRIC_INTEGER, "comm_max_bytes", 1,       \
-      "Bytes sent in the step, rank that sent most.")                                              \
-    X(COMM_BYTES_RANK, "comm_bytes_rank", "ranks", DTRAIN_METRIC_INTEGER, "comm_max_rank", 1,      \
-      "Rank that sent most in the step.")                                                          \
+    DTRAIN__TIMES_LIST(X, STEP, "step", "a step")                                                  \
+    DTRAIN__TIMES_LIST(X, DATA, "data", "wait for batches")                                        \
+    DTRAIN__TIMES_LIST(X, FORWARD, "forward", "the forward pass")                                  \
+    DTRAIN__TIMES_LIST(X, BACKWARD, "backward", "the backward pass")                               \
+    DTRAIN__TIMES_LIST(X, EXPOSED, "exposed_comm", "exposed communication")                        \
+    DTRAIN__TIMES_LIST(X, HIDDEN, "hidden_comm", "hidden communication")                           \
+    DTRAIN__TIMES_LIST(X, OPTIMIZER, "optimizer", "norm and update")                               \
+    DTRAIN__TIMES_LIST(X, CHECKPOINT, "checkpoint", "saving")                                      \
+    DTRAIN__SPREAD_LIST(X, COMM_BYTES, "comm", "_bytes", "_bytes", DTRAIN_METRIC_INTEGER, 1,       \
+                        "Bytes sent in the step")                                                  \
     X(BUS, "bus_bytes_per_second", "comm", DTRAIN_METRIC_RANKS, "bus_bytes_per_second", 1,         \
       "Bus bandwidth as nccl-tests have it, mean of ranks.")                                       \
     DTRAIN__KIND_LIST(X)                                                                           \
@@ -30090,15 +30084,18 @@ DTRAIN_API dtrain_result dtrain_kept_storage(dtrain_world *world, const dtrain_s
 #define DTRAIN__COUNTS (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_COUNTER)
 #define DTRAIN__EACH (DTRAIN_METRIC_INTEGER | DTRAIN_METRIC_RANKS)
 
-#define DTRAIN__SPREAD_LIST(X, ID, part, text)                                                     \
-    X(ID##_MIN, part "_ms_min", "ranks", 0, part "_min_seconds", 1e-3,                             \
-      "Time in " text ", fastest rank.")                                                           \
-    X(ID##_MEAN, part "_ms_mean", "ranks", 0, part "_mean_seconds", 1e-3,                          \
-      "Time in " text ", mean of ranks.")                                                          \
-    X(ID##_MAX, part "_ms_max", "ranks", 0, part "_max_seconds", 1e-3,                             \
-      "Time in " text ", slowest rank.")                                                           \
-    X(ID##_RANK, part "_ms_rank", "ranks", DTRAIN_METRIC_INTEGER, part "_max_rank", 1,             \
-      "Slowest rank in " text ".")
+/* Least, mean and most of a figure over ranks, and who has most. */
+#define DTRAIN__SPREAD_LIST(X, ID, part, unit, base_unit, flags, scale, what)                      \
+    X(ID##_MIN, part unit "_min", "ranks", flags, part "_min" base_unit, scale,                    \
+      what ", least of ranks.")                                                                    \
+    X(ID##_MEAN, part unit "_mean", "ranks", flags, part "_mean" base_unit, scale,                 \
+      what ", mean of ranks.")                                                                     \
+    X(ID##_MAX, part unit "_max", "ranks", flags, part "_max" base_unit, scale,                    \
+      what ", most of ranks.")                                                                     \
+    X(ID##_RANK, part unit "_rank", "ranks", DTRAIN_METRIC_INTEGER, part "_max_rank", 1,           \
+      what ", rank that has most.")
+#define DTRAIN__TIMES_LIST(X, ID, part, text)                                                      \
+    DTRAIN__SPREAD_LIST(X, ID, part, "_ms", "_seconds", 0, 1e-3, "Time in " text)
 
 /* In the order of dtrain_collective_kind, without those that move nothing. */
 #define DTRAIN__KIND_LIST(X)                                                                       \

@@ -81,8 +81,8 @@ typedef enum dtrain_figure {
     DTRAIN_FIGURE_MEMORY_PEAK = 10, /* ... and the most so far */
     DTRAIN_FIGURE_ACTIVATIONS = 11, /* bytes of it that the tape holds */
     DTRAIN_FIGURE_FLOPS = 12,       /* of the step, as dtrain_tape_info counts them */
-    /* Bytes that the rank sent, comm_bytes of its record; and of them, at this + kind, those of a
-     * dtrain_collective_kind. To 24 bits, as all figures. */
+    /* Bytes that the rank sent: comm_bytes of its record, to 24 bits, as all figures. At
+     * DTRAIN_FIGURE_COMM_BYTES + kind are those that went by that dtrain_collective_kind. */
     DTRAIN_FIGURE_COMM_BYTES = 13,
     /* Of the rank's GPU, by NVML: see dtrain_metrics_desc. */
     DTRAIN_FIGURE_GPU_UTILIZATION = 13 + DTRAIN_COLLECTIVE_KINDS, /* 0 to 1 */

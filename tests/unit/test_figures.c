@@ -15,9 +15,8 @@ typedef struct training {
     int slow_rank, steps;
     bool histograms;
     const char *nvml;
-    double got[8][DTRAIN_FIGURE_COUNT]; /* by rank 0: figures of ranks */
-    uint64_t sent[8]
-                 [DTRAIN_COLLECTIVE_KINDS]; /* by each, of its last step: all bytes, and by kind */
+    double got[8][DTRAIN_FIGURE_COUNT];        /* by rank 0: figures of ranks */
+    uint64_t sent[8][DTRAIN_COLLECTIVE_KINDS]; /* by each, last step: in all, and by kind */
     dtrain_step_record last;
     double flops, predicted, held, gpu;
     char no_gpu[200];
