@@ -78,16 +78,18 @@ static const char *file_of(int stream, const char *name)
     return path;
 }
 
+static bool has(int stream, int writer) { return stream == writer || stream == ALL; }
+
 static dtrain_metrics *open_stream(dtrain_world *world, int stream)
 {
     dtrain_metrics_desc desc;
     dtrain_metrics *metrics;
     memset(&desc, 0, sizeof desc);
-    if (stream == JSON_LINES || stream == ALL) desc.jsonl_path = file_of(stream, ".jsonl");
-    if (stream == CSV || stream == ALL) desc.csv_path = file_of(stream, ".csv");
-    if (stream == PROMETHEUS || stream == ALL) desc.prometheus_path = file_of(stream, ".prom");
-    if (stream == TENSORBOARD || stream == ALL) desc.tensorboard_dir = file_of(stream, ".tb");
-    if (stream == CONSOLE || stream == ALL) {
+    if (has(stream, JSON_LINES)) desc.jsonl_path = file_of(stream, ".jsonl");
+    if (has(stream, CSV)) desc.csv_path = file_of(stream, ".csv");
+    if (has(stream, PROMETHEUS)) desc.prometheus_path = file_of(stream, ".prom");
+    if (has(stream, TENSORBOARD)) desc.tensorboard_dir = file_of(stream, ".tb");
+    if (has(stream, CONSOLE)) {
         desc.progress = consoles[stream] = fopen(file_of(stream, ".txt"), "w");
         desc.progress_every = 1;
         desc.total_steps = opt.reps;
@@ -110,17 +112,17 @@ static long count_and_remove(const char *path, const char *format)
 static bool is_complete(int stream)
 {
     bool good = true;
-    if (stream == JSON_LINES || stream == ALL)
+    if (has(stream, JSON_LINES))
         good &= count_and_remove(file_of(stream, ".jsonl"), "wc -l <%s") == opt.reps + 1;
-    if (stream == CSV || stream == ALL)
+    if (has(stream, CSV))
         good &= count_and_remove(file_of(stream, ".csv"), "wc -l <%s") == opt.reps + 1;
-    if (stream == PROMETHEUS || stream == ALL)
+    if (has(stream, PROMETHEUS))
         good &= count_and_remove(file_of(stream, ".prom"),
                                  "sed -n 's/^dtrain_steps_total{.*} //p' %s") == opt.reps;
-    if (stream == TENSORBOARD || stream == ALL)
+    if (has(stream, TENSORBOARD))
         good &= count_and_remove(file_of(stream, ".tb"),
                                  "cat %s/* | grep -a -o train/loss | wc -l") == opt.reps;
-    if (stream == CONSOLE || stream == ALL)
+    if (has(stream, CONSOLE))
         good &= count_and_remove(file_of(stream, ".txt"), "wc -l <%s") == opt.reps + 1;
     return good;
 }
