@@ -153,6 +153,7 @@ mutate:
 	@BUILD=$(BUILD) CC="$(CC)" CXX="$(CXX)" sh tests/cuda/mutate_cuda.sh $(N)
 
 nightly: export DTRAIN_TEST_FULL = 2
+nightly: export DTRAIN_TEST_SEED = new
 nightly: export DTRAIN_TEST_DIALECTS = 1
 nightly: export FUZZ_SECONDS = 600
 nightly: export CUDA_ARCH = 75 80 86 89 90 100 120

@@ -26,7 +26,7 @@ typedef struct flag {
         NULL, 0, NULL, 0, 0, heading, NULL \
     }
 
-enum { FLAGS_MOST = 128, FLAGS_LIST = 32, FLAGS_NAME = 64 };
+enum { FLAGS_MOST = 128, FLAGS_LIST = 32, FLAGS_NAME = 64, FLAGS_SHOWN = 60 };
 typedef struct flag_list {
     long count, items[FLAGS_LIST];
 } flag_list;
@@ -83,6 +83,12 @@ static inline void flags_help(const flag *table, int count)
     }
 }
 
+/* How much of a text of `length` characters a sentence quotes. */
+static inline int flags__shown(size_t length)
+{
+    return length < FLAGS_SHOWN ? (int)length : FLAGS_SHOWN;
+}
+
 /* Read `length` characters of text: a whole value, or one entry of a list. Return 0, or 2 after a
  * sentence to stderr. */
 static inline int flags__word(const char *program, const flag *f, const char *text, size_t length,
@@ -94,8 +100,8 @@ static inline int flags__word(const char *program, const flag *f, const char *te
             return *value = i, 0;
         snprintf(list + strlen(list), sizeof list - strlen(list), " %s", f->words[i]);
     }
-    fprintf(stderr, "%s: %s is \"%.*s\"; it takes %s of:%s\n", program, f->name, (int)length, text,
-            f->kind == 'W' ? "several, with commas," : "one", list);
+    fprintf(stderr, "%s: %s is \"%.*s\"; it takes %s of:%s\n", program, f->name,
+            flags__shown(length), text, f->kind == 'W' ? "several, with commas," : "one", list);
     return 2;
 }
 
@@ -106,10 +112,10 @@ static inline int flags__number(const char *program, const flag *f, const char *
     *value = strtod(text, &end);
     if (end == text || end != text + length || !(*value >= f->low && *value <= f->high))
         fprintf(stderr, "%s: %s is \"%.*s\"; it takes a number from %g to %g\n", program, f->name,
-                (int)length, text, f->low, f->high);
+                flags__shown(length), text, f->low, f->high);
     else if (f->kind != 'f' && *value != floor(*value))
         fprintf(stderr, "%s: %s is \"%.*s\"; it takes a whole number\n", program, f->name,
-                (int)length, text);
+                flags__shown(length), text);
     else return 0;
     return 2;
 }
@@ -136,7 +142,7 @@ static inline int flags__switch(const char *program, const flag *f, const char *
 {
     *(long *)f->value = *text == '1';
     if (strcmp(text, "0") == 0 || strcmp(text, "1") == 0) return 0;
-    fprintf(stderr, "%s: %s is \"%s\"; it takes 0 or 1\n", program, f->name, text);
+    fprintf(stderr, "%s: %s is \"%.*s\"; it takes 0 or 1\n", program, f->name, FLAGS_SHOWN, text);
     return 2;
 }
 
@@ -207,7 +213,7 @@ static inline int flags__unknown(const char *program, const flag *table, int cou
 {
     const size_t dashes = strspn(name, "-") < length ? strspn(name, "-") : length;
     const char *nearest = flags_nearest(table, count, name + dashes, length - dashes);
-    fprintf(stderr, "%s: unknown flag \"%.*s\"; ", program, (int)length, name);
+    fprintf(stderr, "%s: unknown flag \"%.*s\"; ", program, flags__shown(length), name);
     if (nearest) fprintf(stderr, "did you mean %s? ", nearest);
     fprintf(stderr, "--help lists them\n");
     return 2;

@@ -56,6 +56,10 @@ wrong "no key" 'wrong.conf:1: "layers 2" is not of the form key = value$' "layer
 wrong "no value" 'wrong.conf:1: layers needs a value$' "layers = # 2"
 wrong "a value out of range" 'wrong.conf:1: --layers is "0"; it takes a number from 1' "layers = 0"
 wrong "a word that is none" 'wrong.conf:1: --strategy is "fsdp"; it takes one of: ddp' "strategy = fsdp"
+long=$(printf '%2000s' | tr ' ' x)
+wrong "a word without end" "wrong.conf:1: --strategy is \"x{60}\"; it takes one of: ddp" "strategy = $long"
+wrong "a number without end" "wrong.conf:1: --layers is \"x{60}\"; it takes a number" "layers = $long"
+wrong "a switch without end" "wrong.conf:1: --graph is \"x{60}\"; it takes 0 or 1" "graph = $long"
 wrong "a switch" 'wrong.conf:1: --graph is "yes"; it takes 0 or 1$' "graph = yes"
 wrong "a key twice" 'wrong.conf:3: seed was already set in line 1$' "seed = 1" "" "seed = 1"
 wrong "a quote that does not end" 'wrong.conf:1: data needs a value$' 'data = "x'
@@ -66,6 +70,7 @@ bad "a folder" "--config: .*" "$build/train_gpt" --config "$tmp"
 printf 'seed = 1\0\n' >"$tmp/zero.conf"
 bad "a byte 0" "zero.conf is not a text" "$build/train_gpt" --config "$tmp/zero.conf"
 bad "a misspelt flag" 'unknown flag "--layer"; did you mean --layers\? --help lists them' "$build/train_gpt" --layer 2
+bad "a flag without end" 'unknown flag "--x{58}"; --help lists them' "$build/train_gpt" "--$long"
 bad "a flag like no other" 'unknown flag "--frobnicate"; --help lists them' "$build/train_gpt" --frobnicate=2
 
 # The other program reads the same switches in the same way.

@@ -1,6 +1,9 @@
 #!/bin/sh
-# Each fuzzer of tests/fuzz, which make fuzzers has built, for FUZZ_SECONDS (default 30), two at a time.
+# Each fuzzer of tests/fuzz, which make fuzzers has built, for FUZZ_SECONDS (default 30), two at a time; from
+# DTRAIN_TEST_SEED on, as random tests (tests/support/test.h).
 build=${BUILD:-build}/fuzz
+seed=${DTRAIN_TEST_SEED:-618033988}
+[ "$seed" = new ] && seed=0 # libFuzzer takes the time
 passed=0 failed=0
 if ! command -v clang >/dev/null 2>&1; then
     echo "  skip fuzzers: clang is not installed"; echo "0 passed, 0 failed, 1 skipped"; exit 0
@@ -8,7 +11,7 @@ fi
 # fuzz FUZZER: runs it; its log ends with "fuzz: N inputs", or not
 fuzz() {
     program=$build/$1
-    "$program" -max_total_time="${FUZZ_SECONDS:-30}" -print_final_stats=1 -verbosity=0 -artifact_prefix="$build/" >"$program.log" 2>&1 &&
+    "$program" -seed="$seed" -max_total_time="${FUZZ_SECONDS:-30}" -print_final_stats=1 -verbosity=0 -artifact_prefix="$build/" >"$program.log" 2>&1 &&
         echo "fuzz: $(sed -n 's/^stat::number_of_executed_units: *//p' "$program.log") inputs" >>"$program.log"
 }
 fuzzers=$(basename -s .c tests/fuzz/fuzz_*.c)

@@ -10,11 +10,11 @@ typedef struct seeds {
     bool one;              /* a single seed, in words */
 } seeds;
 
-/* New seeds: `count` of them or, with DTRAIN_TEST_FULL=1, as many as fit into `seconds`, with 2 into ten times
- * that; or what the command line says. An option that is none ends the program. */
+/* Seeds from test_seed() on: `count` of them or, with DTRAIN_TEST_FULL=1, as many as fit into `seconds`, with 2 into
+ * ten times that; or what the command line says. An option that is none ends the program. */
 static inline seeds seeds_of(int argc, char **argv, uint64_t count, double seconds)
 {
-    seeds s = {(uint64_t)time(NULL) * 1000003u % 1000000000u, count, 0, false};
+    seeds s = {test_seed(), count, 0, false};
     if (test_full())
         s.count = UINT64_MAX, s.end = test_seconds() + (test_full() > 1 ? 10 : 1) * seconds;
     for (int i = 1; i < argc; i += 2) {

@@ -373,7 +373,7 @@ static shape random_shape(uint64_t seed)
 
 static void test_random_shapes(void)
 {
-    const uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u;
+    const uint64_t first = test_seed();
     const double end =
         (double)clock() / CLOCKS_PER_SEC + (test_full() ? (double)test_draws(1, 3, 20) : 0.5);
     open_devices();

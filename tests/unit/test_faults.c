@@ -559,7 +559,7 @@ static void check_lateness(lateness *l)
 static void test_who_is_behind(void)
 {
     enum { BESIDE = 3 };
-    const uint64_t first = (uint64_t)time(NULL), count = test_full() ? 30 : BESIDE;
+    const uint64_t first = test_seed(), count = test_full() ? 30 : BESIDE;
     for (uint64_t i = 0; i < count; i += BESIDE) {
         pid_t children[BESIDE];
         fflush(NULL);

@@ -82,7 +82,7 @@ static int alarm_soon(dtrain_world *world, saved_run *r, int64_t step)
 }
 static void test_killed_anywhere(void)
 {
-    const uint64_t first = (uint64_t)time(NULL) % 100000, count = test_full() ? 50 : 20;
+    const uint64_t first = test_seed() % 100000, count = test_full() ? 50 : 20;
     uint64_t attempts = 0;
     for (uint64_t seed = first; seed < first + count; seed++) {
         saved_run *runs[2];
@@ -308,7 +308,7 @@ static int rank_plays(dtrain_world *world, void *user)
 }
 static void test_beside_files(void)
 {
-    const uint64_t first = (uint64_t)time(NULL), count = test_full() ? 100 : 20;
+    const uint64_t first = test_seed(), count = test_full() ? 100 : 20;
     for (uint64_t seed = first; seed < first + count; seed++) {
         dtrain_launch_desc desc = ranks_desc(1, THREADS);
         desc.kept_bytes = (uint64_t)32 << 20;

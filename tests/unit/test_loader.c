@@ -506,7 +506,7 @@ static int program_rank(dtrain_world *world, void *user)
 
 static void test_random_programs(void)
 {
-    const uint64_t first = (uint64_t)time(NULL) * 1000003u % 1000000000u;
+    const uint64_t first = test_seed();
     const uint64_t count = test_full() ? 2000 : 60;
     printf("  seeds from %llu on\n", (unsigned long long)first);
     for (uint64_t seed = first; seed < first + count; seed++) {

@@ -455,7 +455,7 @@ static void test_random_records(void)
 {
     static random_run run;
     const int rounds = test_full() ? 100 : 12;
-    const uint64_t first = (uint64_t)time(NULL);
+    const uint64_t first = test_seed();
     for (int round = 0; round < rounds; round++) {
         char names[8][300], command[200];
         size_t bytes;

@@ -126,7 +126,7 @@ static void test_refused_lines(void)
 /* The same settings, drawn at random, by flags in any order and spelling or by variables. */
 static void test_spellings(void)
 {
-    uint64_t seed = (uint64_t)time(NULL);
+    uint64_t seed = test_seed();
     char said[600];
     printf("       seed %llu\n", (unsigned long long)seed);
     for (int round = 0; round < 2000; round++) {

@@ -824,7 +824,7 @@ int main(int argc, char **argv)
     bridge_ops.create = bridge_create;
     bridge_ops.destroy = bridge_destroy;
     const bool has_seconds = argc > 2 && strcmp(argv[1], "--seconds") == 0;
-    seed_now = (uint64_t)time(NULL);
+    seed_now = test_seed();
     const double seconds = has_seconds ? atof(argv[2]) : test_full() ? 20 : 6;
     seconds_each = has_seconds || test_full() ? seconds : seconds / SCENARIOS;
     end_of_all = test_seconds() + seconds;

@@ -85,7 +85,7 @@ static int random_programs(dtrain_world *world, void *user)
 
 static void test_random_programs(void)
 {
-    uint64_t seed = (uint64_t)time(NULL);
+    uint64_t seed = test_seed();
     dtrain_launch_desc desc;
     for (uint32_t mode = 0; mode < 2; mode++) {
         memset(&desc, 0, sizeof desc);
