@@ -838,8 +838,16 @@ typedef int (*dtrain_rank_fn)(dtrain_world *world, void *user);
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info);
 
+/* Which ranks a launch starts from this process, and of how many. */
+typedef struct dtrain_launch_place {
+    int rank_count;                /* of the world */
+    int first_rank, started_count; /* the ranks that this process starts, or the one that it is */
+    int host_rank_count;           /* ranks of this host; 0: its launcher does not say */
+} dtrain_launch_place;
+
 /* Explain what dtrain_launch would do with this desc and the environment as it is, and start
- * nothing. text (room bytes, cut there) receives lines:
+ * nothing. place, which may be NULL, receives the ranks (zeros after an error); text (room bytes,
+ * cut there; NULL with 0 when nobody reads it) receives lines:
  *
  *     torchrun       taken: RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2
  *     Slurm          ignored, torchrun goes before it: SLURM_PROCID=1 SLURM_STEP_ID=0
@@ -850,7 +858,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
  * DTRAIN_JOB_KEY is not shown. The result is that of dtrain_launch's own checks: a half or
  * contradictory environment is explained, and then refused. */
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room);
+                                               size_t room, dtrain_launch_place *place);
 
 /* Return this rank's number, from 0. */
 DTRAIN_API int dtrain_world_rank(const dtrain_world *world);
@@ -8491,21 +8499,32 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
     dtrain__explain(&e, launch, result);
 }
 
+static void dtrain__explain_place(const dtrain__launch *launch, dtrain_launch_place *place)
+{
+    place->rank_count = launch->place.size;
+    place->first_rank = launch->place.rank;
+    place->started_count = (int)launch->desc.rank_count;
+    place->host_rank_count = launch->place.local_size;
+    if (!launch->here) place->host_rank_count = place->started_count;
+}
+
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room)
+                                               size_t room, dtrain_launch_place *place)
 {
     dtrain__explanation e;
     dtrain__launch launch;
-    if (!text || !room)
+    if (!text != !room)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
                            text ? "0 bytes" : "NULL");
     memset(&e, 0, sizeof e);
     memset(&launch, 0, sizeof launch);
-    text[0] = 0;
+    if (place) memset(place, 0, sizeof *place);
+    if (text) text[0] = 0;
     e.text = text;
     e.room = room;
     const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    dtrain__explain(&e, &launch, result);
+    if (text) dtrain__explain(&e, &launch, result);
+    if (place && result == DTRAIN_OK) dtrain__explain_place(&launch, place);
     return result;
 }
 

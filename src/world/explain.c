@@ -227,20 +227,31 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
     dtrain__explain(&e, launch, result);
 }
 
+static void dtrain__explain_place(const dtrain__launch *launch, dtrain_launch_place *place)
+{
+    place->rank_count = launch->place.size;
+    place->first_rank = launch->place.rank;
+    place->started_count = (int)launch->desc.rank_count;
+    place->host_rank_count = launch->place.local_size;
+    if (!launch->here) place->host_rank_count = place->started_count;
+}
+
 DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, char *text,
-                                               size_t room)
+                                               size_t room, dtrain_launch_place *place)
 {
     dtrain__explanation e;
     dtrain__launch launch;
-    if (!text || !room)
+    if (!text != !room)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
                            text ? "0 bytes" : "NULL");
     memset(&e, 0, sizeof e);
     memset(&launch, 0, sizeof launch);
-    text[0] = 0;
+    if (place) memset(place, 0, sizeof *place);
+    if (text) text[0] = 0;
     e.text = text;
     e.room = room;
     const dtrain_result result = dtrain__resolve_launch(&launch, desc);
-    dtrain__explain(&e, &launch, result);
+    if (text) dtrain__explain(&e, &launch, result);
+    if (place && result == DTRAIN_OK) dtrain__explain_place(&launch, place);
     return result;
 }

@@ -164,6 +164,13 @@ result "the variables, and not the key" $? "$tmp/out"
 good "--probe-links" 'warning.*2 nodes: predicted x0[.].* of one, link 0.0002[0-9]* GB/s and .*; try top-k' $gpt --emulate 2x1:0.002:300 --probe-links --steps 5
 grep -q '^links   between nodes: 0.0002[0-9]* GB/s' "$tmp/out"; result "the emulated link is found" $? "$tmp/out"
 
+# ---- Questions in place of a run: each process asks alone, and one of them answers ----
+is "--dry-run asks for one process" 2 'rank 1 of 3, and a forecast is made by one: run it without the launcher, with --ranks 3' $run --nproc 3 $gpt --dry-run
+is "--dry-run of a launcher's only rank" 0 '^ *# .* <- this run' $run --nproc 1 $gpt --dry-run
+is "--tune of a launcher's three ranks" 0 ' chosen$' $run --nproc 3 $gpt --strategy ddp --bucket-kib 100 --tune
+grep -q '^# --tune: 3 ranks' "$tmp/out" && [ "$(grep -c 'tuned: ' "$tmp/out")" -eq 1 ] && ! grep -q '^.rank' "$tmp/out"
+result "rank 0 tells of it, and nobody else" $? "$tmp/out"
+
 # ---- Two nodes ----
 two "two nodes of two ranks" 0 '^\[rank 3\] 3 of 4, 1 of 2$' sh -c 'echo "$DTRAIN_RANK of $DTRAIN_WORLD_SIZE, $DTRAIN_LOCAL_RANK of $DTRAIN_LOCAL_SIZE"'
 two "a rank of node 1 fails: its status on both" 9 '^dtrain-run: rank 2 of 4 .* exit status 9' --grace 0.6 sh -c 'sleep 0.2; [ $DTRAIN_RANK != 2 ] || exit 9; sleep 60'

@@ -169,7 +169,8 @@ static bool run_environment(uint64_t seed, bool words)
         if (verdicts[i] == TAKEN && size == 1) verdicts[i] = IGNORED;
         if (!is_set(i)) verdicts[i] = UNSET;
     }
-    const dtrain_result result = dtrain_launch_explain(NULL, text, sizeof text);
+    dtrain_launch_place place;
+    const dtrain_result result = dtrain_launch_explain(NULL, text, sizeof text, &place);
     if (words) printf("%s", text);
     if ((result == DTRAIN_OK) != (final != REFUSED)) return complain(seed, "the result", text);
     if (strstr(text, "verysecret")) return complain(seed, "the key is shown", text);
@@ -184,11 +185,15 @@ static bool run_environment(uint64_t seed, bool words)
     if (final == TAKEN && size > 1 && end < PET) {
         snprintf(expected, sizeof expected, "this process is rank %d of %d,", rank, size);
         if (!line_says(text, "ranks", expected)) return complain(seed, expected, text);
+        if (place.first_rank != rank || place.started_count != 1)
+            return complain(seed, "the place of a rank", text);
     }
+    if (place.rank_count != (final == REFUSED ? 0 : final == TAKEN ? size : 1))
+        return complain(seed, "the number of ranks", text);
     if (final == IGNORED && !line_says(text, "ranks", "this process starts all 1,"))
         return complain(seed, "no launcher", text);
     const size_t room = 1 + (size_t)below((int)sizeof part);
-    if (dtrain_launch_explain(NULL, part, room) != result || strlen(part) >= room ||
+    if (dtrain_launch_explain(NULL, part, room, NULL) != result || strlen(part) >= room ||
         strncmp(part, text, strlen(part)) != 0)
         return complain(seed, "cut", part);
     return true;

@@ -753,6 +753,42 @@ static void test_environment(void)
     CHECK_MSG(says("4"), "the value is not named: %s", dtrain_last_error());
 }
 
+/* The ranks that dtrain_launch_explain announces: of a launch of one's own, of one rank of a launcher, of one node. */
+static void test_place(void)
+{
+    dtrain_launch_desc desc = ranks_desc(5, PROCESSES);
+    dtrain_launch_place place;
+    clear_launchers();
+    CHECK(dtrain_launch_explain(&desc, NULL, 0, &place) == DTRAIN_OK);
+    CHECK(place.rank_count == 5 && place.first_rank == 0 && place.started_count == 5 &&
+          place.host_rank_count == 5);
+    setenv("RANK", "3", 1);
+    setenv("WORLD_SIZE", "5", 1);
+    setenv("MASTER_ADDR", "127.0.0.1", 1);
+    CHECK(dtrain_launch_explain(&desc, NULL, 0, &place) == DTRAIN_OK);
+    CHECK(place.rank_count == 5 && place.first_rank == 3 && place.started_count == 1 &&
+          place.host_rank_count == 0);
+    setenv("LOCAL_RANK", "1", 1);
+    setenv("LOCAL_WORLD_SIZE", "2", 1);
+    CHECK(dtrain_launch_explain(&desc, NULL, 0, &place) == DTRAIN_OK && place.host_rank_count == 2);
+    desc.rank_count = 4; /* not what the launcher says */
+    CHECK(dtrain_launch_explain(&desc, NULL, 0, &place) == DTRAIN_ERROR_ARGUMENT &&
+          place.rank_count == 0);
+    unsetenv("LOCAL_WORLD_SIZE");
+    clear_launchers();
+    setenv("PET_NNODES", "3", 1);
+    setenv("PET_NPROC_PER_NODE", "2", 1);
+    setenv("PET_NODE_RANK", "1", 1);
+    setenv("PET_MASTER_ADDR", "127.0.0.1", 1);
+    desc.rank_count = 0;
+    CHECK(dtrain_launch_explain(&desc, NULL, 0, &place) == DTRAIN_OK);
+    CHECK(place.rank_count == 6 && place.first_rank == 2 && place.started_count == 2 &&
+          place.host_rank_count == 2);
+    char text[8];
+    CHECK(dtrain_launch_explain(NULL, text, 0, NULL) == DTRAIN_ERROR_ARGUMENT && says("0 bytes"));
+    CHECK(dtrain_launch_explain(NULL, NULL, 8, NULL) == DTRAIN_ERROR_ARGUMENT && says("NULL"));
+}
+
 /* ---- allocator ---- */
 
 static dtrain_launch_desc counted_desc(int ranks, uint32_t mode, counted_memory *memory)
@@ -1072,6 +1108,7 @@ int main(int argc, char **argv)
     RUN(test_log);
     RUN(test_log_stderr);
     RUN(test_environment);
+    RUN(test_place);
     RUN(test_exchange);
     RUN(test_exchange_trouble);
     RUN(test_exchange_misuse);

@@ -100,13 +100,19 @@ static int read_emulation(run_settings *s)
     return 0;
 }
 
-/* The number of ranks or, where only a launcher will know it, the least that it can be. */
-static int rank_count(const run_settings *s, bool trains)
+/* Find how many ranks there will be and which of them this process starts, or is. */
+static int place_ranks(const run_settings *s, bool trains, dtrain_launch_place *place)
 {
     const bool cpu = strcmp(s->device, "cpu") == 0;
-    if (s->ranks) return (int)s->ranks;
-    if (!trains) return 1;
-    return s->node_size > 1 || !cpu ? (int)(s->node_size ? s->node_size : 1) : 2;
+    dtrain_launch_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank_count = (uint32_t)s->ranks;
+    desc.default_rank_count = s->node_size > 1 ? (uint32_t)s->node_size : cpu ? 2 : 1;
+    if (!trains) desc.default_rank_count = 1;
+    if (s->thread_ranks) desc.mode = DTRAIN_LAUNCH_THREADS;
+    if (dtrain_launch_explain(&desc, NULL, 0, place) != DTRAIN_OK)
+        return BAD("%s", dtrain_last_error());
+    return 0;
 }
 
 /* Count, without allocating, a rank's parameters, gradients, optimizer and buffers, and refuse what does not fit and
@@ -116,10 +122,13 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
     const bool cpu = strcmp(s->device, "cpu") == 0;
     dtrain_compression_desc compression;
     dtrain_strategy_desc desc = strategy_desc(s, &compression);
-    const int ranks = rank_count(s, trains);
     const double have = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
-    run_job j = new_job(s, program, calloc(1, program->own_bytes));
+    dtrain_launch_place place;
     dtrain_memory memory;
+    if (place_ranks(s, trains, &place)) return 2;
+    const int ranks = place.rank_count,
+              here = place.host_rank_count ? place.host_rank_count : place.started_count;
+    run_job j = new_job(s, program, calloc(1, program->own_bytes));
     if (!j.own) return BAD("no memory for a job");
     if (desc.kind == DTRAIN_STRATEGY_AUTO)
         desc.kind = ranks > 1 || s->offload ? DTRAIN_STRATEGY_FULL_SHARD : DTRAIN_STRATEGY_DDP;
@@ -131,11 +140,11 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
     if (result != DTRAIN_OK)
         return BAD("--strategy %s: %s", strategies[s->strategy], dtrain_last_error());
     if (s->dry_run || s->tune) return 0; /* they tell what fits */
-    if (cpu && (double)memory.total * ranks > have)
+    if (cpu && (double)memory.total * here > have)
         return BAD("%d ranks need %.1f GiB each for parameters, gradients, optimizer and buffers; "
                    "this machine has %.1f GiB: use another --strategy, fewer --ranks or a smaller "
                    "model",
-                   ranks, mib(memory.total) / 1024, have / 1073741824.0);
+                   here, mib(memory.total) / 1024, have / 1073741824.0);
     if (s->memory_limit && mib(memory.total) > (double)s->memory_limit)
         return BAD("--memory-limit is %ld MiB and --strategy %s needs %.1f MiB a rank before any "
                    "activation: use one that shards more (full_shard, zero3, auto) or more --ranks",

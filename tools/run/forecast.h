@@ -30,6 +30,7 @@ typedef struct forecast {
     const cluster *named; /* --cluster; NULL: this machine */
     cluster machine;
     machine_rates rates;
+    dtrain_launch_place place;
     int ranks, node_ranks, cores;
     uint32_t threads;
     bool together;      /* all ranks are on this machine, whatever counts as a node */
@@ -278,19 +279,20 @@ static int print_forecast(dtrain_world *world, void *user)
 static dtrain_result launch_virtual(dtrain_rank_fn rank, void *user)
 {
     dtrain_launch_desc launch;
-    const char *const names[2] = {"DTRAIN_RANK", "DTRAIN_WORLD_SIZE"};
-    char *before[2];
+    static const char *const names[4] = {"DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK",
+                                         "DTRAIN_LOCAL_SIZE"};
+    char *before[4];
     memset(&launch, 0, sizeof launch);
     launch.rank_count = 1;
     launch.mode = DTRAIN_LAUNCH_THREADS;
     launch.device_ops = sim_layer_ops();
     launch.comm_ops = sim_comm_ops();
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 4; i++) {
         before[i] = getenv(names[i]) ? strdup(getenv(names[i])) : NULL;
-        setenv(names[i], i ? "1" : "0", 1);
+        setenv(names[i], i % 2 ? "1" : "0", 1);
     }
     const dtrain_result result = dtrain_launch(&launch, rank, user, NULL);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 4; i++) {
         if (before[i]) setenv(names[i], before[i], 1);
         else unsetenv(names[i]);
         free(before[i]);
@@ -312,11 +314,13 @@ static int choose_machine(forecast *f)
     if (name && !f->named)
         return BAD("--cluster is \"%s\", which is none of build/simulate's; its --help lists them",
                    name);
-    f->ranks = rank_count(s, true);
+    if (place_ranks(s, true, &f->place)) return 2;
+    f->ranks = f->place.rank_count;
     f->together = s->emulate || s->node_size;
-    f->node_ranks = s->emulation.node_ranks ? (int)s->emulation.node_ranks
-                    : s->node_size          ? (int)s->node_size
-                                            : f->ranks;
+    f->node_ranks = s->emulation.node_ranks    ? (int)s->emulation.node_ranks
+                    : s->node_size             ? (int)s->node_size
+                    : f->place.host_rank_count ? f->place.host_rank_count
+                                               : f->ranks;
     if (cpu) dtrain_process_memory(&f->workspace, &peak);
     if (f->named) {
         f->machine = *f->named;
@@ -330,7 +334,7 @@ static int choose_machine(forecast *f)
                        f->ranks);
         return 0;
     }
-    const int local = f->ranks;
+    const int local = ranks_here(f, f->ranks);
     f->threads =
         s->threads ? (uint32_t)s->threads : (uint32_t)(f->cores > local ? f->cores / local : 1);
     f->machine = clusters[CLUSTERS - 1]; /* custom */
@@ -360,6 +364,10 @@ static int dry_run(const run_settings *s, const run_program *program)
     if (s->offload)
         return BAD("--dry-run and --offload: a forecast has no host memory to offload to");
     if (choose_machine(&f)) return 2;
+    if (f.place.started_count < f.ranks)
+        return BAD("--dry-run: another launcher has started this process as rank %d of %d, and a "
+                   "forecast is made by one: run it without the launcher, with --ranks %d",
+                   f.place.first_rank, f.ranks, f.ranks);
     dtrain_result result = launch_virtual(meet_model, &f);
     if (result == DTRAIN_OK && !f.named) result = measure_machine(s, f.threads, &f.rates);
     if (result == DTRAIN_OK && !f.named) use_rates(&f);

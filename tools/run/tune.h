@@ -39,7 +39,6 @@ typedef struct tune_shared {
         elapsed; /* of this process's clock; on rank 0's, when a candidate had last been measured */
     double step_ms;
     int steps;
-    bool first; /* rank 0 was launched from here */
 } tune_shared;
 
 typedef struct tuner {
@@ -85,7 +84,6 @@ static int tune_rank(dtrain_world *world, void *user)
     }
     sum = dtrain_seconds() - shared->begun;
     TRY(dtrain_world_all_gather(world, &sum, sizeof sum, elapsed));
-    if (dtrain_world_rank(world) == 0) shared->first = true;
     if (dtrain_world_rank(world) == 0 || !run_flags.thread_ranks) {
         shared->elapsed = elapsed[0];
         shared->step_ms = middle(times, count);
@@ -331,8 +329,9 @@ static int tune(run_settings *s, const run_program *program)
                                                       &each, &accum) != DTRAIN_OK)
         return BAD("--global-batch: %s", run_error());
     search(&t);
-    if (t.best >= 0 && !t.shared->first) return 0; /* another process tells */
-    print_rows(&t);
+    const bool first = t.plan.place.first_rank == 0; /* else another process tells */
+    if (first) print_rows(&t);
+    if (!first && t.best >= 0) return 0;
     if (t.best < 0) return BAD("--tune: no candidate could be measured; see the table above");
     return print_choice(&t) == DTRAIN_OK ? 0 : BAD("--tune: %s", run_error());
 }
