@@ -1066,13 +1066,15 @@ static int rank_info_times(dtrain_world *world, void *user)
     if (rank == 0) /* it came first, so nothing could be done before its wait */
         CHECK_MSG(now.flight_seconds - was.flight_seconds > 0.09, "in flight for %.4f s of 0.1",
                   now.flight_seconds - was.flight_seconds);
-    if (rank == 0) ranks_sleep_us(300000); /* the other waits inside */
-    dtrain_comm_query(comm, &was);
-    RANKS_TRY(dtrain_barrier(comm));
-    dtrain_comm_query(comm, &now);
-    if (rank == 1)
-        CHECK_MSG(now.inside_seconds - was.inside_seconds > 0.02, "inside for %.4f s of 0.2",
-                  now.inside_seconds - was.inside_seconds);
+    double longest = 0;
+    for (int i = 0; i < 5; i++) { /* the other waits inside, if its core is not taken away */
+        if (rank == 0) ranks_sleep_us(60000);
+        dtrain_comm_query(comm, &was);
+        RANKS_TRY(dtrain_barrier(comm));
+        dtrain_comm_query(comm, &now);
+        longest = fmax(longest, now.inside_seconds - was.inside_seconds);
+    }
+    if (rank == 1) CHECK_MSG(longest > 0.02, "inside for %.4f s of 0.06", longest);
     return 0;
 }
 static void test_info_times(void)
