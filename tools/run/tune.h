@@ -17,6 +17,9 @@
 
 #include <sys/mman.h>
 #include <sys/stat.h>
+#ifdef DTRAIN_USE_MPI
+#include <mpi.h>
+#endif
 
 #define TUNE_SECONDS 60.0     /* no candidate begins later */
 #define TUNE_STEP_SECONDS 0.6 /* of steps that count, if there are three */
@@ -49,6 +52,7 @@ typedef struct tuner {
     candidate rows[TUNE_ROWS];
     int count, best;   /* best: -1 */
     bool same_buckets; /* equal numbers of buckets are equal candidates */
+    bool broken;       /* ranks of a launch have failed */
 } tuner;
 
 /* The median; the values are sorted. */
@@ -159,6 +163,7 @@ static void measure(tuner *t, candidate *c)
         launch.timeout_ms = 1000 * (uint32_t)TUNE_SECONDS;
     if (dtrain_launch(&launch, tune_rank, t->shared, NULL) != DTRAIN_OK || !t->shared->steps) {
         snprintf(c->verdict, sizeof c->verdict, "failed: %.380s", run_error());
+        t->broken = true;
         return;
     }
     c->step_ms = t->shared->step_ms;
@@ -264,6 +269,34 @@ static void search(tuner *t)
     }
 }
 
+#ifdef DTRAIN_USE_MPI
+/* Whether MPI's launcher has started this process, and the ranks will use MPI: because they were told to, or because
+ * they may be on several hosts. */
+static bool uses_mpi(const tuner *t)
+{
+    const dtrain_launch_place *place = &t->plan.place;
+    if (place->started_count == place->rank_count || strcmp(t->s->device, "cpu") != 0) return false;
+    if (t->s->comm) return strcmp(t->s->comm, "mpi") == 0;
+    return place->host_rank_count != place->rank_count;
+}
+#endif
+
+/* Search. MPI can be started once in a process and every candidate is a launch, so it is started around them all; it
+ * is not ended after a failure, because it would wait for what is left of that. */
+static void search_worlds(tuner *t)
+{
+#ifdef DTRAIN_USE_MPI
+    int provided;
+    const bool mpi = uses_mpi(t);
+    if (mpi) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
+    if (mpi) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    search(t);
+    if (mpi && !t->broken) MPI_Finalize();
+#else
+    search(t);
+#endif
+}
+
 /* ---- what is printed ------------------------------------------------------------------------------- */
 
 static void print_rows(const tuner *t)
@@ -328,7 +361,7 @@ static int tune(run_settings *s, const run_program *program)
     if (s->global_batch && dtrain_trainer_split_batch((uint64_t)s->global_batch, 1, t.plan.ranks,
                                                       &each, &accum) != DTRAIN_OK)
         return BAD("--global-batch: %s", run_error());
-    search(&t);
+    search_worlds(&t);
     const bool first = t.plan.place.first_rank == 0; /* else another process tells */
     if (first) print_rows(&t);
     if (!first && t.best >= 0) return 0;
