@@ -208,9 +208,9 @@ static void case_softmax(void)
     kernel_data *x = kernel_make(rows * n, type, 4), *y = kernel_make(rows * n, type, 1);
     kernel_data *d_y = kernel_make(rows * n, type, 1), *d_x = kernel_make(rows * n, type, 1);
     ON_EACH(softmax, {rows, n, AT(x), AT(y), type})
-    kernel_same(y, 2e-6, "y");
+    kernel_same(y, 2e-6 + 4e-9 * (double)n, "y"); /* n terms, in a single lane at worst */
     ON_EACH(softmax_backward, {rows, n, add, AT(y), AT(d_y), AT(d_x), type})
-    kernel_same(d_x, 1e-5, "d_x");
+    kernel_same(d_x, 1e-5 + 1e-8 * (double)n, "d_x");
 }
 
 static void case_rotary(void)

@@ -57,12 +57,15 @@ static bool run_seed(uint64_t seed, bool words)
     return true;
 }
 
+static const uint64_t failed_once[] = {55625244 /* 3000 terms of a softmax, in one lane */};
+
 int main(int argc, char **argv)
 {
     const seeds s = seeds_of(argc, argv, 70, 20);
     test_begin(1, argv);
     open_devices();
-    const int failed = seeds_run(&s, NULL, 0, run_seed);
+    const int failed =
+        seeds_run(&s, failed_once, sizeof failed_once / sizeof *failed_once, run_seed);
     for (int i = 0; i < instance_count; i++)
         for (int t = 0; t < THREADS; t++) dtrain_device_destroy(devices[i][t]);
     dtrain_device_destroy(naive);
