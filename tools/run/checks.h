@@ -100,15 +100,21 @@ static int read_emulation(run_settings *s)
     return 0;
 }
 
+/* The number of ranks that nobody has said: one node of them, if nodes have a size. */
+static uint32_t default_ranks(const run_settings *s, bool trains)
+{
+    if (!trains) return 1;
+    if (s->node_size > 1) return (uint32_t)s->node_size;
+    return strcmp(s->device, "cpu") == 0 ? 2 : 1;
+}
+
 /* Find how many ranks there will be and which of them this process starts, or is. */
 static int place_ranks(const run_settings *s, bool trains, dtrain_launch_place *place)
 {
-    const bool cpu = strcmp(s->device, "cpu") == 0;
     dtrain_launch_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.rank_count = (uint32_t)s->ranks;
-    desc.default_rank_count = s->node_size > 1 ? (uint32_t)s->node_size : cpu ? 2 : 1;
-    if (!trains) desc.default_rank_count = 1;
+    desc.default_rank_count = default_ranks(s, trains);
     if (s->thread_ranks) desc.mode = DTRAIN_LAUNCH_THREADS;
     if (dtrain_launch_explain(&desc, NULL, 0, place) != DTRAIN_OK)
         return BAD("%s", dtrain_last_error());

@@ -60,7 +60,7 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
     launch->math = s->precision == TF32 ? DTRAIN_MATH_TF32 : DTRAIN_MATH_DEFAULT;
     launch->memory_limit = (uint64_t)s->memory_limit << 20;
     launch->rank_count = (uint32_t)s->ranks;
-    launch->default_rank_count = launch->device_ops->host_memory && trains ? 2 : 1;
+    launch->default_rank_count = default_ranks(s, trains);
     launch->threads_per_rank = (uint32_t)s->threads;
     launch->timeout_ms = (uint32_t)s->timeout * 1000;
     launch->restarts = (uint32_t)s->restarts;

@@ -159,8 +159,8 @@ static const flag optimizer_flags[] = {
 static const flag rank_flags[] = {
     FLAG_GROUP("ranks and devices"),
     {"--ranks", 'i', &run_flags.ranks, 1, DTRAIN_MAX_RANKS,
-     "data-parallel processes; default: the launcher's number, or else 2 on the cpu and 1 with a "
-     "GPU",
+     "data-parallel processes; default: the launcher's number, or else one node of --node-size, or "
+     "2 on the cpu and 1 with a GPU",
      NULL},
     {"--device", 's', &run_flags.device, 0, 0,
      "cpu or cuda; rank r uses GPU r modulo the number of GPUs", NULL},
