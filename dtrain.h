@@ -77,7 +77,7 @@
        src/world/page.c                     One host, one control page
        src/world/launch.c                   A rank's life, and dtrain_launch
        src/world/launch_internal.h          A launch: what launch.c, restart.c and signals.c share
-       src/world/explain.c                  What a launch makes of its environment, in words
+       src/world/explain.c                  What a launch makes of its environment, in words and in numbers
        src/world/restart.c                  Restarts
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
@@ -8281,7 +8281,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
  * src/world/explain.c
  * ==============================================================================================*/
 
-/* What a launch makes of its environment, in words
+/* What a launch makes of its environment, in words and in numbers
  *
  * Which launcher has started this process is guessed from its variables, and a wrong guess looks
  * like a hang or like n trainings of one rank each. So the guess can be read: every family whose
@@ -8499,6 +8499,7 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
     dtrain__explain(&e, launch, result);
 }
 
+/* Say in numbers what dtrain__explain_ranks says in words. */
 static void dtrain__explain_place(const dtrain__launch *launch, dtrain_launch_place *place)
 {
     place->rank_count = launch->place.size;
@@ -8513,12 +8514,12 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
 {
     dtrain__explanation e;
     dtrain__launch launch;
+    if (place) memset(place, 0, sizeof *place);
     if (!text != !room)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
                            text ? "0 bytes" : "NULL");
     memset(&e, 0, sizeof e);
     memset(&launch, 0, sizeof launch);
-    if (place) memset(place, 0, sizeof *place);
     if (text) text[0] = 0;
     e.text = text;
     e.room = room;

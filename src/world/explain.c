@@ -1,4 +1,4 @@
-/* What a launch makes of its environment, in words
+/* What a launch makes of its environment, in words and in numbers
  *
  * Which launcher has started this process is guessed from its variables, and a wrong guess looks
  * like a hang or like n trainings of one rank each. So the guess can be read: every family whose
@@ -227,6 +227,7 @@ DTRAIN__PRIVATE void dtrain__explain_launch(const dtrain__launch *launch, dtrain
     dtrain__explain(&e, launch, result);
 }
 
+/* Say in numbers what dtrain__explain_ranks says in words. */
 static void dtrain__explain_place(const dtrain__launch *launch, dtrain_launch_place *place)
 {
     place->rank_count = launch->place.size;
@@ -241,12 +242,12 @@ DTRAIN_API dtrain_result dtrain_launch_explain(const dtrain_launch_desc *desc, c
 {
     dtrain__explanation e;
     dtrain__launch launch;
+    if (place) memset(place, 0, sizeof *place);
     if (!text != !room)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch_explain: text is %s",
                            text ? "0 bytes" : "NULL");
     memset(&e, 0, sizeof e);
     memset(&launch, 0, sizeof launch);
-    if (place) memset(place, 0, sizeof *place);
     if (text) text[0] = 0;
     e.text = text;
     e.room = room;

@@ -786,7 +786,8 @@ static void test_place(void)
           place.host_rank_count == 2);
     char text[8];
     CHECK(dtrain_launch_explain(NULL, text, 0, NULL) == DTRAIN_ERROR_ARGUMENT && says("0 bytes"));
-    CHECK(dtrain_launch_explain(NULL, NULL, 8, NULL) == DTRAIN_ERROR_ARGUMENT && says("NULL"));
+    CHECK(dtrain_launch_explain(NULL, NULL, 8, &place) == DTRAIN_ERROR_ARGUMENT && says("NULL") &&
+          place.rank_count == 0);
 }
 
 /* ---- allocator ---- */
