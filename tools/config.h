@@ -108,7 +108,7 @@ static inline int config__line(const char *where, const flag *table, int count, 
     static char before[CONFIG_VALUE], after[CONFIG_VALUE];
     char *equals = strchr(line, '='), name[FLAGS_NAME + 2] = "--";
     if (!equals) {
-        fprintf(stderr, "%s: \"%.60s\" is not of the form key = value\n", where, line);
+        fprintf(stderr, "%s: \"%.*s\" is not of the form key = value\n", where, FLAGS_SHOWN, line);
         return 2;
     }
     *equals = 0;
@@ -121,7 +121,7 @@ static inline int config__line(const char *where, const flag *table, int count, 
             fprintf(stderr, "%s: --%s belongs on the command line\n", where, key);
         else if (at >= 0) fprintf(stderr, "%s: a file cannot name another one\n", where);
         else
-            fprintf(stderr, "%s: unknown key \"%.60s\"%s%s%s\n", where, key,
+            fprintf(stderr, "%s: unknown key \"%.*s\"%s%s%s\n", where, FLAGS_SHOWN, key,
                     nearest ? "; did you mean " : "; keys are the flags that --help lists",
                     nearest ? nearest + 2 : "", nearest ? "?" : ", without dashes");
         return 2;
