@@ -132,8 +132,8 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
     dtrain_launch_place place;
     dtrain_memory memory;
     if (place_ranks(s, trains, &place)) return 2;
-    const int ranks = place.rank_count,
-              here = place.host_rank_count ? place.host_rank_count : place.started_count;
+    const int ranks = place.rank_count, /* here: at least those that this process starts */
+        here = place.host_rank_count ? place.host_rank_count : place.started_count;
     run_job j = new_job(s, program, calloc(1, program->own_bytes));
     if (!j.own) return BAD("no memory for a job");
     if (desc.kind == DTRAIN_STRATEGY_AUTO)

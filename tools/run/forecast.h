@@ -279,22 +279,28 @@ static int print_forecast(dtrain_world *world, void *user)
 static dtrain_result launch_virtual(dtrain_rank_fn rank, void *user)
 {
     dtrain_launch_desc launch;
-    static const char *const names[4] = {"DTRAIN_RANK", "DTRAIN_WORLD_SIZE", "DTRAIN_LOCAL_RANK",
-                                         "DTRAIN_LOCAL_SIZE"};
-    char *before[4];
+    static const struct {
+        const char *name, *value;
+    } alone[] = {{"DTRAIN_RANK", "0"},
+                 {"DTRAIN_WORLD_SIZE", "1"},
+                 {"DTRAIN_LOCAL_RANK", "0"},
+                 {"DTRAIN_LOCAL_SIZE", "1"}};
+    enum { VARIABLES = sizeof alone / sizeof alone[0] };
+    char *before[VARIABLES];
     memset(&launch, 0, sizeof launch);
     launch.rank_count = 1;
     launch.mode = DTRAIN_LAUNCH_THREADS;
     launch.device_ops = sim_layer_ops();
     launch.comm_ops = sim_comm_ops();
-    for (int i = 0; i < 4; i++) {
-        before[i] = getenv(names[i]) ? strdup(getenv(names[i])) : NULL;
-        setenv(names[i], i % 2 ? "1" : "0", 1);
+    for (int i = 0; i < VARIABLES; i++) {
+        const char *value = getenv(alone[i].name);
+        before[i] = value ? strdup(value) : NULL;
+        setenv(alone[i].name, alone[i].value, 1);
     }
     const dtrain_result result = dtrain_launch(&launch, rank, user, NULL);
-    for (int i = 0; i < 4; i++) {
-        if (before[i]) setenv(names[i], before[i], 1);
-        else unsetenv(names[i]);
+    for (int i = 0; i < VARIABLES; i++) {
+        if (before[i]) setenv(alone[i].name, before[i], 1);
+        else unsetenv(alone[i].name);
         free(before[i]);
     }
     return result;

@@ -286,14 +286,14 @@ static bool uses_mpi(const tuner *t)
 static void search_worlds(tuner *t)
 {
 #ifdef DTRAIN_USE_MPI
-    int provided;
-    const bool mpi = uses_mpi(t);
-    if (mpi) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
-    if (mpi) MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    if (uses_mpi(t)) {
+        MPI_Init(NULL, NULL);
+        MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    }
+#endif
     search(t);
-    if (mpi && !t->broken) MPI_Finalize();
-#else
-    search(t);
+#ifdef DTRAIN_USE_MPI
+    if (uses_mpi(t) && !t->broken) MPI_Finalize();
 #endif
 }
 
