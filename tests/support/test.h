@@ -87,6 +87,11 @@ static inline int test_full(void)
     const char *text = getenv("DTRAIN_TEST_FULL");
     return text ? atoi(text) : 0;
 }
+static inline uint64_t test_draws(uint64_t usual, uint64_t full, uint64_t nightly)
+{
+    return test_full() > 1 ? nightly : test_full() ? full : usual;
+}
+
 /* The first seed of what is drawn at random: that of DTRAIN_TEST_SEED, another one every second when that is "new", and
  * otherwise always the same, so that what failed for somebody fails for everybody. */
 static inline uint64_t test_seed(void)
@@ -95,10 +100,6 @@ static inline uint64_t test_seed(void)
     if (!text) return 618033988;
     return strcmp(text, "new") != 0 ? strtoull(text, NULL, 10)
                                     : (uint64_t)time(NULL) * 1000003u % 1000000000u;
-}
-static inline uint64_t test_draws(uint64_t usual, uint64_t full, uint64_t nightly)
-{
-    return test_full() > 1 ? nightly : test_full() ? full : usual;
 }
 
 /* Marks the test that runs as skipped, unless one of its checks fails. The test returns after it. */
