@@ -4708,7 +4708,7 @@ struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
     dtrain_emulation emulation;
-    uint64_t emulated_moves; /* what the wait before saw, see dtrain__emulated_turn */
+    uint64_t moves; /* steps of this rank's operations: each is a new beginning for naps */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
     uint32_t naps;       /* turns of waits to sleep through: others want this core */
@@ -4769,6 +4769,7 @@ typedef struct dtrain__wait {
     uint32_t turns, yields; /* turns stop at SPIN_TURNS, yields may wrap */
     bool polled;            /* the last turn polled: the caller may make its own rarer checks */
     uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
+    uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
 } dtrain__wait;
 
 /* world/world.c */
@@ -5677,7 +5678,8 @@ DTRAIN__PRIVATE bool dtrain__record_abort(dtrain__control *control, int rank, dt
  * would get it for a time slice at every yield. For a while turns are naps instead, because the
  * scheduler wakes a sleeper at once: beside two busy programs on two cores a barrier of 4 ranks
  * takes 88 us (80 to 94) with naps, and 0.1 to 24 ms with yields. A nap lasts an eighth of the time
- * waited so far, so that long waits cost the other program little.
+ * since an operation of this rank has moved, so that long waits cost the other program little and
+ * the chunks of a large operation, which follow each other in some 20 us, do not wait for a nap.
  *
  * Only time in which this rank could look counts towards the deadline: a job that was suspended as
  * a whole and resumed an hour later does not time out. */
@@ -5773,13 +5775,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_poll(dtrain_world *world, dtrain__wai
 DTRAIN__PRIVATE dtrain_result dtrain__wait_turn(dtrain_world *world, dtrain__wait *wait)
 {
     wait->polled = false;
+    if (world->moves != wait->moves) { /* the next step may be near */
+        wait->moves = world->moves;
+        wait->moved_ns = wait->waited_ns;
+        wait->turns = 0;
+    }
     if (!world->oversubscribed && wait->turns < DTRAIN__SPIN_TURNS) {
         wait->turns++;
         dtrain__pause();
         return DTRAIN_OK;
     }
     if (world->naps) {
-        const uint64_t share = wait->waited_ns / 8, least = 10000, most = 1000000;
+        const uint64_t share = (wait->waited_ns - wait->moved_ns) / 8, least = 10000,
+                       most = 1000000;
         const struct timespec nap = {0, (long)(share < least  ? least
                                                : share > most ? most
                                                               : share)};
@@ -9319,8 +9327,10 @@ typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
 typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
-/* A transport. No function waits. Functions that can fail report it through dtrain__engine_fail,
- * after which comm->failed is set and the engine calls none but unmap and release. */
+/* A transport. No function waits. Each step of an operation that the engine does not see is counted
+ * in world->moves, because waits sleep longer while nothing moves. Functions that can fail report
+ * it through dtrain__engine_fail, after which comm->failed is set and the engine calls none but
+ * unmap and release. */
 typedef struct dtrain__transport {
     size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
     uint64_t grace_ns;             /* how much later than the news that a rank has left the data
@@ -9378,7 +9388,6 @@ struct dtrain__work {
     int heard;         /* ranks below it have been heard, and call the same */
     dtrain__state state;
     bool small, done;
-    uint64_t steps;           /* of the transport; emulated waits sleep when there are none */
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
     uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
 };
@@ -10163,6 +10172,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
     if (work->state == DTRAIN__SHOWN) {
         if (work->sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work)) return false;
         comm->agreed = work->sequence;
+        comm->base.world->moves++;
         if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
         if (work->small) dtrain__small_result(comm, work);
         work->state = DTRAIN__MOVING;
@@ -10216,6 +10226,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
             return;
         }
         work->done = true;
+        comm->base.world->moves++;
         dtrain__flight_done(comm->base.world, work->base.record);
         *link = work->next;
         if (!*link) comm->queue_end = link;
@@ -10895,15 +10906,12 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
-    uint64_t nearest = UINT64_MAX, moves = 0;
+    uint64_t nearest = UINT64_MAX;
     struct timespec nap;
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next)
-        for (const dtrain__work *work = comm->queue; work; work = work->next) {
-            moves += work->sequence + (uint64_t)work->state + work->steps;
+        for (const dtrain__work *work = comm->queue; work; work = work->next)
             if (work->due_ns > now && work->due_ns < nearest) nearest = work->due_ns;
-        }
-    if (moves != world->emulated_moves) wait->yields = 0;
-    world->emulated_moves = moves;
+    if (world->moves != wait->moves) wait->yields = 0;
     const uint64_t left = nearest == UINT64_MAX ? longest : nearest - now;
     if (wait->yields < 2 * DTRAIN__YIELDS_PER_POLL || left < early + 20000)
         return dtrain__wait_turn(world, wait);
@@ -11571,7 +11579,7 @@ static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, 
 {
     work->stage = stage;
     work->seen = 0;
-    work->base.steps++;
+    comm->base.world->moves++;
     dtrain__store(&dtrain__slot_of(comm, comm->base.rank, work->base.sequence)->progress,
                   work->base.sequence << DTRAIN__STAGE_BITS | stage);
 }
@@ -11776,7 +11784,7 @@ static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work)
     }
     dtrain__store(mine, *mine + 1);
     comm->base.info.staged_bytes += length;
-    work->base.steps++;
+    comm->base.world->moves++;
     work->moved += length;
     work->sent = sends && work->moved == bytes && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
                  dtrain__message_crosses(comm, &work->base);
@@ -12118,6 +12126,7 @@ static bool dtrain__mpi_poll(dtrain__engine *base)
         comm->tokens[kept++] = comm->tokens[i];
     }
     comm->active = kept;
+    base->base.world->moves++;
     return true;
 }
 

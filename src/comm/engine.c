@@ -130,6 +130,7 @@ static bool dtrain__collective_advance(dtrain__engine *comm, dtrain__work *work,
     if (work->state == DTRAIN__SHOWN) {
         if (work->sequence != comm->agreed + 1 || !dtrain__engine_agree(comm, work)) return false;
         comm->agreed = work->sequence;
+        comm->base.world->moves++;
         if (dtrain__node_ranks(comm->base.world)) dtrain__book_collective(comm, work);
         if (work->small) dtrain__small_result(comm, work);
         work->state = DTRAIN__MOVING;
@@ -183,6 +184,7 @@ static void dtrain__engine_advance(dtrain__engine *comm)
             return;
         }
         work->done = true;
+        comm->base.world->moves++;
         dtrain__flight_done(comm->base.world, work->base.record);
         *link = work->next;
         if (!*link) comm->queue_end = link;

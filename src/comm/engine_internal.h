@@ -48,8 +48,10 @@ typedef struct dtrain__engine dtrain__engine;
 typedef struct dtrain__work dtrain__work;
 typedef struct dtrain__bounce dtrain__bounce; /* comm/staged.c */
 
-/* A transport. No function waits. Functions that can fail report it through dtrain__engine_fail,
- * after which comm->failed is set and the engine calls none but unmap and release. */
+/* A transport. No function waits. Each step of an operation that the engine does not see is counted
+ * in world->moves, because waits sleep longer while nothing moves. Functions that can fail report
+ * it through dtrain__engine_fail, after which comm->failed is set and the engine calls none but
+ * unmap and release. */
 typedef struct dtrain__transport {
     size_t comm_bytes, work_bytes; /* of its own structs, which begin with those of the engine */
     uint64_t grace_ns;             /* how much later than the news that a rank has left the data
@@ -107,7 +109,6 @@ struct dtrain__work {
     int heard;         /* ranks below it have been heard, and call the same */
     dtrain__state state;
     bool small, done;
-    uint64_t steps;           /* of the transport; emulated waits sleep when there are none */
     uint64_t last_started_ns; /* of the rank that started it last; emulated links only */
     uint64_t due_ns;          /* 0: nothing crosses nodes, or not booked yet */
 };

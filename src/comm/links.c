@@ -143,15 +143,12 @@ DTRAIN__PRIVATE bool dtrain__message_due(const dtrain__engine *comm, dtrain__wor
 DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain__wait *wait)
 {
     const uint64_t now = dtrain__now_ns(), longest = 100000, early = 60000;
-    uint64_t nearest = UINT64_MAX, moves = 0;
+    uint64_t nearest = UINT64_MAX;
     struct timespec nap;
     for (const dtrain__engine *comm = world->comms; comm; comm = comm->next)
-        for (const dtrain__work *work = comm->queue; work; work = work->next) {
-            moves += work->sequence + (uint64_t)work->state + work->steps;
+        for (const dtrain__work *work = comm->queue; work; work = work->next)
             if (work->due_ns > now && work->due_ns < nearest) nearest = work->due_ns;
-        }
-    if (moves != world->emulated_moves) wait->yields = 0;
-    world->emulated_moves = moves;
+    if (world->moves != wait->moves) wait->yields = 0;
     const uint64_t left = nearest == UINT64_MAX ? longest : nearest - now;
     if (wait->yields < 2 * DTRAIN__YIELDS_PER_POLL || left < early + 20000)
         return dtrain__wait_turn(world, wait);

@@ -113,7 +113,7 @@ static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, 
 {
     work->stage = stage;
     work->seen = 0;
-    work->base.steps++;
+    comm->base.world->moves++;
     dtrain__store(&dtrain__slot_of(comm, comm->base.rank, work->base.sequence)->progress,
                   work->base.sequence << DTRAIN__STAGE_BITS | stage);
 }
@@ -318,7 +318,7 @@ static bool dtrain__message_cell(dtrain__engine *comm, dtrain__local_work *work)
     }
     dtrain__store(mine, *mine + 1);
     comm->base.info.staged_bytes += length;
-    work->base.steps++;
+    comm->base.world->moves++;
     work->moved += length;
     work->sent = sends && work->moved == bytes && bytes > DTRAIN__CELLS * DTRAIN__CELL_BYTES &&
                  dtrain__message_crosses(comm, &work->base);

@@ -164,6 +164,7 @@ static bool dtrain__mpi_poll(dtrain__engine *base)
         comm->tokens[kept++] = comm->tokens[i];
     }
     comm->active = kept;
+    base->base.world->moves++;
     return true;
 }
 

@@ -129,7 +129,7 @@ struct dtrain_world {
     int rank, size;
     int local_rank, local_size, node, node_count; /* the machine's, also under emulation */
     dtrain_emulation emulation;
-    uint64_t emulated_moves; /* what the wait before saw, see dtrain__emulated_turn */
+    uint64_t moves; /* steps of this rank's operations: each is a new beginning for naps */
     uint32_t threads;
     bool oversubscribed; /* more threads than cores: waiting must not spin */
     uint32_t naps;       /* turns of waits to sleep through: others want this core */
@@ -190,6 +190,7 @@ typedef struct dtrain__wait {
     uint32_t turns, yields; /* turns stop at SPIN_TURNS, yields may wrap */
     bool polled;            /* the last turn polled: the caller may make its own rarer checks */
     uint64_t last_ns, waited_ns; /* when the clock was last read, time waited so far */
+    uint64_t moves, moved_ns;    /* world->moves as seen last; waited_ns when it changed */
 } dtrain__wait;
 
 /* world/world.c */

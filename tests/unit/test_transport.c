@@ -1,6 +1,7 @@
 /* test_transport.c: the engine of the communicators over a transport of 150 lines (toy_transport.h): every
  * call that test_comm.c makes gives the same bits, and disagreement, departure and silence end in the
- * same sentences as on the local communicator. */
+ * same sentences as on the local communicator. A wait beside a program that computes sleeps longer and longer
+ * while nothing moves, and briefly again when something does. */
 #include "comm/engine_internal.h"
 #define main test_comm_main
 #include "test_comm.c"
@@ -140,6 +141,39 @@ static void test_failures(void)
     }
 }
 
+/* ---- naps ---- */
+
+/* Every sleep of this process goes through here, so that naps are counted by the length that was asked for. */
+static int long_naps;
+int nanosleep(const struct timespec *time, struct timespec *left)
+{
+    long_naps += time->tv_sec == 0 && time->tv_nsec >= 500000;
+    return clock_nanosleep(CLOCK_MONOTONIC, 0, time, left) ? -1 : 0;
+}
+
+enum { NAP_CHUNKS = 256, NAP_COUNT = NAP_CHUNKS * 32768 };
+
+/* Rank 1 comes late, then the ranks hand each other chunks through the stages. */
+static int rank_naps(dtrain_world *world, void *user)
+{
+    dtrain_comm *comm = dtrain_world_comm(world);
+    const int rank = dtrain_world_rank(world);
+    float *data = (float *)calloc(NAP_COUNT, sizeof *data);
+    (void)user;
+    if (!data) return 1;
+    RANKS_TRY(dtrain_barrier(comm));
+    if (rank == 1) ranks_sleep_us(12000);
+    long_naps = 0;
+    world->naps = UINT32_MAX; /* as after a yield that took long */
+    RANKS_TRY(
+        dtrain_all_reduce(comm, data, data, NAP_COUNT, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL));
+    if (rank == 0) /* 4 of the 12 ms in naps that are shorter, 8 in at least 8 and at most 16 */
+        CHECK_MSG(long_naps > 0 && long_naps < NAP_CHUNKS / 4, "%d long naps", long_naps);
+    free(data);
+    return 0;
+}
+static void test_naps(void) { ranks_run(2, DTRAIN_LAUNCH_PROCESSES, rank_naps, NULL); }
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -151,5 +185,6 @@ int main(int argc, char **argv)
     RUN(test_groups);
     RUN(test_probe);
     RUN(test_failures);
+    RUN(test_naps);
     return test_summary();
 }
