@@ -303,6 +303,15 @@ static inline int capture(const char *command, char *text, size_t room)
     return pclose(pipe) != 0;
 }
 
+/* Return zeroed memory; end the program when there is none. */
+static inline void *bench_alloc(size_t bytes)
+{
+    void *memory = calloc(bytes ? bytes : 1, 1);
+    if (memory) return memory;
+    fprintf(stderr, "bench: no memory for %zu bytes\n", bytes);
+    exit(1);
+}
+
 /* Return zeroed memory that processes forked later share; end the program when there is none. */
 static inline void *share(size_t bytes)
 {

@@ -159,8 +159,7 @@ static dtrain_result save(dtrain_world *world, const job *j, const outcome *out,
 static double copy_once(const outcome *out, int ranks)
 {
     const size_t bytes = (size_t)(out->bytes / (uint64_t)ranks);
-    char *from = (char *)malloc(bytes), *to = (char *)malloc(bytes);
-    if (!from || !to) return NAN;
+    char *from = (char *)bench_alloc(bytes), *to = (char *)bench_alloc(bytes);
     memset(from, 1, bytes);
     memset(to, 2, bytes);
     const double start = dtrain_seconds();

@@ -195,8 +195,7 @@ static int bench_rank(dtrain_world *world, void *user)
     for (int i = 0; i < b->size_count; i++)
         if (b->sizes[i] > most) most = b->sizes[i];
     TRY(dtrain_comm_alloc(s.comm, most, &memory[OURS_COMM]));
-    memory[OURS_PRIVATE] = malloc(most);
-    if (!memory[OURS_PRIVATE]) return 1;
+    memory[OURS_PRIVATE] = bench_alloc(most);
     memset(memory[OURS_PRIVATE], 0, most);
     for (int m = OURS_COMM; m <= OURS_PRIVATE; m++)
         for (int i = 0; i < b->size_count; i++) {
@@ -221,9 +220,8 @@ static int copy_rank(dtrain_world *world, void *user)
     dtrain_comm *comm = dtrain_world_comm(world);
     for (int i = 0; i < b->size_count; i++) {
         size_t bytes = b->sizes[i];
-        char *from = (char *)malloc(bytes), *to = (char *)malloc(bytes);
+        char *from = (char *)bench_alloc(bytes), *to = (char *)bench_alloc(bytes);
         double best = 0;
-        if (!from || !to) return 1;
         memset(from, 1, bytes);
         memset(to, 2, bytes);
         for (int r = 0; r < 5; r++) {
@@ -233,13 +231,16 @@ static int copy_rank(dtrain_world *world, void *user)
             begin = dtrain_seconds();
             do {
                 memcpy(to, from, bytes);
-                from[copies++ % 64] = 3; /* another copy each time */
+                from[(size_t)copies++ % (bytes / 2)] = 3; /* another copy each time */
                 end = dtrain_seconds();
             } while (end - begin < 0.004);
             rate = 2.0 * (double)bytes * (double)copies / (end - begin);
             if (rate > best) best = rate;
         }
-        if (to[bytes / 2] != 1) return 1;
+        if (to[bytes / 2] != 1) {
+            fprintf(stderr, "bench_collectives: a copy of %zu bytes is wrong\n", bytes);
+            return 1;
+        }
         int64_t sum = (int64_t)best;
         TRY(dtrain_all_reduce(comm, &sum, &sum, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_SUM, NULL));
         if (dtrain_world_rank(world) == 0) b->copy_rate[i] = (double)sum;
@@ -385,7 +386,10 @@ int main(int argc, char **argv)
     }
     bench_start("bench_collectives", "times of the local communicator beside MPI's", flag_table,
                 sizeof flag_table / sizeof *flag_table, argc, argv);
-    bench_numbers("bench_collectives", "--sizes", opt.sizes, 4, 0x1p32, &sizes);
+    long most = 1; /* ranks: each has a slice of at least one element */
+    for (long i = 0; i < opt.ranks.count; i++)
+        if (opt.ranks.items[i] > most) most = opt.ranks.items[i];
+    bench_numbers("bench_collectives", "--sizes", opt.sizes, 4.0 * (double)most, 0x1p32, &sizes);
     b->size_count = sizes.count;
     for (int i = 0; i < sizes.count; i++) b->sizes[i] = (size_t)sizes.items[i];
     for (int w = 0; w < 2; w++)

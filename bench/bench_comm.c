@@ -571,9 +571,11 @@ static dtrain_result prepare(job *j)
     if (!model_config(&config)) return DTRAIN_ERROR_ARGUMENT;
     DTRAIN__TRY(gpt_create(&j->model, &config));
     shrink_model(&j->model, j->at.shrink);
-    j->work = (double *)calloc(j->model.param_count, sizeof *j->work);
-    j->table = (float *)malloc(TABLE * sizeof *j->table);
-    if (!j->work || !j->table) return DTRAIN_ERROR_MEMORY;
+    if (j->model.param_count * SAMPLES_EACH > MAX_SAMPLES)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "--model %s has %zu parameters, more than %d",
+                           opt.model, j->model.param_count, MAX_SAMPLES / SAMPLES_EACH);
+    j->work = (double *)bench_alloc(j->model.param_count * sizeof *j->work);
+    j->table = (float *)bench_alloc(TABLE * sizeof *j->table);
     for (size_t i = 0; i < j->model.param_count; i++) {
         dtrain_param *p = &j->model.params[i];
         const int64_t *shape = (p->alias_of ? p->alias_of : p)->shape;
@@ -591,7 +593,7 @@ static dtrain_result prepare(job *j)
             (float)(1e-3 * sqrt(-2 * log(u)) *
                     cos(6.283185307179586 * (double)(mix(2 * i + 1) >> 11) / 9007199254740992.0));
     }
-    return j->model.param_count * SAMPLES_EACH <= MAX_SAMPLES ? DTRAIN_OK : DTRAIN_ERROR_ARGUMENT;
+    return DTRAIN_OK;
 }
 
 static int rank_main(dtrain_world *world, void *user)
@@ -635,7 +637,11 @@ static int measure_gradients(shape *at)
 {
     gpt model;
     gpt_config config;
-    if (!model_config(&config) || gpt_create(&model, &config) != DTRAIN_OK) return 1;
+    if (!model_config(&config) || gpt_create(&model, &config) != DTRAIN_OK) {
+        fprintf(stderr, "bench_comm: --model %s: %s\n", opt.model,
+                *dtrain_last_error() ? dtrain_last_error() : "there is no such preset");
+        return 1;
+    }
     at->gradient_bytes = 4 * (double)shrink_model(&model, at->shrink);
     gpt_free(&model);
     return 0;
@@ -987,8 +993,8 @@ static int copies_main(dtrain_world *world, void *user)
     dtrain_comm *comm = dtrain_world_comm(world);
     dtrain_comm_info before, after;
     void *shared = NULL;
-    char *own = (char *)calloc(2, bytes);
-    if (!own || dtrain_comm_alloc(comm, 2 * bytes, &shared) != DTRAIN_OK) return 1;
+    char *own = (char *)bench_alloc(2 * bytes);
+    if (dtrain_comm_alloc(comm, 2 * bytes, &shared) != DTRAIN_OK) return 1;
     for (int i = 0; i < 2 * COPIED; i++) {
         char *memory = i < COPIED ? (char *)shared : own;
         dtrain_comm_query(comm, &before);

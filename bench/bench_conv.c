@@ -64,16 +64,14 @@ static double get(const trial *t, const void *data, int64_t i)
 
 static void *noise(const trial *t, int64_t count, uint32_t seed)
 {
-    char *data = (char *)malloc((size_t)count * width_of(t));
-    for (int64_t i = 0; data && i < count; i++) {
+    char *data = (char *)bench_alloc((size_t)count * width_of(t));
+    for (int64_t i = 0; i < count; i++) {
         seed = seed * 1664525u + 1013904223u;
         const float value = (float)(seed >> 8) / 8388608.0f - 1.0f;
         if (t->dtype == DTRAIN_DTYPE_F32) ((float *)(void *)data)[i] = value;
         else ((uint16_t *)(void *)data)[i] = dtrain_f32_to_bf16(value);
     }
-    if (data) return data;
-    fprintf(stderr, "bench_conv: no memory for %lld elements\n", (long long)count);
-    exit(1);
+    return data;
 }
 
 static void trial_init(trial *t, const layer *l, dtrain_device *device)
@@ -102,7 +100,7 @@ static void trial_init(trial *t, const layer *l, dtrain_device *device)
     t->forward.y = t->y = noise(t, y, 3);
     t->input.d_y = t->d_y = noise(t, y, 4);
     t->d_x = noise(t, x, 5);
-    t->d_w = (float *)calloc((size_t)weights, sizeof(float));
+    t->d_w = (float *)bench_alloc((size_t)weights * sizeof(float));
     t->forward.dtype = t->input.dtype = t->input.x_dtype = t->dtype;
     t->input.windows = *w;
     t->weight = t->input;

@@ -687,8 +687,8 @@ static bool is_compared(const kernel *k)
 static dtrain_result fill_arrays(dtrain_device *device, const kernel *k, void *const *m,
                                  void *const *host)
 {
-    void *scratch = host ? NULL : malloc((size_t)COMPARED_ELEMENTS * sizeof(int64_t));
-    dtrain_result result = host || scratch ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
+    void *scratch = host ? NULL : bench_alloc((size_t)COMPARED_ELEMENTS * sizeof(int64_t));
+    dtrain_result result = DTRAIN_OK;
     for (int a = 0; a < k->array_count && result == DTRAIN_OK; a++) {
         const array *x = &k->arrays[a];
         size_t size = dtrain_dtype_bytes(x->dtype), all = (size_t)x->count * size;
@@ -747,9 +747,8 @@ static dtrain_result compare(dtrain_device *device, dtrain_device *cpu, const ke
         const array *x = &k->arrays[a];
         size_t bytes = (size_t)x->count * dtrain_dtype_bytes(x->dtype);
         if (!x->output) continue;
-        void *got = malloc(bytes);
-        result = got ? device->ops->copy(device, got, m[a], bytes, DTRAIN_COPY_DEVICE_TO_HOST)
-                     : DTRAIN_ERROR_MEMORY;
+        void *got = bench_alloc(bytes);
+        result = device->ops->copy(device, got, m[a], bytes, DTRAIN_COPY_DEVICE_TO_HOST);
         if (result == DTRAIN_OK && wrong_elements(k, a, got, host[a])) *correct = false;
         free(got);
     }
@@ -839,7 +838,7 @@ static int run_kernel(dtrain_device *device, dtrain_device *cpu, kernel *k)
     const double before = fallbacks(device);
     if (set_count > MAX_SETS) set_count = MAX_SETS;
     dtrain_result result = device->ops->alloc(device, bytes * (size_t)set_count, &memory);
-    if (result == DTRAIN_OK && compared && !(host = malloc(bytes))) result = DTRAIN_ERROR_MEMORY;
+    if (result == DTRAIN_OK && compared) host = bench_alloc(bytes);
     if (host) place(k, host, host_arrays);
     for (int s = 0; s < set_count; s++) place(k, (char *)memory + (size_t)s * bytes, sets[s]);
     if (result == DTRAIN_OK) result = fill_arrays(device, k, sets[0], host ? host_arrays : NULL);

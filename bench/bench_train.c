@@ -82,14 +82,14 @@ static dtrain_result time_gemm(dtrain_device *device, const dtrain_gemm_args *ar
 static dtrain_result fill(dtrain_device *device, void *x, size_t count, bool half)
 {
     size_t size = half ? 2 : 4;
-    char *host = (char *)malloc(count * size);
-    dtrain_result result = host ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; host && i < count; i++) {
+    char *host = (char *)bench_alloc(count * size);
+    for (size_t i = 0; i < count; i++) {
         float value = (float)(i * 2654435761u % 8191) / 4096 - 1;
         if (half) ((uint16_t *)(void *)host)[i] = dtrain_f32_to_bf16(value);
         else ((float *)(void *)host)[i] = value;
     }
-    if (host) result = device->ops->copy(device, x, host, count * size, DTRAIN_COPY_HOST_TO_DEVICE);
+    const dtrain_result result =
+        device->ops->copy(device, x, host, count * size, DTRAIN_COPY_HOST_TO_DEVICE);
     free(host);
     return result;
 }

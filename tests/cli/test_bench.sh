@@ -38,6 +38,7 @@ check "bench_metrics" "^all .* yes" '"writer": "TensorBoard".*"of_step_%": -?[0-
 check "bench_resnet" "^dtrain, bf16 .* yes" '"configuration": "dtrain, fp32".*"floor": [0-9]' "$bench/bench_resnet" --quick \
     --program "$build/resnet_cifar"
 check "bench_collectives" "^all-reduce +1048576 +private .* yes" '"operation": "barrier"' "$bench/bench_collectives" --quick
+check "bench_collectives, one element a rank" "^all-reduce +8 +comm .* yes" '"operation": "broadcast"' "$bench/bench_collectives" --quick --sizes 8
 check "bench_checkpoint" "^ +2 +23.7 .* yes" '"ranks": 1, .*"of_dd' "$bench/bench_checkpoint" --quick --directory "$tmp"
 check "bench_links" "4 nodes, 2 Gb/s" '"nodes": 3, .*"emulated_ms": [0-9]' "$bench/bench_links" --quick --nodes 3,4
 check "bench_sparse" "^topk .* velocity .* yes" '"kernel": "orthogonalize".*"of_gemm": [0-9]' "$bench/bench_sparse" --quick
@@ -81,6 +82,7 @@ done
 refuse "llmc.sh without llm.c" 'is no checkout of llm.c' sh bench/llmc.sh "$tmp"
 refuse "record.sh refuses what it does not know" '"gem" is none of' sh bench/record.sh --out "$tmp" gem
 refuse "a wrong list of sizes" 'it takes at most' "$bench/bench_collectives" --sizes 4K,x
+refuse "a size below one element a rank" 'from 16 to' "$bench/bench_collectives" --sizes 8 --ranks 2,4
 refuse "a log that cannot be written" 'cannot be written' "$bench/bench_gemm" --quick --log "$tmp/none/log"
 "$bench/bench_gemm" --quick --json 2>/dev/null | grep -v '^{"bench": "gemm' >"$tmp/out"
 [ ! -s "$tmp/out" ]; verdict $? "--json prints nothing but objects" "others, too"
