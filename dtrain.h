@@ -53,10 +53,10 @@
        src/tape/op.h                        Operations of one's own
        src/device/backend.h                 For authors of devices and operations: kernel arguments, table
        src/comm/backend.h                   For authors of communicators: the communicator table
-       src/core/platform.c                  The clock
+       src/core/platform.c                  The clock, and files
        src/core/platform_internal.h         System headers, atomics, DTRAIN__PRIVATE
-       src/core/result.c                    Results and error sentences
        src/core/core_internal.h             What every room uses of core
+       src/core/result.c                    Results and error sentences
        src/core/log.c                       Log, allocator, checked sizes
        src/core/dtype.c                     Data types
        src/core/random.c                    Random numbers: Philox4x32-10
@@ -3943,7 +3943,7 @@ struct dtrain_comm_ops {
  * src/core/platform.c
  * ==============================================================================================*/
 
-/* The clock. */
+/* The clock, and files. */
 
 /* ================================================================================================
  * src/core/platform_internal.h
@@ -3957,6 +3957,7 @@ struct dtrain_comm_ops {
 #define _GNU_SOURCE 1
 #endif
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <float.h>
@@ -4036,22 +4037,6 @@ static inline uint64_t dtrain__now_ns(void)
 static inline int64_t dtrain__min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t dtrain__max(int64_t a, int64_t b) { return a > b ? a : b; }
 
-#if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
-#error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
-#endif
-
-DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns(); }
-
-/* ================================================================================================
- * src/core/result.c
- * ==============================================================================================*/
-
-/* Results and error sentences
- *
- * The last error is thread-local, as errno is: ranks may be threads, and a rank's helper threads
- * hand their errors to the thread that asked. The rank is put in front of every sentence so that
- * the output of many ranks stays readable. */
-
 /* ================================================================================================
  * src/core/core_internal.h
  * ==============================================================================================*/
@@ -4079,6 +4064,11 @@ typedef struct dtrain__log_sink {
 #define DTRAIN__PHILOX_M1 0xCD9E8D57u
 #define DTRAIN__PHILOX_W0 0x9E3779B9u
 #define DTRAIN__PHILOX_W1 0xBB67AE85u
+
+/* core/platform.c */
+DTRAIN__PRIVATE int dtrain__above_stdio(int file);
+DTRAIN__PRIVATE int dtrain__open(const char *path, int flags);
+DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
 
 /* core/result.c */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
@@ -4110,6 +4100,50 @@ DTRAIN__PRIVATE void dtrain__random_normal_fill(uint64_t seed, uint64_t stream, 
                                                 int64_t count, float scale, float *out);
 DTRAIN__PRIVATE void dtrain__random_uniform_fill(uint64_t seed, uint64_t stream, uint64_t first,
                                                  int64_t count, float low, float width, float *out);
+
+#if !defined(CLOCK_MONOTONIC) || !defined(MAP_ANONYMOUS)
+#error "dtrain.h must come before any system header where DTRAIN_IMPLEMENTATION is defined"
+#endif
+
+DTRAIN_API double dtrain_seconds(void) { return 1e-9 * (double)dtrain__now_ns(); }
+
+/* Move a new descriptor away from 0, 1 and 2: where the host has closed those, the next open gets
+ * one of them, and what somebody prints would go into a checkpoint or to another rank. Every call
+ * in src/ that makes a descriptor goes through here. */
+DTRAIN__PRIVATE int dtrain__above_stdio(int file)
+{
+    if (file < 0 || file > 2) return file;
+    const int moved = fcntl(file, F_DUPFD_CLOEXEC, 3);
+    const int error = errno;
+    close(file);
+    errno = error;
+    return moved;
+}
+
+/* Open a file, which a program that this process starts does not inherit. */
+DTRAIN__PRIVATE int dtrain__open(const char *path, int flags)
+{
+    return dtrain__above_stdio(open(path, flags | O_CLOEXEC, 0666));
+}
+
+/* Open a directory, to be read and closed by readdir and closedir. */
+DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path)
+{
+    const int file = dtrain__open(path, O_RDONLY | O_DIRECTORY);
+    DIR *directory = file < 0 ? NULL : fdopendir(file);
+    if (file >= 0 && !directory) close(file);
+    return directory;
+}
+
+/* ================================================================================================
+ * src/core/result.c
+ * ==============================================================================================*/
+
+/* Results and error sentences
+ *
+ * The last error is thread-local, as errno is: ranks may be threads, and a rank's helper threads
+ * hand their errors to the thread that asked. The rank is put in front of every sentence so that
+ * the output of many ranks stays readable. */
 
 static DTRAIN__THREAD_LOCAL char dtrain__error_text[DTRAIN__ERROR_BYTES];
 static DTRAIN__THREAD_LOCAL int dtrain__thread_rank = -1; /* set by launch; -1 outside of a rank */
@@ -5366,7 +5400,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
     world->timeline.trace = trace;
     if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
-    trace->file = open(trace->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    trace->file = dtrain__open(trace->path, O_WRONLY | O_CREAT | O_TRUNC);
     if (trace->file < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
                            strerror(errno));
@@ -5963,7 +5997,7 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
     char text[8192];
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    const int file = dtrain__open(path, O_RDONLY);
     if (file < 0) return UINT64_MAX;
     const ssize_t got = read(file, text, sizeof text - 1);
     close(file);
@@ -7054,18 +7088,6 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Move a descriptor away from 0, 1 and 2: where the host has closed those, the next open of a file
- * would get one, and what somebody prints would go to another rank. */
-static int dtrain__above_stdio(int socket)
-{
-    if (socket < 0 || socket > 2) return socket;
-    const int moved = fcntl(socket, F_DUPFD_CLOEXEC, 3);
-    const int error = errno;
-    close(socket);
-    errno = error;
-    return moved;
-}
-
 /* Listen at all addresses of this host, of both families where there are two; when rank 0's address
  * is that of the loopback, which only this host can call, at that one alone. */
 static dtrain_result dtrain__listen(dtrain__rendezvous *r)
@@ -7450,7 +7472,7 @@ static uint64_t dtrain__host_id(int32_t *error)
     char text[320];
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
-    const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    const int file = dtrain__open("/proc/sys/kernel/random/boot_id", O_RDONLY);
     if (file < 0 || read(file, text + 256, 64) < 0) *error = errno;
     if (file >= 0) close(file);
     for (int i = 0; i < 2; i++)
@@ -7541,7 +7563,8 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
                                           dtrain__region *region, dtrain__offer *offer)
 {
     struct stat status;
-    offer->file = (int)syscall(SYS_memfd_create, "dtrain", 1u /* MFD_CLOEXEC; libc may hide it */);
+    offer->file = /* 1: MFD_CLOEXEC, which libc may hide */
+        dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
     if (offer->file < 0 || fstat(offer->file, &status) != 0)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
     DTRAIN__TRY(dtrain__map_region(reserve_bytes, (uint32_t)world->size,
@@ -7562,7 +7585,7 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     void *const wanted = (void *)(uintptr_t)offer->address;
     const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
-    const int file = open(path, O_RDWR | O_CLOEXEC);
+    const int file = dtrain__open(path, O_RDWR);
     if (file < 0 || fstat(file, &status) != 0) {
         (void)dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
         if (file >= 0) close(file);
@@ -8190,7 +8213,9 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
 static void dtrain__write_error_file(const char *text)
 {
     const char *path = getenv("TORCHELASTIC_ERROR_FILE");
-    FILE *file = path && path[0] ? fopen(path, "we") : NULL;
+    const int made = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
+    FILE *file = made < 0 ? NULL : fdopen(made, "w");
+    if (made >= 0 && !file) close(made);
     if (!file) return;
     fprintf(file, "{\"message\": {\"message\": \"");
     for (; *text; text++) {
@@ -8587,7 +8612,7 @@ DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
     char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
     struct stat status;
     if (!path || !path[0]) return NULL;
-    const int file = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
     if (file < 0) return NULL;
     void *page = MAP_FAILED;
     if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&
@@ -9844,7 +9869,7 @@ static dtrain_result dtrain__dump_write(const dtrain_world *world, const char *d
     if (mkdir(directory, 0777) != 0 && errno != EEXIST)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: mkdir %s: %s", directory,
                            strerror(errno));
-    dump.file = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    dump.file = dtrain__open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
     if (dump.file < 0)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: open %s: %s", temporary,
                            strerror(errno));
@@ -23234,7 +23259,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_
  * that it was opened with: else it is an error that names it. The page cache serves both ways
  * alike; bench_data has what a read costs. */
 
-#include <dirent.h>
 #include <fnmatch.h>
 
 #define DTRAIN__OPEN_FILES \
@@ -23304,7 +23328,7 @@ DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
 static int dtrain__data_open(const char *path)
 {
     int file;
-    do file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    do file = dtrain__open(path, O_RDONLY | O_NONBLOCK);
     while (file < 0 && errno == EINTR);
     return file;
 }
@@ -23413,7 +23437,7 @@ static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const 
 {
     const size_t before = search->files->count;
     dtrain_result result = DTRAIN_OK;
-    DIR *directory = opendir(*folder ? folder : ".");
+    DIR *directory = dtrain__open_directory(*folder ? folder : ".");
     if (!directory)
         return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
                            *folder ? folder : ".", strerror(errno));
@@ -29332,7 +29356,6 @@ DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t b
  * is final: the kernel may have dropped what it could not write, and a second fsync would then
  * succeed without it. */
 
-#include <dirent.h>
 #include <sys/file.h>
 
 #define DTRAIN__WRITE_BACK ((uint64_t)8 << 20)
@@ -29349,7 +29372,7 @@ static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode m
                                                     O_WRONLY | O_CREAT | O_EXCL, O_RDWR | O_CREAT,
                                                     O_RDONLY | O_DIRECTORY};
     (void)user;
-    const int file = open(path, flags[mode] | O_CLOEXEC | O_NOFOLLOW, 0666);
+    const int file = dtrain__open(path, flags[mode] | O_NOFOLLOW);
     if (file < 0) return -errno;
     if (mode == DTRAIN_STORAGE_LOCK && flock(file, LOCK_EX | LOCK_NB) < 0) {
         const int error = errno;
@@ -29426,7 +29449,7 @@ static int dtrain__file_list(void *user, const char *path,
                              void (*name)(void *list, const char *entry), void *list)
 {
     (void)user;
-    DIR *directory = opendir(path);
+    DIR *directory = dtrain__open_directory(path);
     if (!directory) return -errno;
     for (;;) {
         errno = 0;
@@ -31103,7 +31126,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
 static dtrain_result dtrain__records_mend(dtrain__records *file)
 {
     char block[4096];
-    const int reader = open(file->path, O_RDONLY | O_CLOEXEC);
+    const int reader = dtrain__open(file->path, O_RDONLY);
     int64_t end = file->size;
     while (reader >= 0 && end > 0) {
         const int64_t first = dtrain__max(0, end - (int64_t)sizeof block);
@@ -31125,11 +31148,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
                                                    bool append)
 {
     struct stat status;
-    const int how = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK;
+    const int how = O_WRONLY | O_CREAT | O_APPEND | O_NOCTTY | O_NONBLOCK;
     file->path = path;
     file->torn = false;
     file->size = -1;
-    file->fd = open(path, append ? how : how | O_TRUNC, 0666);
+    file->fd = dtrain__open(path, append ? how : how | O_TRUNC);
     if (file->fd < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE,
                            "dtrain_metrics_create: the file %s cannot be opened: %s", path,
@@ -31520,7 +31543,7 @@ static void dtrain__csv_header(dtrain__line *text)
 static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *header)
 {
     char line[DTRAIN__LINE_SPACE];
-    const int reader = open(path, O_RDONLY | O_CLOEXEC);
+    const int reader = dtrain__open(path, O_RDONLY);
     const ssize_t got = reader < 0 ? -1 : pread(reader, line, header->used, 0);
     if (reader >= 0) close(reader);
     if (got == (ssize_t)header->used && memcmp(line, header->text, header->used) == 0)
@@ -31725,7 +31748,7 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     p->text = text;
     p->result = DTRAIN_OK;
-    p->fd = open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
+    p->fd = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
     if (p->fd < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", p->next, strerror(errno));
     dtrain__prometheus_version(metrics, finished);
@@ -31820,7 +31843,6 @@ DTRAIN__PRIVATE void dtrain__prometheus_free(dtrain_metrics *metrics)
  * the run before has written from there on. One write a step; a record that a full disk has cut is
  * taken off again, because readers give a file up at the first broken one. */
 
-#include <dirent.h>
 #include <locale.h>
 
 /* ---- Protocol Buffers -------------------------------------------------------------------------*/
@@ -32185,7 +32207,7 @@ static long long dtrain__event_seconds(const char *directory)
 {
     static const char head[] = "events.out.tfevents.";
     long long seconds = (long long)time(NULL), found;
-    DIR *files = opendir(directory);
+    DIR *files = dtrain__open_directory(directory);
     for (const struct dirent *file; files && (file = readdir(files)) != NULL;)
         if (strncmp(file->d_name, head, sizeof head - 1) == 0 &&
             sscanf(file->d_name + sizeof head - 1, "%10lld", &found) == 1 && found >= seconds &&

@@ -476,6 +476,7 @@ static int print_help(void)
 
 int main(int argc, char **argv)
 {
+    take_descriptors();
     run_settings *s = &run_flags;
     make_table();
     for (int a = 1; a < argc; a++)

@@ -422,7 +422,7 @@ static dtrain_result dtrain__dump_write(const dtrain_world *world, const char *d
     if (mkdir(directory, 0777) != 0 && errno != EEXIST)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: mkdir %s: %s", directory,
                            strerror(errno));
-    dump.file = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    dump.file = dtrain__open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
     if (dump.file < 0)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "dtrain_world_dump: open %s: %s", temporary,
                            strerror(errno));

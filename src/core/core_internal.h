@@ -28,6 +28,11 @@ typedef struct dtrain__log_sink {
 #define DTRAIN__PHILOX_W0 0x9E3779B9u
 #define DTRAIN__PHILOX_W1 0xBB67AE85u
 
+/* core/platform.c */
+DTRAIN__PRIVATE int dtrain__above_stdio(int file);
+DTRAIN__PRIVATE int dtrain__open(const char *path, int flags);
+DTRAIN__PRIVATE DIR *dtrain__open_directory(const char *path);
+
 /* core/result.c */
 DTRAIN__PRIVATE int dtrain__rank_of_thread(void);
 DTRAIN__PRIVATE void dtrain__set_thread_rank(int rank);

@@ -25,7 +25,7 @@ static void dtrain__csv_header(dtrain__line *text)
 static dtrain_result dtrain__csv_same(const char *path, const dtrain__line *header)
 {
     char line[DTRAIN__LINE_SPACE];
-    const int reader = open(path, O_RDONLY | O_CLOEXEC);
+    const int reader = dtrain__open(path, O_RDONLY);
     const ssize_t got = reader < 0 ? -1 : pread(reader, line, header->used, 0);
     if (reader >= 0) close(reader);
     if (got == (ssize_t)header->used && memcmp(line, header->text, header->used) == 0)

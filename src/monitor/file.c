@@ -95,7 +95,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__write_all(int fd, const char *path, const 
 static dtrain_result dtrain__records_mend(dtrain__records *file)
 {
     char block[4096];
-    const int reader = open(file->path, O_RDONLY | O_CLOEXEC);
+    const int reader = dtrain__open(file->path, O_RDONLY);
     int64_t end = file->size;
     while (reader >= 0 && end > 0) {
         const int64_t first = dtrain__max(0, end - (int64_t)sizeof block);
@@ -117,11 +117,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_open(dtrain__records *file, const 
                                                    bool append)
 {
     struct stat status;
-    const int how = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK;
+    const int how = O_WRONLY | O_CREAT | O_APPEND | O_NOCTTY | O_NONBLOCK;
     file->path = path;
     file->torn = false;
     file->size = -1;
-    file->fd = open(path, append ? how : how | O_TRUNC, 0666);
+    file->fd = dtrain__open(path, append ? how : how | O_TRUNC);
     if (file->fd < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE,
                            "dtrain_metrics_create: the file %s cannot be opened: %s", path,

@@ -147,7 +147,7 @@ static dtrain_result dtrain__prometheus_replace(dtrain_metrics *metrics, bool fi
     const dtrain__line text = {metrics->scratch, 0, sizeof metrics->scratch};
     p->text = text;
     p->result = DTRAIN_OK;
-    p->fd = open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0644);
+    p->fd = dtrain__open(p->next, O_WRONLY | O_CREAT | O_TRUNC | O_NOCTTY | O_NONBLOCK);
     if (p->fd < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", p->next, strerror(errno));
     dtrain__prometheus_version(metrics, finished);

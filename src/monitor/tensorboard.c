@@ -24,7 +24,6 @@
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
 
-#include <dirent.h>
 #include <locale.h>
 
 /* ---- Protocol Buffers -------------------------------------------------------------------------*/
@@ -389,7 +388,7 @@ static long long dtrain__event_seconds(const char *directory)
 {
     static const char head[] = "events.out.tfevents.";
     long long seconds = (long long)time(NULL), found;
-    DIR *files = opendir(directory);
+    DIR *files = dtrain__open_directory(directory);
     for (const struct dirent *file; files && (file = readdir(files)) != NULL;)
         if (strncmp(file->d_name, head, sizeof head - 1) == 0 &&
             sscanf(file->d_name + sizeof head - 1, "%10lld", &found) == 1 && found >= seconds &&

@@ -12,7 +12,6 @@
 #include "state/storage.h"
 #include "state/storage_internal.h"
 
-#include <dirent.h>
 #include <sys/file.h>
 
 #define DTRAIN__WRITE_BACK ((uint64_t)8 << 20)
@@ -29,7 +28,7 @@ static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode m
                                                     O_WRONLY | O_CREAT | O_EXCL, O_RDWR | O_CREAT,
                                                     O_RDONLY | O_DIRECTORY};
     (void)user;
-    const int file = open(path, flags[mode] | O_CLOEXEC | O_NOFOLLOW, 0666);
+    const int file = dtrain__open(path, flags[mode] | O_NOFOLLOW);
     if (file < 0) return -errno;
     if (mode == DTRAIN_STORAGE_LOCK && flock(file, LOCK_EX | LOCK_NB) < 0) {
         const int error = errno;
@@ -106,7 +105,7 @@ static int dtrain__file_list(void *user, const char *path,
                              void (*name)(void *list, const char *entry), void *list)
 {
     (void)user;
-    DIR *directory = opendir(path);
+    DIR *directory = dtrain__open_directory(path);
     if (!directory) return -errno;
     for (;;) {
         errno = 0;

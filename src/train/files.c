@@ -14,7 +14,6 @@
 #include "core/result.h"
 #include "train/data_internal.h"
 
-#include <dirent.h>
 #include <fnmatch.h>
 
 #define DTRAIN__OPEN_FILES \
@@ -84,7 +83,7 @@ DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width)
 static int dtrain__data_open(const char *path)
 {
     int file;
-    do file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    do file = dtrain__open(path, O_RDONLY | O_NONBLOCK);
     while (file < 0 && errno == EINTR);
     return file;
 }
@@ -193,7 +192,7 @@ static dtrain_result dtrain__data_files_list(dtrain__data_search *search, const 
 {
     const size_t before = search->files->count;
     dtrain_result result = DTRAIN_OK;
-    DIR *directory = opendir(*folder ? folder : ".");
+    DIR *directory = dtrain__open_directory(*folder ? folder : ".");
     if (!directory)
         return dtrain_fail(DTRAIN_ERROR_FILE, "dtrain_dataset_open: %s cannot be opened: %s",
                            *folder ? folder : ".", strerror(errno));

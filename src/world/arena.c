@@ -24,7 +24,7 @@ DTRAIN__PRIVATE size_t dtrain__page_bytes(void)
 static uint64_t dtrain__read_number(const char *path, const char *key)
 {
     char text[8192];
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    const int file = dtrain__open(path, O_RDONLY);
     if (file < 0) return UINT64_MAX;
     const ssize_t got = read(file, text, sizeof text - 1);
     close(file);

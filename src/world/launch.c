@@ -489,7 +489,9 @@ static dtrain_result dtrain__conclude(dtrain__launch *launch, dtrain_launch_info
 static void dtrain__write_error_file(const char *text)
 {
     const char *path = getenv("TORCHELASTIC_ERROR_FILE");
-    FILE *file = path && path[0] ? fopen(path, "we") : NULL;
+    const int made = path && path[0] ? dtrain__open(path, O_WRONLY | O_CREAT | O_TRUNC) : -1;
+    FILE *file = made < 0 ? NULL : fdopen(made, "w");
+    if (made >= 0 && !file) close(made);
     if (!file) return;
     fprintf(file, "{\"message\": {\"message\": \"");
     for (; *text; text++) {

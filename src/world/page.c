@@ -24,7 +24,7 @@ static uint64_t dtrain__host_id(int32_t *error)
     char text[320];
     memset(text, 0, sizeof text);
     if (gethostname(text, 255) != 0) text[0] = 0;
-    const int file = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    const int file = dtrain__open("/proc/sys/kernel/random/boot_id", O_RDONLY);
     if (file < 0 || read(file, text + 256, 64) < 0) *error = errno;
     if (file >= 0) close(file);
     for (int i = 0; i < 2; i++)
@@ -115,7 +115,8 @@ static dtrain_result dtrain__offer_region(dtrain_world *world, size_t reserve_by
                                           dtrain__region *region, dtrain__offer *offer)
 {
     struct stat status;
-    offer->file = (int)syscall(SYS_memfd_create, "dtrain", 1u /* MFD_CLOEXEC; libc may hide it */);
+    offer->file = /* 1: MFD_CLOEXEC, which libc may hide */
+        dtrain__above_stdio((int)syscall(SYS_memfd_create, "dtrain", 1u));
     if (offer->file < 0 || fstat(offer->file, &status) != 0)
         return dtrain_fail(DTRAIN_ERROR_SYSTEM, "memfd_create: %s", strerror(errno));
     DTRAIN__TRY(dtrain__map_region(reserve_bytes, (uint32_t)world->size,
@@ -136,7 +137,7 @@ static dtrain_result dtrain__accept_region(const dtrain__offer *offer, dtrain__r
     void *const wanted = (void *)(uintptr_t)offer->address;
     const size_t bytes = (size_t)offer->bytes;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", offer->pid, offer->file);
-    const int file = open(path, O_RDWR | O_CLOEXEC);
+    const int file = dtrain__open(path, O_RDWR);
     if (file < 0 || fstat(file, &status) != 0) {
         (void)dtrain_fail(DTRAIN_ERROR_SYSTEM, "%s: %s", path, strerror(errno));
         if (file >= 0) close(file);

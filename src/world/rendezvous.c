@@ -152,18 +152,6 @@ static bool dtrain__send_whole(int socket, const void *message, size_t bytes)
 
 /* ---- Rank 0 -----------------------------------------------------------------------------------*/
 
-/* Move a descriptor away from 0, 1 and 2: where the host has closed those, the next open of a file
- * would get one, and what somebody prints would go to another rank. */
-static int dtrain__above_stdio(int socket)
-{
-    if (socket < 0 || socket > 2) return socket;
-    const int moved = fcntl(socket, F_DUPFD_CLOEXEC, 3);
-    const int error = errno;
-    close(socket);
-    errno = error;
-    return moved;
-}
-
 /* Listen at all addresses of this host, of both families where there are two; when rank 0's address
  * is that of the loopback, which only this host can call, at that one alone. */
 static dtrain_result dtrain__listen(dtrain__rendezvous *r)

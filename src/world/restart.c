@@ -53,7 +53,7 @@ DTRAIN__PRIVATE uint64_t *dtrain__progress_open(void)
     char magic[sizeof DTRAIN__PROGRESS_MAGIC] = "";
     struct stat status;
     if (!path || !path[0]) return NULL;
-    const int file = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    const int file = dtrain__open(path, O_RDWR | O_NONBLOCK);
     if (file < 0) return NULL;
     void *page = MAP_FAILED;
     if (fstat(file, &status) == 0 && S_ISREG(status.st_mode) &&

@@ -331,7 +331,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
     world->timeline.trace = trace;
     if (!dtrain__trace_name(world, desc->path, trace->path, sizeof trace->path))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_launch: trace.path is too long");
-    trace->file = open(trace->path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    trace->file = dtrain__open(trace->path, O_WRONLY | O_CREAT | O_TRUNC);
     if (trace->file < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
                            strerror(errno));

@@ -185,6 +185,34 @@ done 2>/dev/null
 [ $runs -gt 0 ] && [ $wrong -eq 0 ] && [ -n "$expected" ]
 result "$hits random kills, stops and requests to stop in $runs runs: all come to the same end" $? "$tmp/wrong"
 
+# ---- started without descriptors 0 to 2: what is printed goes into no file ----
+"$build/resume" "$tmp/whole" >"$tmp/out" 2>&1
+last=$(tail -n 1 "$tmp/out")
+head -c 20000 dtrain.h >"$tmp/text"
+small="$build/train_gpt --data $tmp/text --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --eval-batches 1 --sample 20 --threads 1 --deterministic"
+$small --ranks 2 --steps 4 >"$tmp/out" 2>&1
+expected=$(hash_of "$tmp/out")
+for closed in '<&-' '>&-' '2>&-' '<&- >&-' '<&- 2>&-' '>&- 2>&-' '<&- >&- 2>&-'; do
+    dir=$tmp/closed
+    rm -rf "$dir" && mkdir "$dir"
+    (eval "exec $closed"; exec "$build/resume" "$dir/program") >"$tmp/out" 2>&1 </dev/null
+    good "$closed: a program's checkpoints are whole" "begin at step 150" "$build/resume" "$dir/program"
+    [ "$(tail -n 1 "$tmp/out")" = "$last" ] && ! grep -r -q -a "ranks begin" "$dir"; result "$closed: with the same parameters" $? "$tmp/out"
+    (eval "exec $closed"
+     exec $small --ranks 2 --steps 4 --checkpoint "$dir/gpt" --log "$dir/log" --csv "$dir/csv" --prometheus "$dir/run.prom" \
+         --tensorboard "$dir/board" --trace "$dir/trace.json" --config-out "$dir/config") >"$tmp/out" 2>&1 </dev/null
+    result "$closed: train_gpt ends well" $? "$tmp/out"
+    $small --ranks 2 --steps 4 --checkpoint "$dir/gpt" --resume auto >"$tmp/out" 2>&1
+    same "$closed: its checkpoint is whole"
+    [ "$(grep -c '^{"step": .*}$' "$dir/log") $(wc -l <"$dir/log") $(wc -l <"$dir/csv")" = "4 5 5" ] &&
+        ! grep -q -v -E '^(# (HELP|TYPE) )?dtrain_' "$dir/run.prom" && ! grep -q -v -E '^(#|$)|^[a-z0-9-]+ = ' "$dir/config" &&
+        ! grep -r -q -a 'validation loss' "$dir" && "$build/trace" show "$dir"/trace.rank*.json >/dev/null
+    result "$closed: so are log, table, metrics, trace and flags" $? "$dir/log"
+    (eval "exec $closed"; exec "$build/report" "$dir/page.html" "$dir/log") >/dev/null 2>&1 </dev/null
+    head -c 9 "$dir/page.html" | grep -q '<!DOCTYPE' && tail -n 1 "$dir/page.html" | grep -q '</html>'
+    result "$closed: so is a page about it" $?
+done
+
 # ---- what cannot be ----
 bad "--save-every without a directory" "does nothing without --checkpoint" $gpt --save-every 5
 bad "--snapshot-every without restarts" "does nothing without --restarts" $gpt --snapshot-every 5 --checkpoint "$tmp/none"

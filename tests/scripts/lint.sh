@@ -44,6 +44,14 @@ for path in $(grep -o -h -E '`(src|examples|tests)/[A-Za-z0-9_/.-]+\.(c|h|cuh|sh
     [ -f "$path" ] || complain "docs/ name $path, which is not there"
 done
 
+# What makes a descriptor goes through one function (core/platform.c), which keeps it off 0, 1 and 2; a program opens
+# /dev/null there before anything else.
+grep -n -E '(^|[^_A-Za-z>."])(open(at|dir)?|creat|socket(pair)?|pipe2?|dup[23]?|accept4?|shm_open|memfd_create|epoll_create1?|eventfd|signalfd|timerfd_create|inotify_init1?|f(re)?open|tmpfile|mkstemp|popen)\(|F_DUPFD|SYS_memfd' \
+    $(find src -name '*.[ch]' -o -name '*.cuh') | grep -v -E 'dtrain__above_stdio\(|src/core/platform.c.*F_DUPFD' && complain "src/ opens descriptors without dtrain__above_stdio"
+for program in $(grep -l '^int main(' tools/*/*.c) examples/resnet_cifar.c; do
+    grep -A 2 '^int main(' $program | grep -q '^    take_descriptors();' || complain "$program does not begin with take_descriptors()"
+done
+
 # Examples are what a user may write.
 grep -n -i 'dtrain__' examples/*.c && complain "examples/ use private names"
 

@@ -38,6 +38,7 @@
 #include "report.h"
 #include "attempt.h"
 #include "nodes.h"
+#include "tools/descriptors.h"
 
 /* Reserve a port of the loopback for the ranks of one node: bound, and never listened at, so that rank 0 can listen
  * there, in every attempt, and nobody else is given it. The socket stays open; -1 after a sentence. */
@@ -224,6 +225,7 @@ static int run_nodes(run_job *job)
 
 int main(int argc, char **argv)
 {
+    take_descriptors();
     static run_options options;
     static run_job job;
     const int read = run_read(argc, argv, getenv, &options);

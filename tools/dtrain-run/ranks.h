@@ -153,7 +153,7 @@ static void run_become(run_node *node, int local, int out, int err, pid_t parent
     run_environment(node, local);
     if (node->first + local || isatty(0)) {
         const int nothing = open("/dev/null", O_RDONLY);
-        if (nothing > 0) dup2(nothing, 0), close(nothing);
+        if (nothing >= 0) dup2(nothing, 0), close(nothing);
     }
     if (rank->log >= 0 && out < 0) out = err = rank->log;
     if (out >= 0) dup2(out, 1), dup2(err, 2);

@@ -11,6 +11,7 @@
  * a rank called after another one had given up is left out. Files of an attempt before the last restart are, too. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tools/descriptors.h"
 
 #include <dirent.h>
 #include <stdio.h>
@@ -506,6 +507,7 @@ static int flight_load_all(const char *directory)
 
 int main(int argc, char **argv)
 {
+    take_descriptors();
     const int status = argc == 2 ? flight_load_all(argv[1]) : 1;
     if (!flight_size) {
         fprintf(stderr,

@@ -12,6 +12,7 @@
  * Long runs are drawn as means of neighbouring steps, at most 240 points to a curve. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "tools/descriptors.h"
 
 /* ---- Reading logs -------------------------------------------------------------------------------------------- */
 
@@ -475,6 +476,7 @@ static void take_argument(run *r, const char *argument)
 
 int main(int argc, char **argv)
 {
+    take_descriptors();
     static run runs[REPORT_RUNS];
     const int count = argc - 2;
     if (count < 1 || count > REPORT_RUNS)

@@ -9,6 +9,7 @@
 #define RUN_SETTINGS_H
 
 #include "tools/config.h"
+#include "tools/descriptors.h"
 #include "tools/flags.h"
 
 typedef struct run_settings {

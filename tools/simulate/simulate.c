@@ -32,6 +32,7 @@
 #include "dtrain.h"
 
 #include "tools/flags.h"
+#include "tools/descriptors.h"
 
 #include <ctype.h>
 
@@ -822,6 +823,7 @@ static int rank_main(dtrain_world *world, void *user)
 
 int main(int argc, char **argv)
 {
+    take_descriptors();
     dtrain_launch_desc launch;
     dtrain_launch_info info;
     flags = usual;

@@ -16,6 +16,7 @@
 #include "dtrain.h"
 
 #include "draw.h"
+#include "tools/descriptors.h"
 
 /* ---- Reading ------------------------------------------------------------------------------------------------ */
 
@@ -307,6 +308,7 @@ static int usage(void)
 
 int main(int argc, char **argv)
 {
+    take_descriptors();
     trace all;
     const char *what = argc > 1 ? argv[1] : "";
     const bool shows = strcmp(what, "show") == 0, draws = strcmp(what, "svg") == 0;

@@ -85,6 +85,7 @@ cleanup:
 
 int main(int argc, char **argv)
 {
+    take_descriptors();
     dtrain_launch_desc launch;
     settings *s = &flags;
     make_table();
