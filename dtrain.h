@@ -2675,7 +2675,8 @@ typedef struct dtrain_checkpoint_desc {
     bool background;       /* save copies to host memory, and a thread writes while training goes
                                 on; false: save returns when the checkpoint is there */
     uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
-                                error of dtrain_checkpoint_save. 0 = none */
+                                error of dtrain_checkpoint_save, and one that no later save has made
+                                good that of dtrain_checkpoint_wait and _close. 0 = none */
     uint64_t file_bytes;   /* a file that would grow beyond is continued in another; 0 = 4 GiB */
     const char *directory; /* shared by all ranks; made if it is not there */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
@@ -2698,9 +2699,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
  * its failure. */
 DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
                                                 double metric);
-/* Wait for a save in the background, and report its failure. Collective. */
+/* Wait for a save in the background. DTRAIN_OK: the newest save is on the disk; otherwise the error
+ * says why not, also after a warning (desc.failures), and what is lost. Collective. */
 DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint);
-/* Wait, and free. Collective, unless the communicator has failed; NULL is ignored. */
+/* Wait, with the result of dtrain_checkpoint_wait, and free. Collective, unless the communicator
+ * has failed; NULL is ignored. */
 DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint);
 
 typedef struct dtrain_checkpoint_info {
@@ -25149,7 +25152,9 @@ struct dtrain_checkpoint {
     dtrain_result written, published;
     char written_text[DTRAIN__ERROR_BYTES], published_text[DTRAIN__ERROR_BYTES];
 
-    uint32_t failures; /* in a row */
+    uint32_t failures;  /* in a row */
+    dtrain_result lost; /* of the newest save, where it has failed, and why */
+    char lost_text[DTRAIN__ERROR_BYTES];
     dtrain_checkpoint_info info;
 };
 
@@ -25572,7 +25577,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__save_write(dtrain_checkpoint *c)
 #define DTRAIN__LOOK_MS 10     /* between two looks for another rank's list */
 #define DTRAIN__SHARED_MS 5000 /* until what one host has written is seen by another */
 
-static dtrain_result dtrain__save_settle(dtrain_checkpoint *c);
+static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last);
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c);
 static void dtrain__save_run(dtrain_checkpoint *c);
 static dtrain_result dtrain__publish(dtrain_checkpoint *c);
@@ -25602,7 +25607,7 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
 {
     int64_t same[2] = {step, ~step};
     const double start = dtrain_seconds();
-    DTRAIN__TRY(dtrain__save_settle(c));
+    DTRAIN__TRY(dtrain__save_settle(c, false));
     DTRAIN__TRY(dtrain__agree(c->comm, dtrain__save_check(c, step)));
     DTRAIN__TRY(
         dtrain_all_reduce(c->comm, same, same, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
@@ -25625,7 +25630,7 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
         c->phase = DTRAIN__SAVE_WRITTEN;
     } else dtrain__save_run(c);
     const dtrain_result result =
-        c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c);
+        c->desc.background && begun == DTRAIN_OK ? DTRAIN_OK : dtrain__save_settle(c, false);
     c->info.stall_seconds = dtrain_seconds() - start;
     return result;
 }
@@ -25927,11 +25932,23 @@ static void dtrain__thread_trace(const dtrain_checkpoint *c)
                            NULL, c->step, at[1], at[2]);
 }
 
-/* Settle the save under way, if there is one, count it, and judge a failure: a warning, or with too
- * many in a row an error. Errors of the communicator are errors in any case. */
-static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
+/* Fail with the reason why the newest save has, and with what is lost. */
+static dtrain_result dtrain__save_lost(const dtrain_checkpoint *c)
 {
-    if (!c->outstanding) return DTRAIN_OK;
+    char kept[80] = "this run has saved nothing, and what it trained is lost";
+    if (c->info.last_step >= 0)
+        snprintf(kept, sizeof kept, "what was trained after step %lld, the newest saved, is lost",
+                 (long long)c->info.last_step);
+    return dtrain_fail(c->lost, "the checkpoint of step %lld was not saved: %s; %s",
+                       (long long)c->step, c->lost_text, kept);
+}
+
+/* Settle the save under way, if there is one, count it, and judge a failure: a warning, or with too
+ * many in a row an error; an error also of the last save before a wait, whose caller relies on it.
+ * Errors of the communicator are errors in any case. */
+static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last)
+{
+    if (!c->outstanding) return last && c->failures ? dtrain__save_lost(c) : DTRAIN_OK;
     const dtrain_result result = dtrain__save_agree(c);
     c->outstanding = false;
     dtrain__thread_trace(c);
@@ -25946,13 +25963,19 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c)
     }
     c->info.failed++;
     dtrain__save_clear(c);
-    const bool tolerated = c->failures++ < c->desc.failures && result != DTRAIN_ERROR_PEER &&
-                           result != DTRAIN_ERROR_MISMATCH && result != DTRAIN_ERROR_TIMEOUT;
-    if (!tolerated) return result;
+    c->failures++;
+    c->lost = result;
+    snprintf(c->lost_text, sizeof c->lost_text, "%s", dtrain__bare(dtrain_last_error()));
+    if (result == DTRAIN_ERROR_PEER || result == DTRAIN_ERROR_MISMATCH ||
+        result == DTRAIN_ERROR_TIMEOUT)
+        return result;
+    if (last || c->failures > c->desc.failures) return dtrain__save_lost(c);
     if (c->rank == 0)
-        dtrain_log(c->world, DTRAIN_LOG_WARNING,
-                   "the checkpoint of step %lld was not saved, and training goes on: %s",
-                   (long long)c->step, dtrain__bare(dtrain_last_error()));
+        dtrain_log(
+            c->world, DTRAIN_LOG_WARNING,
+            "the checkpoint of step %lld was not saved, failure %u in a row of %u tolerated: "
+            "%s",
+            (long long)c->step, c->failures, c->desc.failures, c->lost_text);
     return DTRAIN_OK;
 }
 
@@ -25963,7 +25986,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint)
     dtrain_world *world = checkpoint->world;
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_CHECKPOINT, "wait for save", DTRAIN__UNNUMBERED);
-    const dtrain_result result = dtrain__save_settle(checkpoint);
+    const dtrain_result result = dtrain__save_settle(checkpoint, true);
     dtrain__span_end(world, span);
     return result;
 }
@@ -26160,7 +26183,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
     dtrain_device *device = c->desc.state->device;
     char before[DTRAIN__ERROR_BYTES];
     snprintf(before, sizeof before, "%s", dtrain_last_error());
-    const dtrain_result result = dtrain__save_settle(c);
+    const dtrain_result result = dtrain__save_settle(c, true);
     if (result == DTRAIN_OK) dtrain__set_last_error(before);
     if (c->abandoned) return result; /* its thread still writes from this memory */
     if (c->lock >= 0) (void)c->desc.storage->close(c->desc.storage->user, c->lock);

@@ -50,7 +50,8 @@ typedef struct dtrain_checkpoint_desc {
     bool background;       /* save copies to host memory, and a thread writes while training goes
                                 on; false: save returns when the checkpoint is there */
     uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
-                                error of dtrain_checkpoint_save. 0 = none */
+                                error of dtrain_checkpoint_save, and one that no later save has made
+                                good that of dtrain_checkpoint_wait and _close. 0 = none */
     uint64_t file_bytes;   /* a file that would grow beyond is continued in another; 0 = 4 GiB */
     const char *directory; /* shared by all ranks; made if it is not there */
     const char *config;    /* text for the manifest, such as the command line; NULL = none */
@@ -73,9 +74,11 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
  * its failure. */
 DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, int64_t step,
                                                 double metric);
-/* Wait for a save in the background, and report its failure. Collective. */
+/* Wait for a save in the background. DTRAIN_OK: the newest save is on the disk; otherwise the error
+ * says why not, also after a warning (desc.failures), and what is lost. Collective. */
 DTRAIN_API dtrain_result dtrain_checkpoint_wait(dtrain_checkpoint *checkpoint);
-/* Wait, and free. Collective, unless the communicator has failed; NULL is ignored. */
+/* Wait, with the result of dtrain_checkpoint_wait, and free. Collective, unless the communicator
+ * has failed; NULL is ignored. */
 DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint);
 
 typedef struct dtrain_checkpoint_info {

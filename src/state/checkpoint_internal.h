@@ -178,7 +178,9 @@ struct dtrain_checkpoint {
     dtrain_result written, published;
     char written_text[DTRAIN__ERROR_BYTES], published_text[DTRAIN__ERROR_BYTES];
 
-    uint32_t failures; /* in a row */
+    uint32_t failures;  /* in a row */
+    dtrain_result lost; /* of the newest save, where it has failed, and why */
+    char lost_text[DTRAIN__ERROR_BYTES];
     dtrain_checkpoint_info info;
 };
 

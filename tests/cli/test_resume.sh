@@ -126,6 +126,30 @@ result "kill -9 of the launcher: nothing is left" $? "$tmp/log"
 $long --checkpoint "$tmp/hit" --resume auto >"$tmp/out" 2>&1
 same "and another run goes on"
 
+# ---- a disk that is full: a run whose last save fails is no success, and says what is lost ----
+# on_full FLAGS: a run on a disk that takes no file above 8 blocks; $status
+on_full() { (trap '' XFSZ; ulimit -f 8; exec $gpt "$@") >"$tmp/out" 2>&1 & launcher=$!; }
+# lost NAME PATTERN: the run ended with an error that says so, and nothing of what a success says
+lost() {
+    wait $launcher
+    status=$?
+    [ $status -ne 0 ] && [ $status -lt 128 ] && grep -q -E -e "the checkpoint of step [0-9]+ was not saved: .*File too large; $2.*lost" "$tmp/out" &&
+        ! grep -q -E 'resume auto goes on|the last of step -1' "$tmp/out"
+    result "$1" $? "$tmp/out"
+}
+for blocking in "" --save-blocking; do
+    rm -rf "$tmp/full"
+    on_full --steps 6 --checkpoint "$tmp/full" $blocking
+    lost "the one save of a run fails $blocking" "this run has saved nothing"
+    on_full --steps 6 --checkpoint "$tmp/full" $blocking --save-every 2
+    lost "three saves of a run fail $blocking" "this run has saved nothing"
+    on_full --steps 100000 --checkpoint "$tmp/full" $blocking --log "$tmp/full/log" --stop-status 7
+    wait_for 20 grep -q -a step "$tmp/full/log"
+    kill -TERM $launcher
+    lost "the save before a stop fails $blocking" "this run has saved nothing"
+    [ $status -ne 7 ]; result "and its status is not that of a stop $blocking" $?
+done
+
 # ---- a save is killed at a system call ----
 if have strace; then
     dir=$tmp/kill

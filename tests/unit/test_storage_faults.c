@@ -135,6 +135,32 @@ static void test_tolerated(void)
         }
 }
 
+/* A failure is tolerated as long as a later save makes it good: the last save of a run is an error of its wait, which
+ * says what is lost, with and without a thread. */
+static void test_last_save(void)
+{
+    for (int background = 0; background < 2; background++)
+        for (int every = 3; every <= 4; every++) { /* step 6 is saved, or 8 */
+            uint64_t hashes[3];
+            disk *d = disk_with_two(DTRAIN_STRATEGY_ZERO1, 2, hashes);
+            saved_run *r = save_six(d, DTRAIN_STRATEGY_ZERO1, 2, background);
+            r->steps = 8;
+            r->save_every = every;
+            r->keep.failures = 3;
+            d->writes_only = d->fail_on = true;
+            d->calls = 0;
+            d->fail_at = 30;
+            const dtrain_result result = saved_launch(r);
+            CHECK_MSG(result != DTRAIN_OK, "background %d: it went well", background);
+            for (int rank = 0; rank < 2; rank++)
+                CHECK_MSG(strstr(r->error[rank], "the checkpoint of step") &&
+                              strstr(r->error[rank], "nothing, and what it trained is lost"),
+                          "background %d, rank %d: %s", background, rank, r->error[rank]);
+            munmap(r, sizeof *r);
+            disk_free(d);
+        }
+}
+
 /* Every call of a load fails: an error on all ranks, or the older checkpoint. */
 static void test_failing_reads(void)
 {
@@ -263,6 +289,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_failing_writes);
     RUN(test_tolerated);
+    RUN(test_last_save);
     RUN(test_failing_reads);
     RUN(test_short_and_interrupted);
     RUN(test_power_loss);

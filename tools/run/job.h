@@ -60,6 +60,7 @@ struct run_job {
     dtrain_checkpoint *snapshots;  /* in the launcher's memory; NULL without --snapshot-every */
     dtrain_load_info resumed;      /* step -1: the run begins */
     bool stopped;                  /* by a signal, before its last step */
+    bool saved;                    /* the state behind the last step, on the disk */
     int64_t rolled_back;           /* the step of the last roll-back, or -1 */
     dtrain_memory memory;
     dtrain_probe_info links; /* with --probe-links */
@@ -405,8 +406,13 @@ cleanup:
     return result;
 }
 
+/* Free a job. The first error stays the last one: closing tells of a failed save again. */
 static void close_job(run_job *j)
 {
+    char first[1024];
+    int prefix = 0; /* "rank N: ", which dtrain_fail puts there again */
+    snprintf(first, sizeof first, "%s", dtrain_last_error());
+    (void)sscanf(first, "rank %*d: %n", &prefix);
     dtrain_metrics_destroy(j->metrics);
     dtrain_checkpoint_close(j->snapshots);
     dtrain_checkpoint_close(j->checkpoint);
@@ -415,6 +421,7 @@ static void close_job(run_job *j)
     dtrain_optimizer_destroy(j->optimizer);
     dtrain_strategy_destroy(j->strategy);
     j->program->close(j);
+    (void)dtrain_fail(DTRAIN_OK, "%s", first + prefix);
 }
 
 #endif /* RUN_JOB_H */

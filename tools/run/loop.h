@@ -36,7 +36,7 @@ static dtrain_result roll_back(dtrain_world *world, run_job *j, int64_t *step)
     dtrain_loader_info data;
     dtrain_load_info from;
     dtrain_result result = DTRAIN_OK;
-    TRY(dtrain_checkpoint_wait(j->checkpoint));
+    (void)dtrain_checkpoint_wait(j->checkpoint); /* not saved: an older one is loaded */
     dtrain_loader_query(j->loader, &data);
     TRY(load_newest(world, j, &from));
     if (from.step < 0)
@@ -75,7 +75,7 @@ static dtrain_result train_steps(dtrain_world *world, run_job *j)
         TRY(dtrain_metrics_step(j->metrics, &record));
         TRY(save(j, step + 1, &record, stopping));
     }
-    if (j->checkpoint) TRY(dtrain_checkpoint_wait(j->checkpoint));
+    j->saved = j->checkpoint && dtrain_checkpoint_wait(j->checkpoint) == DTRAIN_OK;
     j->stopped = stopping;
 cleanup:
     return result;
@@ -126,6 +126,7 @@ static int run_rank(dtrain_world *world, void *user)
     fflush(stdout);
     TRY(train_steps(world, &j));
     TRY(finish_job(world, &j));
+    if (j.checkpoint) TRY(dtrain_checkpoint_wait(j.checkpoint)); /* the error of the last save */
     if (j.stopped &&
         j.s->stop_status) { /* together: launchers kill the others when one has failed */
         char all[DTRAIN_MAX_RANKS];

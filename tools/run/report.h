@@ -181,12 +181,14 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
     if (!j->checkpoint) return;
     dtrain_checkpoint_info saved;
     dtrain_checkpoint_query(j->checkpoint, &saved);
+    if (!saved.saved) return;
     printf("  checkpoints          %10llu   the last of step %lld: it held training up for %.0f "
            "ms, and was written "
            "in %.0f\n",
            (unsigned long long)saved.saved, (long long)saved.last_step, 1e3 * saved.stall_seconds,
            1e3 * saved.write_seconds);
-    if (j->stopped) printf("  stopped by a signal: the same command with --resume auto goes on\n");
+    if (j->stopped && j->saved)
+        printf("  stopped by a signal: the same command with --resume auto goes on\n");
 }
 
 #endif /* RUN_REPORT_H */
