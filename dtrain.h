@@ -27234,14 +27234,6 @@ typedef struct dtrain__import {
 
 static const char dtrain__import_call[] = "dtrain_checkpoint_import";
 
-/* Return what a path stands for: whoever names a file may name it by a symbolic link. Storages that
- * are none of the file system have no links. */
-static const char *dtrain__import_target(const dtrain__import *im, const char *path,
-                                         char real[PATH_MAX + 1])
-{
-    return im->desc.storage == dtrain_file_storage() && realpath(path, real) ? real : path;
-}
-
 static void dtrain__import_path(const dtrain__import *im, uint32_t file,
                                 char path[2 * DTRAIN__PATH])
 {
@@ -27255,14 +27247,12 @@ static dtrain_result dtrain__import_open(dtrain__import *im, uint32_t file,
                                          char path[2 * DTRAIN__PATH])
 {
     const dtrain_storage *storage = im->desc.storage;
-    char real[PATH_MAX + 1];
     dtrain__import_path(im, file, path);
     if (im->file >= 0 && im->opened == file) return DTRAIN_OK;
     if (im->file >= 0) (void)storage->close(storage->user, im->file);
     im->file = -1;
     im->opened = file;
-    return dtrain__storage_open(storage, dtrain__import_target(im, path, real), DTRAIN_STORAGE_READ,
-                                &im->file);
+    return dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &im->file);
 }
 
 /* Find a file by its name, or add it. Tensors of a file follow one another in an index, so that the
@@ -27355,10 +27345,9 @@ static dtrain_result dtrain__import_headers(dtrain__import *im)
 /* Read an index and the headers of its files. */
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
-    char *text, real[PATH_MAX + 1];
+    char *text;
     size_t bytes, count;
-    DTRAIN__TRY(dtrain__storage_get(im->desc.storage, im->allocator,
-                                    dtrain__import_target(im, im->index, real), DTRAIN__INDEX_MOST,
+    DTRAIN__TRY(dtrain__storage_get(im->desc.storage, im->allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
     dtrain_result result = dtrain__index_walk(im, text, bytes, false, &count);
     if (result == DTRAIN_OK) result = dtrain__import_headers(im);
@@ -27376,12 +27365,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
 static bool dtrain__import_exists(const dtrain__import *im, const char *path)
 {
     const dtrain_storage *storage = im->desc.storage;
-    char real[PATH_MAX + 1];
-    int file;
-    do
-        file = storage->open(storage->user, dtrain__import_target(im, path, real),
-                             DTRAIN_STORAGE_READ);
-    while (file == -EINTR);
+    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_READ);
     if (file >= 0) (void)storage->close(storage->user, file);
     return file != -ENOENT;
 }
@@ -29387,15 +29371,18 @@ DTRAIN__PRIVATE uint32_t dtrain__crc32c(uint32_t crc, const void *data, size_t b
 
 static int dtrain__or_errno(int result) { return result < 0 ? -errno : result; }
 
-/* A lock of flock belongs to the open file, and the kernel ends it with the last process that has
+/* Open a file. Symbolic links are followed, as those that a cluster's directories and shards are
+ * reached by, but for the lock, which would be made elsewhere; O_EXCL follows none.
+ *
+ * A lock of flock belongs to the open file, and the kernel ends it with the last process that has
  * it open: there is no stale lock, whatever process ids are used again. */
 static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode mode)
 {
-    static const int flags[DTRAIN_STORAGE_MODES] = {O_RDONLY | O_NONBLOCK,
-                                                    O_WRONLY | O_CREAT | O_EXCL, O_RDWR | O_CREAT,
-                                                    O_RDONLY | O_DIRECTORY};
+    static const int flags[DTRAIN_STORAGE_MODES] = {
+        O_RDONLY | O_NONBLOCK, O_WRONLY | O_CREAT | O_EXCL, O_RDWR | O_CREAT | O_NOFOLLOW,
+        O_RDONLY | O_DIRECTORY};
     (void)user;
-    const int file = dtrain__open(path, flags[mode] | O_NOFOLLOW);
+    const int file = dtrain__open(path, flags[mode]);
     if (file < 0) return -errno;
     if (mode == DTRAIN_STORAGE_LOCK && flock(file, LOCK_EX | LOCK_NB) < 0) {
         const int error = errno;

@@ -64,14 +64,6 @@ typedef struct dtrain__import {
 
 static const char dtrain__import_call[] = "dtrain_checkpoint_import";
 
-/* Return what a path stands for: whoever names a file may name it by a symbolic link. Storages that
- * are none of the file system have no links. */
-static const char *dtrain__import_target(const dtrain__import *im, const char *path,
-                                         char real[PATH_MAX + 1])
-{
-    return im->desc.storage == dtrain_file_storage() && realpath(path, real) ? real : path;
-}
-
 static void dtrain__import_path(const dtrain__import *im, uint32_t file,
                                 char path[2 * DTRAIN__PATH])
 {
@@ -85,14 +77,12 @@ static dtrain_result dtrain__import_open(dtrain__import *im, uint32_t file,
                                          char path[2 * DTRAIN__PATH])
 {
     const dtrain_storage *storage = im->desc.storage;
-    char real[PATH_MAX + 1];
     dtrain__import_path(im, file, path);
     if (im->file >= 0 && im->opened == file) return DTRAIN_OK;
     if (im->file >= 0) (void)storage->close(storage->user, im->file);
     im->file = -1;
     im->opened = file;
-    return dtrain__storage_open(storage, dtrain__import_target(im, path, real), DTRAIN_STORAGE_READ,
-                                &im->file);
+    return dtrain__storage_open(storage, path, DTRAIN_STORAGE_READ, &im->file);
 }
 
 /* Find a file by its name, or add it. Tensors of a file follow one another in an index, so that the
@@ -185,10 +175,9 @@ static dtrain_result dtrain__import_headers(dtrain__import *im)
 /* Read an index and the headers of its files. */
 static dtrain_result dtrain__import_index(dtrain__import *im)
 {
-    char *text, real[PATH_MAX + 1];
+    char *text;
     size_t bytes, count;
-    DTRAIN__TRY(dtrain__storage_get(im->desc.storage, im->allocator,
-                                    dtrain__import_target(im, im->index, real), DTRAIN__INDEX_MOST,
+    DTRAIN__TRY(dtrain__storage_get(im->desc.storage, im->allocator, im->index, DTRAIN__INDEX_MOST,
                                     &text, &bytes));
     dtrain_result result = dtrain__index_walk(im, text, bytes, false, &count);
     if (result == DTRAIN_OK) result = dtrain__import_headers(im);
@@ -206,12 +195,7 @@ static dtrain_result dtrain__import_index(dtrain__import *im)
 static bool dtrain__import_exists(const dtrain__import *im, const char *path)
 {
     const dtrain_storage *storage = im->desc.storage;
-    char real[PATH_MAX + 1];
-    int file;
-    do
-        file = storage->open(storage->user, dtrain__import_target(im, path, real),
-                             DTRAIN_STORAGE_READ);
-    while (file == -EINTR);
+    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_READ);
     if (file >= 0) (void)storage->close(storage->user, file);
     return file != -ENOENT;
 }

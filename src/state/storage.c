@@ -20,15 +20,18 @@
 
 static int dtrain__or_errno(int result) { return result < 0 ? -errno : result; }
 
-/* A lock of flock belongs to the open file, and the kernel ends it with the last process that has
+/* Open a file. Symbolic links are followed, as those that a cluster's directories and shards are
+ * reached by, but for the lock, which would be made elsewhere; O_EXCL follows none.
+ *
+ * A lock of flock belongs to the open file, and the kernel ends it with the last process that has
  * it open: there is no stale lock, whatever process ids are used again. */
 static int dtrain__file_open(void *user, const char *path, dtrain_storage_mode mode)
 {
-    static const int flags[DTRAIN_STORAGE_MODES] = {O_RDONLY | O_NONBLOCK,
-                                                    O_WRONLY | O_CREAT | O_EXCL, O_RDWR | O_CREAT,
-                                                    O_RDONLY | O_DIRECTORY};
+    static const int flags[DTRAIN_STORAGE_MODES] = {
+        O_RDONLY | O_NONBLOCK, O_WRONLY | O_CREAT | O_EXCL, O_RDWR | O_CREAT | O_NOFOLLOW,
+        O_RDONLY | O_DIRECTORY};
     (void)user;
-    const int file = dtrain__open(path, flags[mode] | O_NOFOLLOW);
+    const int file = dtrain__open(path, flags[mode]);
     if (file < 0) return -errno;
     if (mode == DTRAIN_STORAGE_LOCK && flock(file, LOCK_EX | LOCK_NB) < 0) {
         const int error = errno;

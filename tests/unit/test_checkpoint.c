@@ -458,6 +458,38 @@ static void test_directories(void)
     folder_remove();
 }
 
+/* The directory, a new one below it, a checkpoint and a shard are reached by symbolic links; what is removed by such a
+ * name is ours alone. */
+static void test_links(void)
+{
+    char path[200];
+    folder_make();
+    saved_run *r = saved_new(2, DTRAIN_STRATEGY_ZERO1);
+    r->save_every = 1;
+    r->keep.keep = 2;
+    r->save = r->load = path;
+    shell("mkdir %s/real && ln -s real %s/link && ln -s . %s/real/here", folder, folder, folder);
+    for (int i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, i ? "%s/link/here/new/" : "%s/link", folder);
+        r->load = NULL;
+        r->steps = 2;
+        if (!saved_go(r, path)) continue;
+        CHECK(r->info[0].saved == 2 && r->info[1].failed == 0);
+        shell("cd %s && mkdir elsewhere && mv step-000000000001 elsewhere/one && "
+              "ln -s elsewhere/one step-000000000001 && cd step-000000000002 && "
+              "mv model-00000-00.safetensors ../elsewhere/shard && "
+              "ln -s ../elsewhere/shard model-00000-00.safetensors",
+              path);
+        r->load = path;
+        r->steps = 4;
+        if (saved_go(r, path)) CHECK(r->from[0] == 2 && r->info[0].saved == 2);
+        shell("cd %s && test \"$(echo step-*)\" = 'step-000000000003 step-000000000004' && "
+              "test -f elsewhere/shard",
+              path);
+    }
+    folder_remove();
+}
+
 /* ---- damage ---- */
 
 /* Damage the newest of two checkpoints: it is passed over, with a warning and a note; by its own path it is an error
@@ -476,7 +508,7 @@ static void test_damage(void)
         {"truncate -s 10 $N/manifest.json", "manifest.json"},
         {"truncate -s 0 $N/manifest.json", "manifest.json"},
         {"rm $N/manifest.json", ""},
-        {"mv $N/state-00000-00.safetensors $N/x; ln -s x $N/state-00000-00.safetensors",
+        {"rm $N/state-00000-00.safetensors; ln -s x $N/state-00000-00.safetensors",
          "state-00000-00"},
         {"sed -i 's/\"version\": 1/\"version\": 2/' $N/manifest.json", "manifest.json"},
         {"cp $O/manifest.json $N/manifest.json", ""}};
@@ -517,6 +549,7 @@ int main(int argc, char **argv)
     RUN(test_foreign_files);
     RUN(test_lock);
     RUN(test_directories);
+    RUN(test_links);
     RUN(test_damage);
     return test_summary();
 }

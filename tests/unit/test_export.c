@@ -564,6 +564,10 @@ static void test_files(void)
     job_go(j, "one file");
     CHECK(shell("cd %s && test -f model.safetensors && test ! -e model.safetensors.index.json",
                 folder) == 0);
+    CHECK(shell("cd %s && ln -s . here", folder) == 0); /* a directory by a link */
+    j->to = to->from = in_folder("here/model.safetensors");
+    if (job_go(j, "a linked directory") && job_go(to, "a linked directory"))
+        CHECK(to->hash[0] == j->hash[0]);
     folder_remove();
 }
 
