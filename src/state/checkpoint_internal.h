@@ -112,6 +112,8 @@ DTRAIN__PRIVATE void dtrain__steps_free(dtrain__steps *steps);
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain_storage *storage,
                                                   const dtrain_allocator *allocator,
                                                   const char *directory, int64_t step);
+DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain_storage *storage,
+                                                  const char *directory, int64_t step, bool *old);
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *storage,
                                                         const dtrain_allocator *allocator,
                                                         const char *directory);

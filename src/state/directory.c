@@ -1,13 +1,13 @@
 /* Directories of checkpoints: names, order, publishing, removal
  *
  *     step-000000001000        a checkpoint
- *     step-000000001000.tmp    one that is being written: nobody reads it
- *     step-000000001000.old    one that is being removed: nor this
+ *     step-000000001000.tmp    one that is being written, or removed: nobody reads it
+ *     step-000000001000.old    one that is being replaced: the checkpoint, while there is no other
  *     latest                   the name of the newest
  *
  * The order of a save makes it safe against the loss of power at any moment: a rename is made when
  * all that it leads to is on the disk, and counts when the directory above is. Whatever is removed
- * becomes step-N.old first, by one rename. Nothing is removed that has another name than those that
+ * becomes step-N.tmp first, by one rename. Nothing is removed that has another name than those that
  * are written here. */
 
 #include "core/platform_internal.h"
@@ -77,7 +77,9 @@ static void dtrain__add_step(void *list, const char *name)
     dtrain__steps *steps = (dtrain__steps *)list;
     const char *rest;
     const int64_t step = dtrain__step_named(name, &rest);
-    if (step >= 0 && strcmp(rest, steps->suffix) == 0) dtrain__steps_add(steps, step);
+    if (step < 0) return;
+    if (strcmp(rest, steps->suffix) == 0 || (!steps->suffix[0] && strcmp(rest, ".old") == 0))
+        dtrain__steps_add(steps, step);
 }
 
 static int dtrain__newest_first(const void *left, const void *right)
@@ -95,8 +97,8 @@ static dtrain_result dtrain__list(const dtrain_storage *storage, const char *dir
                        strerror(-code));
 }
 
-/* List the steps whose directories have such a suffix: "" for checkpoints. After an error nothing
- * is left to free. */
+/* List the steps whose directories have such a suffix, each once: "" for checkpoints, those that
+ * are being replaced included. After an error nothing is left to free. */
 DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain_storage *storage,
                                                  const dtrain_allocator *allocator,
                                                  const char *directory, const char *suffix,
@@ -108,7 +110,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__steps_list(const dtrain_storage *storage,
     dtrain_result result = dtrain__list(storage, directory, dtrain__add_step, out);
     if (out->failed) result = DTRAIN_ERROR_MEMORY;
     if (result != DTRAIN_OK) dtrain__steps_free(out);
-    else if (out->count) qsort(out->steps, out->count, sizeof *out->steps, dtrain__newest_first);
+    if (!out->count) return result;
+    size_t count = 1;
+    qsort(out->steps, out->count, sizeof *out->steps, dtrain__newest_first);
+    for (size_t i = 1; i < out->count; i++)
+        if (out->steps[i] != out->steps[i - 1]) out->steps[count++] = out->steps[i];
+    out->count = count;
     return result;
 }
 
@@ -165,23 +172,52 @@ static dtrain_result dtrain__leftover_remove(const dtrain_storage *storage,
     return result == DTRAIN_OK ? dtrain__storage_remove(storage, path) : result;
 }
 
-/* Remove a checkpoint. A crash in the middle leaves a step-N.old. */
+/* Remove a checkpoint. A crash in the middle leaves a step-N.tmp. */
 DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain_storage *storage,
                                                   const dtrain_allocator *allocator,
                                                   const char *directory, int64_t step)
 {
-    char path[DTRAIN__PATH], old[DTRAIN__PATH];
+    char path[DTRAIN__PATH], tmp[DTRAIN__PATH];
     dtrain__names names;
     dtrain__step_path(path, directory, step, "");
-    dtrain__step_path(old, directory, step, ".old");
+    dtrain__step_path(tmp, directory, step, ".tmp");
     const dtrain_result result = dtrain__names_list(storage, allocator, path, &names);
     dtrain__text_free(&names.text);
     DTRAIN__TRY(result);
-    DTRAIN__TRY(dtrain__storage_rename(storage, path, old));
-    return dtrain__leftover_remove(storage, allocator, old);
+    DTRAIN__TRY(dtrain__storage_rename(storage, path, tmp));
+    return dtrain__leftover_remove(storage, allocator, tmp);
 }
 
-/* Remove what saves, or removals, have left unfinished. */
+/* Tell whether a step has nothing under its own name but a checkpoint that was being replaced: a
+ * crash came between the two renames of dtrain__directory_publish. */
+DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain_storage *storage,
+                                                  const char *directory, int64_t step, bool *old)
+{
+    char path[DTRAIN__PATH];
+    dtrain__step_path(path, directory, step, "");
+    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_DIRECTORY);
+    *old = file == -ENOENT;
+    if (file >= 0) (void)storage->close(storage->user, file);
+    if (file >= 0 || *old) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path, strerror(-file));
+}
+
+/* Give a checkpoint that was being replaced its name back, or remove it after the other one. */
+static dtrain_result dtrain__old_settle(const dtrain_storage *storage,
+                                        const dtrain_allocator *allocator, const char *directory,
+                                        int64_t step)
+{
+    char path[DTRAIN__PATH], old[DTRAIN__PATH];
+    bool is_old;
+    dtrain__step_path(path, directory, step, "");
+    dtrain__step_path(old, directory, step, ".old");
+    DTRAIN__TRY(dtrain__step_is_old(storage, directory, step, &is_old));
+    if (!is_old) return dtrain__leftover_remove(storage, allocator, old);
+    DTRAIN__TRY(dtrain__storage_rename(storage, old, path));
+    return dtrain__storage_sync_directory(storage, directory);
+}
+
+/* Clear away what saves, or removals, have left unfinished. */
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *storage,
                                                         const dtrain_allocator *allocator,
                                                         const char *directory)
@@ -193,8 +229,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *st
         char path[DTRAIN__PATH];
         DTRAIN__TRY(dtrain__steps_list(storage, allocator, directory, suffixes[s], &steps));
         for (size_t i = 0; i < steps.count && result == DTRAIN_OK; i++) {
-            dtrain__step_path(path, directory, steps.steps[i], suffixes[s]);
-            result = dtrain__leftover_remove(storage, allocator, path);
+            dtrain__step_path(path, directory, steps.steps[i], ".tmp");
+            result = s ? dtrain__old_settle(storage, allocator, directory, steps.steps[i])
+                       : dtrain__leftover_remove(storage, allocator, path);
         }
         dtrain__steps_free(&steps);
     }
@@ -219,8 +256,7 @@ static dtrain_result dtrain__write_latest(const dtrain_storage *storage, const c
 }
 
 /* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. One that is there
- * already goes: between its removal and the rename a crash leaves neither, and those before
- * them. */
+ * already goes, and comes back when a crash prevents the rename. */
 DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *storage,
                                                         const dtrain_allocator *allocator,
                                                         const char *directory, int64_t step)

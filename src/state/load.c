@@ -425,16 +425,18 @@ static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
     const dtrain_state *state = load->state;
     char passed[256] = "";
     for (size_t i = 0;; i++) {
-        int64_t step = i < steps->count ? steps->steps[i] : -1; /* rank 0 knows */
-        bool differs;
+        int64_t which[2] = {i < steps->count ? steps->steps[i] : -1, 0}; /* rank 0 knows */
+        bool differs, old = false;
         char why[DTRAIN__ERROR_BYTES];
-        DTRAIN__TRY(dtrain_broadcast(state->comm, &step, 1, DTRAIN_DTYPE_I64, 0, NULL));
-        if (step < 0)
+        if (which[0] >= 0) (void)dtrain__step_is_old(load->desc.storage, path, which[0], &old);
+        which[1] = old;
+        DTRAIN__TRY(dtrain_broadcast(state->comm, which, 2, DTRAIN_DTYPE_I64, 0, NULL));
+        if (which[0] < 0)
             return dtrain_fail(DTRAIN_ERROR_DATA,
                                "no checkpoint in %s can be read; the last one "
                                "that was tried: %s",
                                path, passed);
-        dtrain__step_path(load->directory, path, step, "");
+        dtrain__step_path(load->directory, path, which[0], which[1] ? ".old" : "");
         const dtrain_result result = dtrain__load_one(load, &differs);
         if (result == DTRAIN_OK && passed[0])
             dtrain__load_note(load, "newer ones were passed over: %s", passed);

@@ -33,6 +33,7 @@ typedef struct saved_run {
     float dropout, momentum;
     uint64_t seed;
     int steps, save_every; /* until `steps` are done; 0 = no save */
+    int saves;             /* of each step that is saved; 0 = 1 */
     const char *load, *save;
     dtrain_load_desc how;
     dtrain_checkpoint_desc keep;
@@ -305,7 +306,8 @@ static inline dtrain_result saved_train(dtrain_world *world, saved_rank *s)
         s->mine[0] += 1;
         s->blob[s->step % 5] = (unsigned char)s->step;
         if (r->save && r->save_every && s->step % r->save_every == 0)
-            SAVED_TRY(dtrain_checkpoint_save(s->checkpoint, s->step, record->loss));
+            for (int i = 0; i < r->saves || !i; i++)
+                SAVED_TRY(dtrain_checkpoint_save(s->checkpoint, s->step, record->loss));
     }
     if (s->checkpoint) {
         SAVED_TRY(dtrain_checkpoint_wait(s->checkpoint));

@@ -57,11 +57,14 @@ static saved_run *save_six(disk *d, uint32_t kind, int ranks, bool background)
     return r;
 }
 
-/* How many calls the save of step 6 makes, from open on, and the parameters then. */
-static long calls_of_save(const disk *good, uint32_t kind, int ranks, uint64_t *hash)
+/* How many calls so many saves of step 6 make, from open on, and the parameters then. */
+static long calls_of_saves(const disk *good, uint32_t kind, int ranks, int saves, uint32_t keep,
+                           uint64_t *hash)
 {
     disk *d = disk_copy(good);
     saved_run *r = save_six(d, kind, ranks, false);
+    r->saves = saves;
+    r->keep.keep = keep;
     d->writes_only = true;
     saved_go(r, "a good disk");
     *hash = r->hash[0];
@@ -79,7 +82,7 @@ static void test_failing_writes(void)
         uint64_t hashes[3];
         const uint32_t kind = ranks == 1 ? DTRAIN_STRATEGY_DDP : DTRAIN_STRATEGY_FULL_SHARD;
         disk *good = disk_with_two(kind, ranks, hashes);
-        const long calls = calls_of_save(good, kind, ranks, &hashes[2]);
+        const long calls = calls_of_saves(good, kind, ranks, 1, 0, &hashes[2]);
         CHECK_MSG(calls > 30, "a save makes %ld calls", calls);
         for (long n = 1; n <= calls; n += test_full() ? 1 : 3)
             for (int on = 0; on < 2; on++) {
@@ -206,29 +209,32 @@ static void test_short_and_interrupted(void)
     disk_free(d);
 }
 
-/* Power is lost before every call of a save that is not a read. */
-static void test_power_loss(void)
+/* Power is lost before every call of so many saves of step 6 that is not a read. */
+static void lose_power(int saves, uint32_t keep)
 {
     const uint32_t kind = DTRAIN_STRATEGY_ZERO1;
     const uint64_t draws = test_draws(2, 3, 20);
     uint64_t hashes[3];
     disk *good = disk_with_two(kind, 2, hashes);
-    const long calls = calls_of_save(good, kind, 2, &hashes[2]);
+    const long first = calls_of_saves(good, kind, 2, 1, keep, &hashes[2]);
+    const long calls = calls_of_saves(good, kind, 2, saves, keep, &hashes[2]);
     int there[3] = {0, 0, 0};
     for (long n = 1; n <= calls + 1; n++)
         for (uint64_t seed = 0; seed < draws; seed++) {
             char what[160];
             disk *d = disk_copy(good);
             saved_run *r = save_six(d, kind, 2, seed % 2);
+            r->saves = saves;
+            r->keep.keep = keep;
             d->writes_only = d->fail_on = true; /* nothing reaches a disk without power */
             d->fail_at = n;
             (void)saved_launch(r);
-            snprintf(what, sizeof what, "power is lost before call %ld (%s), draw %llu", n,
-                     d->last_failed, (unsigned long long)seed);
+            snprintf(what, sizeof what, "power is lost before call %ld (%s) of %d saves, draw %llu",
+                     n, d->last_failed, saves, (unsigned long long)seed);
             disk_lose_power(d, seed ? seed * 1000 + (uint64_t)n : 0);
             const int64_t step = step_on(d, kind, 2, hashes, what);
             CHECK_MSG(step == 4 || step == 6, "%s: step %lld", what, (long long)step);
-            if (n > calls) CHECK_MSG(step == 6, "%s: it had been saved", what);
+            if (n > first) CHECK_MSG(step == 6, "%s: it had been saved", what);
             there[step == 6 ? 2 : 1]++;
             saved_run *next = save_six(d, kind, 2, false);
             if (saved_go(next, what)) CHECK(step_on(d, kind, 2, hashes, what) == 6);
@@ -240,6 +246,11 @@ static void test_power_loss(void)
               there[2]);
     disk_free(good);
 }
+
+static void test_power_loss(void) { lose_power(1, 0); }
+
+/* The only checkpoint is saved again. */
+static void test_power_loss_again(void) { lose_power(2, 1); }
 
 /* Every allocation of a run that loads and saves fails, once or for good: an error of all ranks or none, nothing leaks,
  * and what was saved before is there. */
@@ -293,6 +304,7 @@ int main(int argc, char **argv)
     RUN(test_failing_reads);
     RUN(test_short_and_interrupted);
     RUN(test_power_loss);
+    RUN(test_power_loss_again);
     RUN(test_failing_memory);
     return test_summary();
 }
