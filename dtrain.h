@@ -1788,14 +1788,16 @@ DTRAIN_API void dtrain_tape_query(const dtrain_tape *tape, dtrain_tape_info *inf
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
- * epsilon is 1e-5, bias may be NULL (Ba et al., "Layer Normalization", 2016). */
+ * epsilon, 1e-5 in PyTorch, is added to the variance; bias may be NULL (Ba et al., "Layer
+ * Normalization", 2016). */
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias);
+                                           dtrain_param *weight, dtrain_param *bias, float epsilon);
 /* Normalise *sum = x + residual in one pass over memory; *sum (not NULL) is a tensor like others,
  * the input of the next residual connection. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, dtrain_tensor **sum);
+                                               dtrain_param *bias, float epsilon,
+                                               dtrain_tensor **sum);
 /* Divide the last axis by sqrt(mean of its squares + epsilon), then scale it by weight (n): the
  * norm of Llama (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). */
 DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
@@ -18957,25 +18959,26 @@ static bool dtrain__fusable(const dtrain_tape *tape, const dtrain_tensor *x,
 }
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias)
+                                           dtrain_param *weight, dtrain_param *bias, float epsilon)
 {
     dtrain_param *const params[2] = {weight, bias};
-    return dtrain__norm_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, 1e-5f,
+    return dtrain__norm_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, epsilon,
                               false, NULL);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, dtrain_tensor **sum)
+                                               dtrain_param *bias, float epsilon,
+                                               dtrain_tensor **sum)
 {
     dtrain_tensor *const inputs[2] = {x, residual};
     dtrain_param *const params[2] = {weight, bias};
     if (!dtrain__fusable(tape, x, residual, sum)) {
         *sum = dtrain_add(tape, x, residual);
-        return dtrain_layernorm(tape, *sum, weight, bias);
+        return dtrain_layernorm(tape, *sum, weight, bias, epsilon);
     }
     return dtrain__norm_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
-                              1e-5f, false, sum);
+                              epsilon, false, sum);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
@@ -24962,6 +24965,9 @@ typedef struct dtrain__json {
     dtrain_result result;           /* DTRAIN_OK, or DTRAIN_ERROR_DATA with a sentence */
 } dtrain__json;
 
+/* Say what a file is by its first bytes, if it is one that people take for a JSON text or a
+ * safetensors file by mistake; NULL: it is none of these. */
+DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes);
 /* Begin to read `bytes` of a text that stays where it is. It is checked for UTF-8 first. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes);
 /* Enter an object ('{') or an array ('['). */
@@ -28792,6 +28798,11 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
                                               dtrain__tensor_file *file)
 {
     uint64_t end = 0;
+    qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_name);
+    for (size_t i = 1; i < file->count; i++)
+        if (strcmp(file->tensors[i - 1].name, file->tensors[i].name) == 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
+                               file->tensors[i].name);
     qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_place);
     for (size_t i = 0; i < file->count; end = file->tensors[i++].end)
         if (file->tensors[i].begin != end)
@@ -28806,10 +28817,6 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
                            "%s has %llu bytes of data, expected %llu: nothing else may follow",
                            path, (unsigned long long)data_bytes, (unsigned long long)end);
     qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_name);
-    for (size_t i = 1; i < file->count; i++)
-        if (strcmp(file->tensors[i - 1].name, file->tensors[i].name) == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
-                               file->tensors[i].name);
     return DTRAIN_OK;
 }
 
@@ -28841,7 +28848,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out)
 {
-    unsigned char length[DTRAIN__LENGTH_BYTES];
+    unsigned char length[DTRAIN__LENGTH_BYTES], head[32];
     uint64_t bytes = 0;
     memset(out, 0, sizeof *out);
     const int64_t size = storage->size(storage->user, file);
@@ -28849,11 +28856,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path, strerror((int)-size));
     DTRAIN__TRY(dtrain__storage_read(storage, file, path, length, sizeof length, 0));
     for (size_t i = 0; i < sizeof length; i++) bytes |= (uint64_t)length[i] << (8 * i);
-    DTRAIN__TRY(dtrain__header_fits(path, bytes, (uint64_t)size));
+    dtrain_result result = dtrain__header_fits(path, bytes, (uint64_t)size);
+    if (result != DTRAIN_OK && size >= (int64_t)sizeof head) {
+        DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, sizeof head, 0));
+        const char *mistaken = dtrain__mistaken(head, sizeof head);
+        if (mistaken) return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
+    }
+    if (result != DTRAIN_OK) return result;
     char *header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
     if (!header) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result =
-        dtrain__storage_read(storage, file, path, header, (size_t)bytes, sizeof length);
+    result = dtrain__storage_read(storage, file, path, header, (size_t)bytes, sizeof length);
     if (result == DTRAIN_OK)
         result =
             dtrain__safetensors_parse(path, header, (size_t)bytes, (uint64_t)size, allocator, out);
@@ -29017,6 +29029,25 @@ static bool dtrain__json_expected(dtrain__json *json, const char *what)
     return dtrain__json_fail(json, "expected %s, found '%c'", what, found);
 }
 
+DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes)
+{
+    static const char torch[] = "this is torch's own format, not safetensors: model.save_pretrained"
+                                "(DIR, safe_serialization=True) converts it";
+    static const char *const begins[][2] = {
+        {"\xef\xbb\xbf", "a byte order mark (BOM), expected UTF-8 without one"},
+        {"version https://git-lfs", "this is a pointer of git-lfs, and `git lfs pull` gets the file"},
+        {"<", "this is a web page, expected what its link leads to"},
+        {"GGUF", "this is a GGUF file, expected the safetensors that it was made of"},
+        {"PK\3\4", torch}, /* a zip archive */
+        {"\x80\2", torch}, /* a pickle, of torch before 1.6 */
+    };
+    for (size_t i = 0; i < sizeof begins / sizeof *begins; i++) {
+        const size_t length = strlen(begins[i][0]);
+        if (bytes >= length && memcmp(head, begins[i][0], length) == 0) return begins[i][1];
+    }
+    return NULL;
+}
+
 /* All of the text is checked for UTF-8 here, so that strings can be copied byte by byte later. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes)
 {
@@ -29025,6 +29056,8 @@ DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *te
     json.what = what;
     json.text = json.at = text ? text : "";
     json.end = json.text + bytes;
+    const char *mistaken = dtrain__mistaken(json.text, bytes);
+    if (mistaken) dtrain__json_fail(&json, "%s", mistaken);
     while (json.at < json.end) {
         const size_t length = dtrain__utf8_bytes(json.at, (size_t)(json.end - json.at));
         if (length == 0) {

@@ -4,7 +4,7 @@
  *   build:   cc -O2 -I. examples/llama.c -o llama -lm -lpthread
  *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/llama.c dtrain_cuda.cu -lcublasLt -o llama
  *   run:     ./llama                                        two ranks learn dtrain.h, byte by byte
- *            ./llama --import DIR --data tokens.bin --export tuned.safetensors
+ *            ./llama --import DIR --data tokens.bin --export TUNED/model.safetensors
  *            ./llama --ranks 4 --strategy full_shard --precision bf16
  *   flags:   --import DIR (config.json, model.safetensors or an index)  --export FILE  --data FILE
  *            --ranks N  --device cpu|cuda  --steps N  --batch N (samples of a rank)  --seq N
@@ -18,6 +18,8 @@
  * file of llm.c, made with the model's own tokenizer, or any file, whose bytes are the tokens. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+
+#include "tools/hugging_face.h"
 
 #define CHECK(call)                        \
     do {                                   \
@@ -123,63 +125,85 @@ static dtrain_tensor *forward(dtrain_tape *t, const llama *m, const int32_t *tok
 
 /* ---- config.json ------------------------------------------------------------------------- */
 
-/* Return the text behind "key": in a config.json, or NULL. */
-static const char *value_of(const char *text, const char *key)
-{
-    char quoted[64];
-    snprintf(quoted, sizeof quoted, "\"%s\"", key);
-    const char *at = strstr(text, quoted);
-    if (at) at += strlen(quoted) + strspn(at + strlen(quoted), " \n:");
-    return at;
-}
-
-static double number_of(const char *text, const char *key, double otherwise)
-{
-    const char *at = value_of(text, key);
-    return at && strncmp(at, "null", 4) != 0 ? strtod(at, NULL) : otherwise;
-}
+/* What is computed here beside sizes, epsilon and the base of the rotation. */
+static const hf_rule rules[] = {{"model_type", "llama"},
+                                {"hidden_act", "silu|swish"},
+                                {"attention_bias", "false"},
+                                {"mlp_bias", "false"},
+                                {"rope_scaling.rope_type", "default"},
+                                {"rope_scaling.type", "default"},
+                                {"rope_scaling.factor", ""},
+                                {"rope_parameters.rope_type", "default"}, /* of transformers 5 */
+                                {"rope_parameters.factor", ""},
+                                {"rope_parameters.partial_rotary_factor", "1|1.0"},
+                                {"partial_rotary_factor", "1|1.0"},
+                                {"sliding_window", ""},
+                                {"quantization_config", ""},
+                                {NULL, NULL}};
 
 /* Read the sizes of a model. Shapes are compared by import; here, what they do not show. */
-static dtrain_result read_config(llama *m, const char *directory)
+static dtrain_result read_config(llama *m, const hf_config *from)
 {
-    static char text[1 << 16];
-    char path[4096];
-    snprintf(path, sizeof path, "%s/config.json", directory);
-    FILE *file = fopen(path, "r");
-    if (!file) return dtrain_fail(DTRAIN_ERROR_FILE, "%s: %s", path, strerror(errno));
-    text[fread(text, 1, sizeof text - 1, file)] = 0;
-    fclose(file);
-    const char *scaling = value_of(text, "rope_scaling"),
-               *tied = value_of(text, "tie_word_embeddings");
-    m->layers = (int64_t)number_of(text, "num_hidden_layers", 0);
-    m->heads = (int64_t)number_of(text, "num_attention_heads", 0);
-    m->kv_heads = (int64_t)number_of(text, "num_key_value_heads", (double)m->heads);
-    m->channels = (int64_t)number_of(text, "hidden_size", 0);
-    m->inner = (int64_t)number_of(text, "intermediate_size", 0);
-    m->vocab = (int64_t)number_of(text, "vocab_size", 0);
-    m->theta = (float)number_of(text, "rope_theta", 10000);
-    m->epsilon = (float)number_of(text, "rms_norm_eps", 1e-6);
-    m->tied = tied && strncmp(tied, "true", 4) == 0;
-    if (scaling && strncmp(scaling, "null", 4) != 0)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: rope_scaling is not null", path);
+    const double theta = hf_number(from, "rope_theta", 10000);
+    const dtrain_result result = hf_check(from, rules);
+    if (result != DTRAIN_OK) return result;
+    m->layers = hf_size(from, "num_hidden_layers", 0);
+    m->heads = hf_size(from, "num_attention_heads", 0);
+    m->kv_heads = hf_size(from, "num_key_value_heads", (long)m->heads);
+    m->channels = hf_size(from, "hidden_size", 0);
+    m->inner = hf_size(from, "intermediate_size", 0);
+    m->vocab = hf_size(from, "vocab_size", 0);
+    m->theta = (float)hf_number(from, "rope_parameters.rope_theta", theta);
+    m->epsilon = (float)hf_number(from, "rms_norm_eps", 1e-6);
+    m->tied = hf_true(from, "tie_word_embeddings");
     if (m->layers < 1 || m->heads < 1 || m->kv_heads < 1 || m->inner < 1 || m->vocab < 1 ||
-        m->channels < 1 || m->channels % m->heads || m->heads % m->kv_heads)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: its sizes are not those of a Llama", path);
-    if (number_of(text, "head_dim", (double)(m->channels / m->heads)) * (double)m->heads !=
-        (double)m->channels)
-        return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED, "%s: head_dim is not hidden_size / heads",
-                           path);
-    return DTRAIN_OK;
+        m->channels < 1 || m->channels % m->heads || m->heads % m->kv_heads || !(m->theta > 0) ||
+        !(m->epsilon > 0))
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: its sizes are not those of a Llama", from->path);
+    const long head = hf_size(from, "head_dim", (long)(m->channels / m->heads));
+    if (head * m->heads == m->channels) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: \"head_dim\" is %ld, and this model computes nothing but "
+                       "hidden_size / num_attention_heads",
+                       from->path, head);
 }
 
-/* Set the parameters to those of DIR/model.safetensors, or of several files with an index. */
-static dtrain_result import_model(dtrain_state *state, const char *directory)
+/* Find DIR/model.safetensors, and read the config.json beside it. */
+static dtrain_result find_model(llama *m, const char *directory, char weights[4096],
+                                hf_config *config)
+{
+    dtrain_result result = hf_weights(directory, weights, 4096);
+    if (result == DTRAIN_OK) result = hf_open(config, weights);
+    if (result == DTRAIN_OK && !config->text)
+        result = dtrain_fail(DTRAIN_ERROR_FILE, "there is no %s", config->path);
+    return result == DTRAIN_OK ? read_config(m, config) : result;
+}
+
+/* Set the parameters to those of model.safetensors, or of several files with an index. */
+static dtrain_result import_model(dtrain_state *state, const char *weights)
 {
     static const char *const tables[] = {".rotary_emb.inv_freq", NULL};
     const dtrain_import_desc from = {.ignore = tables};
-    char path[4096];
-    snprintf(path, sizeof path, "%s/model.safetensors", directory);
-    return dtrain_checkpoint_import(state, path, &from, NULL);
+    return dtrain_checkpoint_import(state, weights, &from, NULL);
+}
+
+/* Write the config.json of a model that was not imported. */
+static dtrain_result write_config(const llama *m, const char *weights)
+{
+    char text[1024], epsilon[32], theta[32];
+    const int bytes = snprintf(
+        text, sizeof text,
+        "{\"model_type\": \"llama\", \"architectures\": [\"LlamaForCausalLM\"],\n"
+        " \"num_hidden_layers\": %d, \"num_attention_heads\": %d, \"num_key_value_heads\": %d,\n"
+        " \"hidden_size\": %d, \"intermediate_size\": %d, \"vocab_size\": %d,\n"
+        " \"hidden_act\": \"silu\", \"rms_norm_eps\": %s, \"rope_theta\": %s,\n"
+        " \"tie_word_embeddings\": %s, \"bos_token_id\": null, \"eos_token_id\": null,\n"
+        " \"dtype\": \"\"}\n",
+        (int)m->layers, (int)m->heads, (int)m->kv_heads, (int)m->channels, (int)m->inner,
+        (int)m->vocab, hf_float(m->epsilon, epsilon), hf_float(m->theta, theta),
+        m->tied ? "true" : "false");
+    const hf_config made = {.text = text, .bytes = (size_t)bytes};
+    return hf_write(&made, weights, "float32");
 }
 
 /* ---- training ---------------------------------------------------------------------------- */
@@ -229,13 +253,15 @@ static int train(dtrain_world *world, void *user)
                .count = s->batch};
     dtrain_strategy_desc where = {0};
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    hf_config config = {0};
+    char weights[4096];
     dtrain_dataset *text;
     dtrain_strategy *strategy;
     dtrain_optimizer *optimizer;
     dtrain_state *state;
     dtrain_trainer *trainer;
 
-    if (s->import_from) CHECK(read_config(&b.m, s->import_from));
+    if (s->import_from) CHECK(find_model(&b.m, s->import_from, weights, &config));
     b.m.seq = s->seq;
     CHECK(declare_model(&b.m));
     const dtrain_dataset_desc file = {.path = s->data, .vocab_count = b.m.vocab};
@@ -254,7 +280,7 @@ static int train(dtrain_world *world, void *user)
     CHECK(dtrain_optimizer_create(world, strategy, &adamw, &optimizer));
     const dtrain_state_desc all = {.strategy = strategy, .optimizer = optimizer};
     CHECK(dtrain_state_create(world, &all, &state));
-    if (s->import_from) CHECK(import_model(state, s->import_from));
+    if (s->import_from) CHECK(import_model(state, weights));
     const dtrain_trainer_desc how = {.tokens = (uint32_t)tokens,
                                      .clip = 1,
                                      .tape_flags = s->tape_flags,
@@ -276,6 +302,9 @@ static int train(dtrain_world *world, void *user)
             printf("step %5ld  loss %.4f\n", step, record.loss);
     }
     if (s->export_to) CHECK(dtrain_checkpoint_export(strategy, s->export_to, NULL));
+    if (s->export_to && dtrain_world_rank(world) == 0 && hf_is_model(s->export_to))
+        CHECK(config.text ? hf_write(&config, s->export_to, "float32")
+                          : write_config(&b.m, s->export_to));
     fflush(stdout);
     dtrain_trainer_destroy(trainer);
     dtrain_state_destroy(state);
@@ -285,6 +314,7 @@ static int train(dtrain_world *world, void *user)
     dtrain_dataset_close(text);
     free(b.inputs);
     free(b.targets);
+    hf_close(&config);
     free_model(&b.m);
     return 0;
 }

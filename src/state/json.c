@@ -135,6 +135,25 @@ static bool dtrain__json_expected(dtrain__json *json, const char *what)
     return dtrain__json_fail(json, "expected %s, found '%c'", what, found);
 }
 
+DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes)
+{
+    static const char torch[] = "this is torch's own format, not safetensors: model.save_pretrained"
+                                "(DIR, safe_serialization=True) converts it";
+    static const char *const begins[][2] = {
+        {"\xef\xbb\xbf", "a byte order mark (BOM), expected UTF-8 without one"},
+        {"version https://git-lfs", "this is a pointer of git-lfs, and `git lfs pull` gets the file"},
+        {"<", "this is a web page, expected what its link leads to"},
+        {"GGUF", "this is a GGUF file, expected the safetensors that it was made of"},
+        {"PK\3\4", torch}, /* a zip archive */
+        {"\x80\2", torch}, /* a pickle, of torch before 1.6 */
+    };
+    for (size_t i = 0; i < sizeof begins / sizeof *begins; i++) {
+        const size_t length = strlen(begins[i][0]);
+        if (bytes >= length && memcmp(head, begins[i][0], length) == 0) return begins[i][1];
+    }
+    return NULL;
+}
+
 /* All of the text is checked for UTF-8 here, so that strings can be copied byte by byte later. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes)
 {
@@ -143,6 +162,8 @@ DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *te
     json.what = what;
     json.text = json.at = text ? text : "";
     json.end = json.text + bytes;
+    const char *mistaken = dtrain__mistaken(json.text, bytes);
+    if (mistaken) dtrain__json_fail(&json, "%s", mistaken);
     while (json.at < json.end) {
         const size_t length = dtrain__utf8_bytes(json.at, (size_t)(json.end - json.at));
         if (length == 0) {

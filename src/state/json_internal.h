@@ -34,6 +34,9 @@ typedef struct dtrain__json {
     dtrain_result result;           /* DTRAIN_OK, or DTRAIN_ERROR_DATA with a sentence */
 } dtrain__json;
 
+/* Say what a file is by its first bytes, if it is one that people take for a JSON text or a
+ * safetensors file by mistake; NULL: it is none of these. */
+DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes);
 /* Begin to read `bytes` of a text that stays where it is. It is checked for UTF-8 first. */
 DTRAIN__PRIVATE dtrain__json dtrain__json_begin(const char *what, const char *text, size_t bytes);
 /* Enter an object ('{') or an array ('['). */

@@ -274,6 +274,11 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
                                               dtrain__tensor_file *file)
 {
     uint64_t end = 0;
+    qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_name);
+    for (size_t i = 1; i < file->count; i++)
+        if (strcmp(file->tensors[i - 1].name, file->tensors[i].name) == 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
+                               file->tensors[i].name);
     qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_place);
     for (size_t i = 0; i < file->count; end = file->tensors[i++].end)
         if (file->tensors[i].begin != end)
@@ -288,10 +293,6 @@ static dtrain_result dtrain__header_check_all(const char *path, uint64_t data_by
                            "%s has %llu bytes of data, expected %llu: nothing else may follow",
                            path, (unsigned long long)data_bytes, (unsigned long long)end);
     qsort(file->tensors, file->count, sizeof *file->tensors, dtrain__stored_by_name);
-    for (size_t i = 1; i < file->count; i++)
-        if (strcmp(file->tensors[i - 1].name, file->tensors[i].name) == 0)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s has two tensors \"%.200s\"", path,
-                               file->tensors[i].name);
     return DTRAIN_OK;
 }
 
@@ -323,7 +324,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
                                                        const dtrain_allocator *allocator,
                                                        dtrain__tensor_file *out)
 {
-    unsigned char length[DTRAIN__LENGTH_BYTES];
+    unsigned char length[DTRAIN__LENGTH_BYTES], head[32];
     uint64_t bytes = 0;
     memset(out, 0, sizeof *out);
     const int64_t size = storage->size(storage->user, file);
@@ -331,11 +332,16 @@ DTRAIN__PRIVATE dtrain_result dtrain__safetensors_read(const dtrain_storage *sto
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path, strerror((int)-size));
     DTRAIN__TRY(dtrain__storage_read(storage, file, path, length, sizeof length, 0));
     for (size_t i = 0; i < sizeof length; i++) bytes |= (uint64_t)length[i] << (8 * i);
-    DTRAIN__TRY(dtrain__header_fits(path, bytes, (uint64_t)size));
+    dtrain_result result = dtrain__header_fits(path, bytes, (uint64_t)size);
+    if (result != DTRAIN_OK && size >= (int64_t)sizeof head) {
+        DTRAIN__TRY(dtrain__storage_read(storage, file, path, head, sizeof head, 0));
+        const char *mistaken = dtrain__mistaken(head, sizeof head);
+        if (mistaken) return dtrain_fail(DTRAIN_ERROR_DATA, "%s: %s", path, mistaken);
+    }
+    if (result != DTRAIN_OK) return result;
     char *header = (char *)dtrain__alloc(allocator, (size_t)bytes, 1, "the header of a file");
     if (!header) return DTRAIN_ERROR_MEMORY;
-    dtrain_result result =
-        dtrain__storage_read(storage, file, path, header, (size_t)bytes, sizeof length);
+    result = dtrain__storage_read(storage, file, path, header, (size_t)bytes, sizeof length);
     if (result == DTRAIN_OK)
         result =
             dtrain__safetensors_parse(path, header, (size_t)bytes, (uint64_t)size, allocator, out);

@@ -282,25 +282,26 @@ static bool dtrain__fusable(const dtrain_tape *tape, const dtrain_tensor *x,
 }
 
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias)
+                                           dtrain_param *weight, dtrain_param *bias, float epsilon)
 {
     dtrain_param *const params[2] = {weight, bias};
-    return dtrain__norm_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, 1e-5f,
+    return dtrain__norm_apply(tape, &dtrain__layernorm_op, &x, 1, params, bias ? 2 : 1, epsilon,
                               false, NULL);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, dtrain_tensor **sum)
+                                               dtrain_param *bias, float epsilon,
+                                               dtrain_tensor **sum)
 {
     dtrain_tensor *const inputs[2] = {x, residual};
     dtrain_param *const params[2] = {weight, bias};
     if (!dtrain__fusable(tape, x, residual, sum)) {
         *sum = dtrain_add(tape, x, residual);
-        return dtrain_layernorm(tape, *sum, weight, bias);
+        return dtrain_layernorm(tape, *sum, weight, bias, epsilon);
     }
     return dtrain__norm_apply(tape, &dtrain__add_layernorm_op, inputs, 2, params, bias ? 2 : 1,
-                              1e-5f, false, sum);
+                              epsilon, false, sum);
 }
 
 DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,

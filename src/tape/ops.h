@@ -17,14 +17,16 @@
 DTRAIN_API dtrain_tensor *dtrain_linear(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,
                                         dtrain_param *bias, dtrain_activation activation);
 /* Normalise the last axis to mean 0 and variance 1, then scale and shift it by weight and bias (n);
- * epsilon is 1e-5, bias may be NULL (Ba et al., "Layer Normalization", 2016). */
+ * epsilon, 1e-5 in PyTorch, is added to the variance; bias may be NULL (Ba et al., "Layer
+ * Normalization", 2016). */
 DTRAIN_API dtrain_tensor *dtrain_layernorm(dtrain_tape *tape, dtrain_tensor *x,
-                                           dtrain_param *weight, dtrain_param *bias);
+                                           dtrain_param *weight, dtrain_param *bias, float epsilon);
 /* Normalise *sum = x + residual in one pass over memory; *sum (not NULL) is a tensor like others,
  * the input of the next residual connection. */
 DTRAIN_API dtrain_tensor *dtrain_add_layernorm(dtrain_tape *tape, dtrain_tensor *x,
                                                dtrain_tensor *residual, dtrain_param *weight,
-                                               dtrain_param *bias, dtrain_tensor **sum);
+                                               dtrain_param *bias, float epsilon,
+                                               dtrain_tensor **sum);
 /* Divide the last axis by sqrt(mean of its squares + epsilon), then scale it by weight (n): the
  * norm of Llama (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019). */
 DTRAIN_API dtrain_tensor *dtrain_rms_norm(dtrain_tape *tape, dtrain_tensor *x, dtrain_param *weight,

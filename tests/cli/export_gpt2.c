@@ -5,7 +5,7 @@
  *
  * import, train, checkpoint, export, values and logits happen in this order. train: AdamW with a rate of 1e-3, betas
  * of 0.9 and 0.95 and a decay of 0.1 of matrices, on one batch, the tokens of the logits, each predicting the next in
- * its sequence; prints each loss. PATH is a .bin of llm.c, or of Hugging Face: names are theirs then, and so are the
+ * its sequence; prints each loss. A config.json beside import says the activation and the epsilon. PATH is a .bin of llm.c, or of Hugging Face: names are theirs then, and so are the
  * transposes and the vocabulary without padding; names=own: everything as it lies here. values: all parameters, one
  * behind the other, as fp32; their names and shapes go to stdout. logits: (BATCH * SEQ, VOCAB) of tokens (7 i + 3) %
  * VOCAB, as fp32. */
@@ -158,7 +158,8 @@ static dtrain_result run(dtrain_world *world, const job *j, gpt *m, dtrain_strat
 static int rank_main(dtrain_world *world, void *user)
 {
     const job *j = (const job *)user;
-    const gpt_config config = {LAYERS, HEADS, CHANNELS, SEQ, POSITIONS, VOCAB, 0};
+    gpt_config config = {LAYERS, HEADS, CHANNELS, SEQ, POSITIONS, VOCAB, 0, 0, 0}, found;
+    hf_config beside;
     dtrain_strategy_desc desc;
     dtrain_state_desc list;
     dtrain_strategy *strategy = NULL;
@@ -168,7 +169,12 @@ static int rank_main(dtrain_world *world, void *user)
     memset(&list, 0, sizeof list);
     while (desc.kind < 6 && strcmp(kinds[desc.kind], j->strategy) != 0) desc.kind++;
     desc.init_seed = j->seed ? (uint64_t)atoll(j->seed) : 1;
-    dtrain_result result = gpt_create(&m, &config);
+    memset(&found, 0, sizeof found);
+    dtrain_result result = hf_open(&beside, j->import ? j->import : "/");
+    if (result == DTRAIN_OK && beside.text) result = gpt_read_config(&beside, &found);
+    config.epsilon = found.epsilon, config.activation = found.activation;
+    hf_close(&beside);
+    if (result == DTRAIN_OK) result = gpt_create(&m, &config);
     for (size_t i = 0; i < m.param_count && result == DTRAIN_OK; i++) {
         m.params[i].init =
             DTRAIN_INIT_NORMAL; /* biases and norms too: what is 0 or 1 could be any other */

@@ -19,11 +19,13 @@ static int write_logits(dtrain_world *world, void *user)
     dtrain_strategy *strategy;
     dtrain_state *state;
     dtrain_tape *tape;
-    CHECK(read_config(&m, words[3]));
+    hf_config config;
+    char weights[4096];
+    CHECK(find_model(&m, words[3], weights, &config));
     CHECK(declare_model(&m));
     CHECK(dtrain_strategy_create(world, m.params, m.count, &where, &strategy));
     CHECK(dtrain_state_create(world, &(dtrain_state_desc){.strategy = strategy}, &state));
-    CHECK(import_model(state, words[3]));
+    CHECK(import_model(state, weights));
     CHECK(dtrain_tape_create(world, strategy, NULL, &tape));
     CHECK(dtrain_tape_begin(tape, DTRAIN_TAPE_NO_GRAD, 0));
     for (int i = 0; i < BATCH * LENGTH; i++) tokens[i] = (int32_t)((7 * i + 3) % m.vocab);

@@ -26,9 +26,76 @@ good "a training run takes its sizes from the file" 'symbols: 0.04 M parameters'
     "$gpt" --threads 1 --ranks 2 --strategy ddp --import "$tmp/a.bin" --steps 2 --eval-batches 0 --sample 5 --data README.md --vocab 300 --export "$tmp/f.bin"
 cmp -s "$tmp/a.bin" "$tmp/f.bin"; result "and changes them" $((1 - $?))
 
+to_none="--steps 0 --export $tmp/none.bin"
+
+# ---- config.json: what it says of how to compute is computed, or refused by key and value ----
+mkdir "$tmp/said" "$tmp/again"
+"$gpt" --steps 0 --import "$tmp/a.bin" --export "$tmp/said/model.safetensors" >/dev/null; cp "$tmp/said/config.json" "$tmp/plain"
+# say TEXT: the model of $tmp/said with TEXT at the end of its config.json
+say() { sed "\$s/}\$/, $1}/" "$tmp/plain" >"$tmp/said/config.json"; }
+to_again="--steps 0 --export $tmp/again/model.safetensors"
+for key in '"activation_function": "gelu"' '"scale_attn_weights": false' '"scale_attn_by_inverse_layer_idx": true' '"n_inner": 96' \
+    '"tie_word_embeddings": false' '"add_cross_attention": true' '"model_type": "llama"' '"quantization_config": {"bits": 4}' '"num_attention_heads": 2'; do
+    say "$key"
+    name=$(echo "$key" | cut -d '"' -f 2) value=$(echo "$key" | sed 's/.*: "\{0,1\}//; s/["}]*$//')
+    bad "$key" "said/config.json: \"$name\" is .*$value.* and this model computes nothing but" "$gpt" $to_again --import "$tmp/said"
+done
+for key in '"layer_norm_epsilon": 0' '"layer_norm_epsilon": "x"' '"n_head": 2.5' '"n_layer": -1'; do
+    say "$key"; bad "$key" 'config.json: ' "$gpt" $to_again --import "$tmp/said"
+done
+say '"n_head": 2, "activation_function": "relu", "layer_norm_epsilon": 0.001, "bos_token_id": 7, "eos_token_id": [8, 9], "pad_token_id": 1, "x": {"y": null}'
+good "another activation, epsilon, number of heads; a directory" exported "$gpt" $to_again --import "$tmp/said"
+try "export writes what was imported" cmp "$tmp/said/config.json" "$tmp/again/config.json"
+good "in another type" exported "$gpt" $to_again --import "$tmp/said" --export-dtype bf16
+sed 's/"float32"/"bfloat16"/' "$tmp/said/config.json" | cmp -s - "$tmp/again/config.json"; result "export says the type" $?
+bad "other heads" '--heads is 4, and .*said/model.safetensors was trained with 2' "$gpt" $to_again --import "$tmp/said" --heads 4
+bad "another activation" '--activation is silu, and .* was trained with relu' "$gpt" $to_again --import "$tmp/said" --activation silu
+bad "another epsilon" '--norm-epsilon is 1e-05, and .* was trained with 0.001' "$gpt" $to_again --import "$tmp/said" --norm-epsilon 1e-5
+bad "llm.c has neither" 'llm.c computes gelu_new with an epsilon of 1e-05' "$gpt" $to_none --import "$tmp/said"
+printf '\357\273\277' | cat - "$tmp/plain" >"$tmp/said/config.json"
+bad "a BOM" 'config.json: expected UTF-8 without a byte order mark' "$gpt" $to_again --import "$tmp/said"
+printf 'version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 2\n' >"$tmp/said/config.json"
+bad "a pointer of git-lfs" 'config.json is a pointer of git-lfs' "$gpt" $to_again --import "$tmp/said"
+rm "$tmp/said/config.json"
+good "without config.json: what is assumed is said" 'no .*said/config.json: taken for a GPT-2 of 4 heads, gelu_new and an epsilon of 1e-05; --heads' \
+    "$gpt" $to_none --import "$tmp/said" --layers 2 --channels 32 --heads 4 --seq 24 --vocab 300
+rm -f "$tmp/none.bin"
+cp "$tmp/said/model.safetensors" "$tmp/weights"
+mkdir "$tmp/hf0"; cp "$tmp/plain" "$tmp/hf0/config.json"; cp "$tmp/weights" "$tmp/hf0/model.safetensors"
+foreign() { name=$1 pattern=$2; printf "$3" >"$tmp/said/model.safetensors"; head -c 3000 /dev/zero >>"$tmp/said/model.safetensors"
+    bad "$name" "said/model.safetensors: this is $pattern" "$gpt" $to_again --import "$tmp/said"; }
+foreign "a pointer of git-lfs" 'a pointer of git-lfs' 'version https://git-lfs.github.com/spec/v1\noid'
+foreign "torch's zip" "torch's own format" 'PK\003\004'
+foreign "torch's pickle" "torch's own format" '\200\002\212\012l\374\234F'
+foreign "a web page" "a web page" '<!DOCTYPE html>'
+rm "$tmp/said/model.safetensors"
+bad "nothing there" 'has no model.safetensors, and none with an index' "$gpt" $to_again --import "$tmp/said"
+touch "$tmp/said/pytorch_model.bin"
+bad "torch's file alone" "only torch's pytorch_model.bin" "$gpt" $to_again --import "$tmp/said"
+
+# ---- a Llama's ----
+mkdir "$tmp/llama" "$tmp/llama2"
+good "a Llama, and its config.json" 'step     2' "$build/llama" --ranks 1 --steps 2 --export "$tmp/llama/model.safetensors"
+cp "$tmp/llama/config.json" "$tmp/plain"
+say() { sed "\$s/}\$/, $1}/" "$tmp/plain" >"$tmp/llama/config.json"; }
+to_again="--ranks 1 --steps 1 --export $tmp/llama2/model.safetensors"
+for key in 'hidden_act: "gelu"' 'attention_bias: true' 'mlp_bias: true' 'head_dim: 64' 'model_type: "qwen2"' 'rope_scaling.type: "linear"' \
+    'rope_scaling.rope_type: "llama3"' 'rope_parameters.rope_type: "yarn"' 'rope_parameters.partial_rotary_factor: 0.5' 'sliding_window: 4096'; do
+    name=${key%%:*} value=${key#*: } inner=$(echo "$name" | sed -n 's/.*\.//p')
+    if [ -n "$inner" ]; then say "\"${name%%.*}\": {\"$inner\": $value, \"z\": 1}"; else say "\"$name\": $value"; fi
+    bad "$key" "llama/config.json: \"$name\" is $(echo $value | tr -d '\"'), and this model computes nothing but" "$build/llama" --import "$tmp/llama" $to_again
+done
+say '"rms_norm_eps": "x"'; bad "no epsilon" 'its sizes are not those of a Llama' "$build/llama" --import "$tmp/llama" $to_again
+say '"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}, "eos_token_id": [3, 4], "pad_token_id": 5'
+good "rope_parameters of transformers 5" 'step     1' "$build/llama" --import "$tmp/llama" $to_again
+try "export writes what was imported" cmp "$tmp/llama/config.json" "$tmp/llama2/config.json"
+bad "no Llama" '"model_type" is gpt2' "$build/llama" --import "$tmp/hf0"
+bad "no model" 'none/model.safetensors|config.json' "$build/llama" --import "$tmp/none"
+mkdir "$tmp/alone"; cp "$tmp/weights" "$tmp/alone/model.safetensors"
+bad "weights alone" 'there is no .*alone/config.json' "$build/llama" --import "$tmp/alone"
+
 # spoil NAME OFFSET: $tmp/bad.bin is $tmp/a.bin with the byte there replaced by the one that printf makes of NAME
 spoil() { cp "$tmp/a.bin" "$tmp/bad.bin"; printf "$1" | dd of="$tmp/bad.bin" bs=1 seek="$2" conv=notrunc 2>/dev/null; }
-to_none="--steps 0 --export $tmp/none.bin"
 head -c 100000 "$tmp/a.bin" >"$tmp/bad.bin"
 bad "cut off" 'bad.bin has 100000 bytes, expected [0-9]+ after its header' "$gpt" $to_none --import "$tmp/bad.bin"
 head -c 1000 "$tmp/a.bin" >"$tmp/bad.bin"
@@ -91,7 +158,7 @@ bad "a prompt outside the vocabulary" 'takes numbers of tokens, 0 to 299' "$gpt"
 # ---- Python ----
 python=$(BUILD=$build sh tests/scripts/python.sh 2>"$tmp/why")
 if [ -z "$python" ]; then
-    skip "torch and transformers" "$(cat "$tmp/why")" 51
+    skip "torch and transformers" "$(cat "$tmp/why")" 70
     finish
 fi
 cat >"$tmp/models.py" <<'PYTHON'
@@ -145,6 +212,25 @@ def make(folder):
     torch.save(gpt, folder + "/gpt.pt")
     for parameter in gpt.parameters(): parameter.data = parameter.data.bfloat16().float()
     torch.save(gpt, folder + "/bf16.pt")
+
+def variant(folder, activation):
+    """Another activation and epsilon, small activations so that the latter counts, and tokens that mean something."""
+    torch.manual_seed(7)
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=24, n_embd=32, n_layer=LAYERS, n_head=4, activation_function=activation,
+        layer_norm_epsilon=0.01, bos_token_id=3, eos_token_id=4, pad_token_id=5)).eval()
+    for parameter in gpt.parameters(): parameter.data.normal_(0, 0.2 if parameter.dim() == 2 else 0.5)
+    gpt.save_pretrained(folder, safe_serialization=True)
+    torch.save(gpt, folder + "/gpt.pt")
+
+def reloaded(folder, other):
+    """What C has read and written is the same model to transformers."""
+    gpt, found = torch.load(folder + "/gpt.pt"), transformers.GPT2LMHeadModel.from_pretrained(other).eval()
+    with torch.no_grad(): assert torch.equal(gpt(tokens()).logits, found(tokens()).logits)
+    a, b = gpt.config, found.config
+    for key in ("activation_function", "layer_norm_epsilon", "n_head", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(a, key) == getattr(b, key), key
+    print("the same model")
 
 def logits(model, path):
     with torch.no_grad(): ours = torch.load(model)(tokens()).logits.reshape(-1, VOCAB).numpy()
@@ -311,6 +397,15 @@ done
 "$gpt" --import "$tmp/f32.bin" --generate 20 --prompt "5 9 2 7" --temperature 0 2>/dev/null | head -n 1 >"$tmp/written"
 good "tokens of transformers' generate" '24 tokens' "$python" "$tmp/models.py" generate "$tmp/gpt.pt" "5 9 2 7" "$tmp/written"
 
+for activation in relu silu gelu_pytorch_tanh; do
+    rm -rf "$tmp/variant" "$tmp/variant2"; mkdir "$tmp/variant" "$tmp/variant2"
+    try "transformers saves a GPT-2 with $activation" "$python" "$tmp/models.py" variant "$tmp/variant" $activation
+    "$program" 2 ddp import="$tmp/variant/model.safetensors" logits="$tmp/logits"; result "C reads it" $?
+    good "logits of PyTorch" 'differ by at most' "$python" "$tmp/models.py" logits "$tmp/variant/gpt.pt" "$tmp/logits"
+    good "train_gpt reads the directory" exported "$gpt" --threads 1 --steps 0 --import "$tmp/variant" --export "$tmp/variant2/model.safetensors"
+    good "and writes what transformers reads" 'the same model' "$python" "$tmp/models.py" reloaded "$tmp/variant" "$tmp/variant2"
+done
+
 # ---- Llama ----
 for tied in apart tied; do
     for run in "2 ddp" "3 full_shard"; do
@@ -323,10 +418,15 @@ for tied in apart tied; do
         good "losses and parameters of PyTorch" 'differ by' "$python" "$tmp/models.py" llama_train "$tmp/llama.$tied" "$tmp/train" "$tmp/llama.out"
     done
 done
-sed 's/"rope_scaling": null/"rope_scaling": {"type": "linear", "factor": 2}/' "$tmp/llama.tied/config.json" >"$tmp/config.json"
-bad "another kind of positions" 'rope_scaling is not null' "$build/llama" --import "$tmp"
-bad "no Llama" 'its sizes are not those of a Llama' "$build/llama" --import "$tmp/hf"
-bad "no model" 'config.json: No such file' "$build/llama" --import "$tmp/none"
+
+# The base of the rotation where transformers 5 writes it; the model was made with 5000.
+grep -q '"rope_theta": 5000.0' "$tmp/llama.tied/config.json"; result "transformers 4 writes rope_theta" $?
+sed 's/"rope_scaling": null/"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}/; /"rope_theta": 5000.0,$/d' \
+    "$tmp/llama.tied/config.json" >"$tmp/config.json"
+mv "$tmp/config.json" "$tmp/llama.tied/config.json"
+! grep -q '^  "rope_theta"' "$tmp/llama.tied/config.json" && grep -q rope_parameters "$tmp/llama.tied/config.json"; result "and 5 rope_parameters" $?
+try "C reads it" "$build/llama_logits" 1 ddp "$tmp/llama.tied" "$tmp/logits"
+good "logits of PyTorch" 'differ by at most' "$python" "$tmp/models.py" logits "$tmp/llama.tied/model.pt" "$tmp/logits"
 
 # ---- The tokenizer ----
 try "a vocabulary learned by Python" "$python" "$tmp/models.py" vocabulary "$tmp/bpe"

@@ -21,7 +21,7 @@ int main(int argc, char **argv)
     if (argc != 3) return 2;
     const bool encode = strcmp(argv[2], "encode") == 0;
     if (tokenizer_open(&t, argv[1]) != DTRAIN_OK) return tokenizer_close(&t), fail();
-    if (tokenizer_read_file("/dev/stdin", &input, &bytes) != DTRAIN_OK) wrong = 1;
+    if (read_file("/dev/stdin", &input, &bytes) != DTRAIN_OK) wrong = 1;
     else if (encode && tokenizer_encode(&t, input, bytes, &list) != DTRAIN_OK) wrong = 1;
     if (encode && !wrong && list.count > 0)
         wrong = fwrite(list.at, sizeof *list.at, list.count, stdout) != list.count;

@@ -36,7 +36,7 @@ static size_t make_good(uint8_t *data, int kind)
     memcpy(data + 1, kind == MODEL ? model : tokens, kind == MODEL ? sizeof model : sizeof tokens);
     memcpy(data + 1 + 1024, "\1a\2bc\0", 6);
     return 1 + 1024 +
-           (kind == MODEL ? (size_t)llmc__total(&(gpt_config){1, 1, 2, 0, 2, 3, 0}, 3) * 4 : 6);
+           (kind == MODEL ? (size_t)llmc__total(&(gpt_config){1, 1, 2, 0, 2, 3, 0, 0, 0}, 3) * 4 : 6);
 }
 
 /* Begin from a good file when there is none, and now and then later. */

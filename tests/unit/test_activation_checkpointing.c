@@ -88,8 +88,8 @@ static void gpt_free(gpt *m)
 
 static dtrain_tensor *norm(dtrain_tape *t, dtrain_tensor **x, dtrain_tensor *h, dtrain_param *p)
 {
-    if (!h) return dtrain_layernorm(t, *x, &p[0], &p[1]);
-    return dtrain_add_layernorm(t, *x, h, &p[0], &p[1], x);
+    if (!h) return dtrain_layernorm(t, *x, &p[0], &p[1], 1e-5f);
+    return dtrain_add_layernorm(t, *x, h, &p[0], &p[1], 1e-5f, x);
 }
 
 static dtrain_tensor *block(dtrain_tape *t, const gpt *m, dtrain_param *p, dtrain_tensor **x,
@@ -479,7 +479,7 @@ static dtrain_tensor *sum_loss(dtrain_tape *t, chain *c, bool pass)
     (void)pass;
     for (uint32_t i = 0; i < 5; i++) {
         y = layer(t, c, i, x);
-        dtrain_add_layernorm(t, x, y, &c->norm, NULL, &sum);
+        dtrain_add_layernorm(t, x, y, &c->norm, NULL, 1e-5f, &sum);
         x = dtrain_linear(t, sum, &c->params[5], NULL, DTRAIN_ACTIVATION_NONE);
         x = dtrain_add(t, x,
                        dtrain_linear(t, dtrain_cast(t, x, DTRAIN_DTYPE_F32), &c->params[i], NULL,

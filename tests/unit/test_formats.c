@@ -222,7 +222,7 @@ static void test_json_refuses(void)
         {"True", "a value"},
         {"falsy", "false"},
         {"// x\n1", "a value"},
-        {"\xef\xbb\xbf{}", "0xef"},
+        {"\xef\xbb\xbf{}", "byte order mark"},
         {"\"\xff\"", "UTF-8"},
         {"\"\xc0\xaf\"", "UTF-8"},
         {"\"\xed\xa0\x80\"", "UTF-8"},

@@ -49,7 +49,7 @@ static int encode_data(settings *s)
     uint32_t magic = 0;
     FILE *file = NULL;
     if (!s->tokenizer || s->data_format >= (long)DTRAIN_DATA_BIN) return 0; /* tokens already */
-    dtrain_result result = tokenizer_read_file(s->data, &text, &bytes);
+    dtrain_result result = read_file(s->data, &text, &bytes);
     if (result != DTRAIN_OK)
         return BAD("--data: %s; --tokenizer encodes one file of text, and files that have tokens "
                    "already need --data-format bin or u16",
@@ -81,6 +81,11 @@ static int check_text(const settings *s)
     if (result != DTRAIN_OK) return BAD("%s", dtrain_last_error());
     if (s->export_to && ends_with(s->export_to, ".bin") && s->export_dtype == 2)
         return BAD("--export-dtype fp16 and --export %s: llm.c has fp32 and bf16", s->export_to);
+    if (s->export_to && ends_with(s->export_to, ".bin") &&
+        (s->activation || (float)s->epsilon != 1e-5f))
+        return BAD("--export %s: llm.c computes gelu_new with an epsilon of 1e-05, and this model "
+                   "%s with %g; export to a name that does not end with .bin",
+                   s->export_to, gpt_activations[s->activation], s->epsilon);
     if (given("--export-dtype") && !s->export_to)
         return BAD("--export-dtype does nothing without --export");
     return 0;

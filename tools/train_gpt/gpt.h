@@ -11,10 +11,13 @@
 #include <string.h>
 
 #include "cache.h"
+#include "tools/hugging_face.h"
 
 typedef struct gpt_config {
     long layers, heads, channels, seq, positions, vocab; /* seq: tokens of a sample, <= positions */
     float dropout;                                       /* on the residual stream */
+    float epsilon;                                       /* of the norms; 0 = 1e-5 */
+    uint32_t activation;                                 /* of the MLP; 0 = GELU */
 } gpt_config;
 
 typedef struct gpt_preset {
@@ -31,12 +34,12 @@ static inline const gpt_preset *gpt_preset_at(size_t index)
 {
     static const gpt_preset presets[] = {
         /* 2 ranks x 6: nanoGPT's configuration for a CPU */
-        {"tiny", {4, 4, 128, 64, 0, 0, 0}, 6, 300, 2e-3},
-        {"baby", {6, 6, 384, 128, 0, 0, 0}, 8, 300, 1e-3},
-        {"gpt2", {12, 12, 768, 64, 1024, 50257, 0}, 4, 0, 6e-4},
-        {"gpt2_medium", {24, 16, 1024, 64, 1024, 50257, 0}, 4, 0, 3e-4},
-        {"gpt2_large", {36, 20, 1280, 64, 1024, 50257, 0}, 4, 0, 2.5e-4},
-        {"gpt2_xl", {48, 25, 1600, 64, 1024, 50257, 0}, 4, 0, 2e-4},
+        {"tiny", {4, 4, 128, 64, 0, 0, 0, 0, 0}, 6, 300, 2e-3},
+        {"baby", {6, 6, 384, 128, 0, 0, 0, 0, 0}, 8, 300, 1e-3},
+        {"gpt2", {12, 12, 768, 64, 1024, 50257, 0, 0, 0}, 4, 0, 6e-4},
+        {"gpt2_medium", {24, 16, 1024, 64, 1024, 50257, 0, 0, 0}, 4, 0, 3e-4},
+        {"gpt2_large", {36, 20, 1280, 64, 1024, 50257, 0, 0, 0}, 4, 0, 2.5e-4},
+        {"gpt2_xl", {48, 25, 1600, 64, 1024, 50257, 0, 0, 0}, 4, 0, 2e-4},
     };
     return index < sizeof presets / sizeof presets[0] ? &presets[index] : NULL;
 }
@@ -73,6 +76,19 @@ typedef struct gpt {
     dtrain_param *wte, *wpe, *lnf_weight, *lnf_bias, *head;
     gpt_block *blocks;
 } gpt;
+
+/* What an MLP can compute between its layers, as transformers calls it: the first is GPT-2's. */
+static const char *const gpt_activations[] = {"gelu_new", "relu", "silu", NULL};
+static const uint32_t gpt_activation_kinds[] = {DTRAIN_ACTIVATION_GELU, DTRAIN_ACTIVATION_RELU,
+                                                DTRAIN_ACTIVATION_SILU};
+
+/* Return the place of a model's activation in these lists. */
+static inline int gpt_activation(const gpt_config *config)
+{
+    int place = 2;
+    while (place > 0 && gpt_activation_kinds[place] != config->activation) place--;
+    return place;
+}
 
 /* Adds the next parameter: shape (rows, columns), or (rows) when columns is 0. */
 static inline dtrain_param *gpt__declare(gpt *m, uint32_t unit, const char *name, int64_t rows,
@@ -123,6 +139,8 @@ static inline dtrain_result gpt_create(gpt *m, const gpt_config *config)
     const int64_t c = config->channels;
     memset(m, 0, sizeof *m);
     m->config = *config;
+    if (m->config.epsilon == 0) m->config.epsilon = 1e-5f;
+    if (m->config.activation == 0) m->config.activation = DTRAIN_ACTIVATION_GELU;
     m->params = (dtrain_param *)calloc(count, sizeof *m->params);
     m->names = (char(*)[32])calloc(count, sizeof *m->names);
     m->blocks = (gpt_block *)calloc(layers, sizeof *m->blocks);
@@ -150,11 +168,11 @@ static inline void gpt_free(gpt *m)
 
 /* x += h, what the layer before has left to add (nothing at first), and its normalisation: one pass
  * over memory for both. */
-static inline dtrain_tensor *gpt__norm(dtrain_tape *t, dtrain_tensor **x, dtrain_tensor *h,
-                                       dtrain_param *weight, dtrain_param *bias)
+static inline dtrain_tensor *gpt__norm(dtrain_tape *t, const gpt *m, dtrain_tensor **x,
+                                       dtrain_tensor *h, dtrain_param *weight, dtrain_param *bias)
 {
-    if (!h) return dtrain_layernorm(t, *x, weight, bias);
-    return dtrain_add_layernorm(t, *x, h, weight, bias, x);
+    if (!h) return dtrain_layernorm(t, *x, weight, bias, m->config.epsilon);
+    return dtrain_add_layernorm(t, *x, h, weight, bias, m->config.epsilon, x);
 }
 
 /* x (B*T, C) is the residual stream. Returns what is still to be added to it. With a cache, the rows
@@ -166,13 +184,14 @@ static inline dtrain_tensor *gpt__block(dtrain_tape *t, const gpt *m, long layer
     const gpt_block *p = &m->blocks[layer];
     const float drop = config->dropout;
     const dtrain_attention_desc causal = {config->seq, config->heads, 0, 0, true, NULL, NULL};
-    h = gpt__norm(t, x, h, p->ln1_weight, p->ln1_bias);                          /* (B*T, C) */
+    h = gpt__norm(t, m, x, h, p->ln1_weight, p->ln1_bias);                       /* (B*T, C) */
     h = dtrain_linear(t, h, p->qkv_weight, p->qkv_bias, DTRAIN_ACTIVATION_NONE); /* (B*T, 3C) */
     if (cache) h = gpt_cached_attention(t, h, cache, layer, config->heads);      /* (B*T, C) */
     else h = dtrain_attention(t, h, NULL, NULL, &causal);
     h = dtrain_linear(t, h, p->proj_weight, p->proj_bias, DTRAIN_ACTIVATION_NONE);
-    h = gpt__norm(t, x, dtrain_dropout(t, h, drop), p->ln2_weight, p->ln2_bias);
-    h = dtrain_linear(t, h, p->fc_weight, p->fc_bias, DTRAIN_ACTIVATION_GELU); /* (B*T, 4C) */
+    h = gpt__norm(t, m, x, dtrain_dropout(t, h, drop), p->ln2_weight, p->ln2_bias);
+    h = dtrain_linear(t, h, p->fc_weight, p->fc_bias,
+                      (dtrain_activation)config->activation); /* (B*T, 4C) */
     h = dtrain_linear(t, h, p->fcproj_weight, p->fcproj_bias,
                       DTRAIN_ACTIVATION_NONE); /* (B*T, C) */
     return dtrain_dropout(t, h, drop);
@@ -188,7 +207,7 @@ static inline dtrain_tensor *gpt__blocks(dtrain_tape *t, const gpt *m, dtrain_te
         h = gpt__block(t, m, l, &x, h, cache);
     }
     dtrain_tape_unit(t, (uint32_t)m->config.layers + 1);
-    return gpt__norm(t, &x, h, m->lnf_weight, m->lnf_bias);
+    return gpt__norm(t, m, &x, h, m->lnf_weight, m->lnf_bias);
 }
 
 /* tokens (batch, seq) -> logits (batch*seq, gpt_columns) */
@@ -284,23 +303,75 @@ static inline dtrain_export_name *gpt_hugging_face(const gpt *m)
     return names;
 }
 
-/* Write the config.json that transformers wants beside a model. */
-static inline int gpt_write_config(const gpt_config *c, const char *path)
+/* What config.json may say of how to compute. Dropout is training's, and --dropout says it. */
+static inline const hf_rule *gpt_rules(void)
 {
-    FILE *file = fopen(path, "w");
-    if (!file) return -1;
-    fprintf(file,
-            "{\"model_type\": \"gpt2\", \"architectures\": [\"GPT2LMHeadModel\"], \"vocab_size\": "
-            "%ld,\n"
-            " \"n_positions\": %ld, \"n_ctx\": %ld, \"n_embd\": %ld, \"n_layer\": %ld, \"n_head\": "
-            "%ld,\n"
-            " \"n_inner\": null, \"activation_function\": \"gelu_new\", \"layer_norm_epsilon\": "
-            "1e-05,\n"
-            " \"initializer_range\": 0.02, \"resid_pdrop\": 0.1, \"embd_pdrop\": 0.1, "
-            "\"attn_pdrop\": 0.1,\n"
-            " \"bos_token_id\": null, \"eos_token_id\": null, \"tie_word_embeddings\": true}\n",
-            c->vocab, c->positions, c->positions, c->channels, c->layers, c->heads);
-    return fclose(file);
+    static const hf_rule rules[] = {
+        {"model_type", "gpt2"},
+        {"activation_function",
+         "gelu_new|gelu_fast|gelu_accurate|gelu_pytorch_tanh|relu|silu|swish"}, /* tanh's GELU */
+        {"scale_attn_weights", "true"},
+        {"scale_attn_by_inverse_layer_idx", "false"},
+        {"add_cross_attention", "false"},
+        {"is_encoder_decoder", "false"},
+        {"tie_word_embeddings", "true"},
+        {"num_attention_heads", ""}, /* another name of n_head */
+        {"quantization_config", ""},
+        {NULL, NULL}};
+    return rules;
+}
+
+/* Read config.json; sizes that it lacks are those of transformers' GPT2Config. */
+static inline dtrain_result gpt_read_config(const hf_config *from, gpt_config *config)
+{
+    char activation[HF_VALUE] = "gelu_new";
+    int place = 2;
+    dtrain_result result = hf_check(from, gpt_rules());
+    if (result != DTRAIN_OK) return result;
+    memset(config, 0, sizeof *config);
+    config->layers = hf_size(from, "n_layer", 12);
+    config->heads = hf_size(from, "n_head", 12);
+    config->channels = hf_size(from, "n_embd", 768);
+    config->positions = hf_size(from, "n_positions", 1024);
+    config->vocab = hf_size(from, "vocab_size", 50257);
+    config->epsilon = (float)hf_number(from, "layer_norm_epsilon", 1e-5);
+    (void)hf_value(from, "activation_function", activation);
+    while (place > 0 && activation[0] != gpt_activations[place][0]) place--; /* g, r, or s */
+    config->activation = gpt_activation_kinds[place];
+    if (!config->layers || !config->heads || !config->channels || !config->positions ||
+        !config->vocab || !(config->epsilon > 0))
+        return dtrain_fail(DTRAIN_ERROR_DATA,
+                           "%s: n_layer, n_head, n_embd, n_positions, vocab_size or "
+                           "layer_norm_epsilon is no number above 0",
+                           from->path);
+    const long inner = hf_size(from, "n_inner", 4 * config->channels);
+    if (inner == 4 * config->channels) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                       "%s: \"n_inner\" is %ld, and this model computes nothing but 4 n_embd",
+                       from->path, inner);
+}
+
+/* Write the config.json that transformers wants beside a model. end_of_text: a token, or -1. */
+static inline dtrain_result gpt_write_config(const gpt_config *c, int end_of_text,
+                                             const char *weights, const char *type)
+{
+    char text[1024], epsilon[32], token[16] = "null";
+    hf_config config;
+    memset(&config, 0, sizeof config);
+    if (end_of_text >= 0) snprintf(token, sizeof token, "%d", end_of_text);
+    snprintf(
+        text, sizeof text,
+        "{\"model_type\": \"gpt2\", \"architectures\": [\"GPT2LMHeadModel\"], \"dtype\": \"\",\n"
+        " \"vocab_size\": %ld, \"n_positions\": %ld, \"n_ctx\": %ld, \"n_embd\": %ld,\n"
+        " \"n_layer\": %ld, \"n_head\": %ld, \"n_inner\": null, \"activation_function\": \"%s\",\n"
+        " \"layer_norm_epsilon\": %s, \"initializer_range\": 0.02, \"resid_pdrop\": 0.1,\n"
+        " \"embd_pdrop\": 0.1, \"attn_pdrop\": 0.1, \"bos_token_id\": %s, \"eos_token_id\": %s,\n"
+        " \"tie_word_embeddings\": true}\n",
+        c->vocab, c->positions, c->positions, c->channels, c->layers, c->heads,
+        gpt_activations[gpt_activation(c)], hf_float(c->epsilon, epsilon), token, token);
+    config.text = text;
+    config.bytes = strlen(text);
+    return hf_write(&config, weights, type);
 }
 
 #endif /* GPT_H */

@@ -7,8 +7,15 @@
 /* With Muon the matrices of the blocks, which all units but the first and the last are, are group 1. */
 static dtrain_result create_model(const settings *s, gpt *model)
 {
-    const gpt_config config = {s->layers,    s->heads, s->channels,      s->seq,
-                               s->positions, s->vocab, (float)s->dropout};
+    const gpt_config config = {s->layers,
+                               s->heads,
+                               s->channels,
+                               s->seq,
+                               s->positions,
+                               s->vocab,
+                               (float)s->dropout,
+                               (float)s->epsilon,
+                               gpt_activation_kinds[s->activation]};
     const dtrain_result result = gpt_create(model, &config);
     for (size_t i = 0; result == DTRAIN_OK && i < model->param_count; i++) {
         dtrain_param *p = &model->params[i];

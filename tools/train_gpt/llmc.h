@@ -91,7 +91,7 @@ static inline dtrain_result llmc__write(llmc_file *f, const void *from, size_t b
 /* ---- sizes ---------------------------------------------------------------------------------- */
 
 typedef struct llmc_header {
-    gpt_config config; /* seq 0, dropout 0 */
+    gpt_config config; /* seq 0, dropout 0; the rest is what llm.c computes */
     int64_t rows;      /* of wte */
     size_t each;       /* bytes of a value */
 } llmc_header;
@@ -126,7 +126,8 @@ static inline dtrain_result llmc__check(llmc_file *f, const int32_t *header, llm
 {
     static const char *const names[] = {"positions", "vocabulary", "layers",
                                         "heads",     "channels",   "padded vocabulary"};
-    const gpt_config config = {header[4], header[5], header[6], 0, header[2], header[3], 0};
+    const gpt_config config = {
+        header[4], header[5], header[6], 0, header[2], header[3], 0, 1e-5f, DTRAIN_ACTIVATION_GELU};
     if (header[0] != LLMC_MAGIC)
         return dtrain_fail(DTRAIN_ERROR_DATA,
                            "%s begins with the number %d, expected %d, that of a model of llm.c",

@@ -17,7 +17,10 @@ typedef struct settings {
     long data_format, export_dtype;
     long layers, heads, channels, seq, positions, vocab;
     long eval_every, eval_batches, sample, generate, top_k, no_cache;
-    double dropout, val_split, temperature, top_p;
+    long activation; /* place in gpt_activations */
+    double dropout, epsilon, val_split, temperature, top_p;
+    gpt_config found;   /* in the file of --import; zeros: it says nothing */
+    hf_config imported; /* config.json beside it */
 } settings;
 
 /* -1: as the preset says; 0 in a size means the same. The table below keeps pointers into it, which
@@ -29,6 +32,8 @@ static settings flags = {
     .eval_every = 250,
     .eval_batches = 50,
     .sample = -1,
+    .activation = -1,
+    .epsilon = -1,
     .val_split = 0.1,
     .temperature = 0.8,
 };
@@ -45,6 +50,10 @@ static const flag model_flags[] = {
     {"--seq", 'i', &flags.seq, 1, 1e7, "tokens per sample", NULL},
     {"--vocab", 'i', &flags.vocab, 1, 1e8,
      "size of the vocabulary; a larger token id in the data is an error", NULL},
+    {"--activation", 'w', &flags.activation, 0, 0, "of the MLP; default: gelu_new, that of GPT-2",
+     gpt_activations},
+    {"--norm-epsilon", 'f', &flags.epsilon, 1e-12, 1,
+     "what layer norms add to a variance; default 1e-5", NULL},
     {"--dropout", 'f', &flags.dropout, 0, 0.99, "probability of dropout on the residual stream",
      NULL},
 };
@@ -74,9 +83,9 @@ static const flag step_flags[] = {
 
 static const flag weight_flags[] = {
     {"--import", 's', &flags.import_from, 0, 0,
-     "begin with the weights of a GPT-2: model.safetensors of Hugging Face, one file or with an "
-     "index, or a .bin of llm.c; without --model its sizes are those of the file, or of the "
-     "config.json beside it",
+     "begin with the weights of a GPT-2: a directory of Hugging Face or its model.safetensors, one "
+     "file or with an index, or a .bin of llm.c; without --model its sizes are those of the file, "
+     "or of the config.json beside it",
      NULL},
     {"--export", 's', &flags.export_to, 0, 0,
      "write the weights at the end: as llm.c to FILE.bin, else as Hugging Face; as "
@@ -169,6 +178,8 @@ static int apply_preset(settings *s)
     if (!s->layers) s->layers = p->config.layers;
     if (!s->heads) s->heads = p->config.heads;
     if (!s->channels) s->channels = p->config.channels;
+    if (s->activation < 0) s->activation = 0;
+    if (s->epsilon < 0) s->epsilon = 1e-5;
     if (!s->seq) s->seq = room && room < p->config.seq ? room : p->config.seq;
     if (!s->run->batch) s->run->batch = s->run->auto_batch ? 512 : p->batch;
     if (!s->vocab) s->vocab = p->config.vocab;

@@ -12,6 +12,8 @@
 #ifndef TOKENIZER_H
 #define TOKENIZER_H
 
+#include "tools/files.h"
+#include "tools/json.h"
 #include "unicode_classes.h"
 
 #include <errno.h>
@@ -127,27 +129,6 @@ static inline dtrain_result tokenizer__index(tokenizer *t)
 
 /* ---- characters ----------------------------------------------------------------------------- */
 
-/* Read a character of UTF-8. Return its bytes; what is none is one byte, with a code of no character. */
-static inline size_t tokenizer__character(const char *text, size_t bytes, uint32_t *code)
-{
-    static const uint32_t least[] = {0, 0, 0x80, 0x800, 0x10000};
-    const uint8_t *at = (const uint8_t *)text;
-    const size_t length = at[0] < 0x80                    ? 1
-                          : at[0] >= 0xc2 && at[0] < 0xe0 ? 2
-                          : at[0] >= 0xe0 && at[0] < 0xf0 ? 3
-                          : at[0] >= 0xf0 && at[0] < 0xf5 ? 4
-                                                          : 0;
-    uint32_t found = length == 1 ? at[0] : at[0] & (0x7fu >> length);
-    bool good = length > 0 && length <= bytes;
-    for (size_t i = 1; good && i < length; i++) {
-        good = (at[i] & 0xc0) == 0x80;
-        found = found << 6 | (at[i] & 0x3f);
-    }
-    good = good && found >= least[length] && found < 0x110000 && (found & ~0x7ffu) != 0xd800;
-    *code = good ? found : UINT32_MAX;
-    return good ? length : 1;
-}
-
 /* Vocabularies are text: each byte stands there as a character, itself where it is printed in Latin-1,
  * one from U+0100 on where it is not. Return the byte of a character, or -1. */
 static inline int tokenizer__byte(uint32_t code)
@@ -165,104 +146,47 @@ static inline int tokenizer__byte(uint32_t code)
 
 /* ---- vocab.json ----------------------------------------------------------------------------- */
 
-/* Text that is read: `at` moves on to `end`, and `path` names it. */
-typedef struct tokenizer__reader {
-    const char *path, *begin, *at, *end;
-} tokenizer__reader;
-
-static inline dtrain_result tokenizer__expected(const tokenizer__reader *r, const char *what)
+/* Turn characters that stand for bytes into these, in place: text (*bytes). */
+static inline bool tokenizer__to_bytes(char *text, size_t *bytes)
 {
-    return dtrain_fail(DTRAIN_ERROR_DATA, "%s: expected %s at byte %zu", r->path, what,
-                       (size_t)(r->at - r->begin));
-}
-
-static inline void tokenizer__skip_blanks(tokenizer__reader *r)
-{
-    while (r->at < r->end && (*r->at == ' ' || *r->at == '\n' || *r->at == '\r' || *r->at == '\t'))
-        r->at++;
-}
-
-/* Go over blanks, and over a character if it is the next one. */
-static inline bool tokenizer__accept(tokenizer__reader *r, char c)
-{
-    tokenizer__skip_blanks(r);
-    if (r->at == r->end || *r->at != c) return false;
-    r->at++;
-    return true;
-}
-
-/* Read a character of a JSON string, escaped or not. */
-static inline bool tokenizer__escaped(tokenizer__reader *r, uint32_t *code)
-{
-    static const char plain[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
-    const size_t left = (size_t)(r->end - r->at);
-    const char *found = left > 1 && r->at[0] == '\\' && r->at[1] ? strchr(plain, r->at[1]) : NULL;
-    if (left == 0 || (unsigned char)*r->at < 0x20) return false;
-    if (*r->at != '\\') {
-        r->at += tokenizer__character(r->at, left, code);
-        return *code != UINT32_MAX;
-    }
-    if (found) {
-        *code = (uint8_t)meant[found - plain];
-        r->at += 2;
-        return true;
-    }
-    if (left < 6 || r->at[1] != 'u') return false;
-    *code = 0;
-    for (int i = 2; i < 6; i++) {
-        const char c = r->at[i], *digits = "0123456789abcdefABCDEF";
-        const char *digit = c ? strchr(digits, c) : NULL;
-        if (!digit) return false;
-        *code = *code << 4 | (uint32_t)(digit - digits < 16 ? digit - digits : digit - digits - 6);
-    }
-    r->at += 6;
-    return true;
-}
-
-/* Read a token, quoted, to text + *used. */
-static inline dtrain_result tokenizer__json_token(tokenizer__reader *r, char *text, size_t *used)
-{
-    if (!tokenizer__accept(r, '"')) return tokenizer__expected(r, "a token in quotes");
-    while (r->at == r->end || *r->at != '"') {
+    size_t used = 0;
+    for (size_t at = 0; at < *bytes;) {
         uint32_t code;
-        if (!tokenizer__escaped(r, &code)) return tokenizer__expected(r, "a character");
+        at += utf8_read(text + at, *bytes - at, &code);
         const int byte = tokenizer__byte(code);
-        if (byte < 0) return tokenizer__expected(r, "a character that stands for a byte");
-        text[(*used)++] = (char)byte;
+        if (byte < 0) return false;
+        text[used++] = (char)byte;
     }
-    r->at++;
-    return DTRAIN_OK;
+    *bytes = used;
+    return true;
 }
 
-static inline dtrain_result tokenizer__json_id(tokenizer__reader *r, int32_t *id)
+/* Read a token, quoted, to text + *used, which has room for the rest of the file. */
+static inline bool tokenizer__json_token(json_reader *r, char *text, size_t *used)
 {
-    if (!tokenizer__accept(r, ':')) return tokenizer__expected(r, "':'");
-    tokenizer__skip_blanks(r);
-    const char *first = r->at;
-    for (*id = 0; r->at < r->end && *r->at >= '0' && *r->at <= '9'; r->at++) {
-        *id = *id * 10 + (*r->at - '0');
-        if (*id >= TOKENIZER_MOST) return tokenizer__expected(r, "a smaller number");
-    }
-    return r->at > first ? DTRAIN_OK : tokenizer__expected(r, "a number");
+    size_t bytes = 0;
+    if (!json_text(r, text + *used, (size_t)(r->end - r->at) + 1, &bytes)) return false;
+    if (!tokenizer__to_bytes(text + *used, &bytes))
+        return json_expected(r, "before it, characters that stand for bytes");
+    *used += bytes;
+    return true;
 }
 
 /* Read all members of {"token": id, ...} in the order of the file: where the text of each begins, and
  * its id. */
-static inline dtrain_result tokenizer__json_members(tokenizer__reader *r, char *text,
-                                                    size_t *begins, int32_t *ids, int32_t *count)
+static inline bool tokenizer__json_members(json_reader *r, char *text, size_t *begins, int32_t *ids,
+                                           int32_t *count)
 {
     size_t used = 0;
-    if (!tokenizer__accept(r, '{')) return tokenizer__expected(r, "'{'");
-    for (*count = 0; !tokenizer__accept(r, '}'); ++*count) {
-        if (*count && !tokenizer__accept(r, ',')) return tokenizer__expected(r, "',' or '}'");
+    if (!json_enter(r, '{')) return false;
+    for (*count = 0; json_item(r, '}'); ++*count) {
         begins[*count] = used;
-        dtrain_result result = tokenizer__json_token(r, text, &used);
-        if (result == DTRAIN_OK) result = tokenizer__json_id(r, &ids[*count]);
-        if (result != DTRAIN_OK) return result;
+        if (!tokenizer__json_token(r, text, &used)) return false;
+        if (!json_accept(r, ':')) return json_expected(r, "':'");
+        if (!json_integer(r, TOKENIZER_MOST, &ids[*count])) return false;
     }
     begins[*count] = used;
-    tokenizer__skip_blanks(r);
-    return r->at == r->end ? DTRAIN_OK : tokenizer__expected(r, "the end");
+    return r->result == DTRAIN_OK;
 }
 
 /* Put the members in the order of their ids. */
@@ -296,7 +220,7 @@ static inline dtrain_result tokenizer__sort(tokenizer *t, const char *path, cons
 static inline dtrain_result tokenizer_read_vocabulary(tokenizer *t, const char *path,
                                                       const char *json, size_t bytes)
 {
-    tokenizer__reader r = {path, json, json, json + bytes};
+    json_reader r = json_begin(path, json, bytes);
     size_t most = 1; /* members: each has a colon */
     for (size_t i = 0; i < bytes; i++) most += json[i] == ':';
     char *text = (char *)malloc(bytes + 1);
@@ -306,7 +230,8 @@ static inline dtrain_result tokenizer_read_vocabulary(tokenizer *t, const char *
     t->begin = (size_t *)malloc((most + 1) * sizeof *t->begin);
     dtrain_result result =
         text && begins && ids && t->text && t->begin ? DTRAIN_OK : tokenizer__memory();
-    if (result == DTRAIN_OK) result = tokenizer__json_members(&r, text, begins, ids, &t->count);
+    if (result == DTRAIN_OK) (void)tokenizer__json_members(&r, text, begins, ids, &t->count);
+    if (result == DTRAIN_OK) result = json_end(&r);
     if (result == DTRAIN_OK) result = tokenizer__sort(t, path, text, begins, ids);
     free(text);
     free(begins);
@@ -317,12 +242,12 @@ static inline dtrain_result tokenizer_read_vocabulary(tokenizer *t, const char *
 /* ---- merges.txt ----------------------------------------------------------------------------- */
 
 /* Read one token of a line: up to a blank or the line's end. */
-static inline bool tokenizer__line_token(tokenizer__reader *r, char *text, size_t *used)
+static inline bool tokenizer__line_token(json_reader *r, char *text, size_t *used)
 {
     const size_t before = *used;
     while (r->at < r->end && *r->at != ' ' && *r->at != '\n' && *r->at != '\r') {
         uint32_t code;
-        r->at += tokenizer__character(r->at, (size_t)(r->end - r->at), &code);
+        r->at += utf8_read(r->at, (size_t)(r->end - r->at), &code);
         const int byte = tokenizer__byte(code);
         if (byte < 0) return false;
         text[(*used)++] = (char)byte;
@@ -331,27 +256,26 @@ static inline bool tokenizer__line_token(tokenizer__reader *r, char *text, size_
 }
 
 /* Read one line, "left right", as the merge of this rank. text has room for a line. */
-static inline dtrain_result tokenizer__merge_line(tokenizer *t, tokenizer__reader *r, char *text,
-                                                  int32_t rank)
+static inline bool tokenizer__merge_line(tokenizer *t, json_reader *r, char *text, int32_t rank)
 {
     size_t left = 0;
     if (!tokenizer__line_token(r, text, &left) || r->at == r->end || *r->at++ != ' ')
-        return tokenizer__expected(r, "two tokens with a blank between them");
+        return json_expected(r, "two tokens with a blank between them");
     size_t both = left;
-    if (!tokenizer__line_token(r, text, &both)) return tokenizer__expected(r, "a second token");
+    if (!tokenizer__line_token(r, text, &both)) return json_expected(r, "a second token");
     if (r->at < r->end && *r->at == '\r') r->at++;
-    if (r->at < r->end && *r->at++ != '\n') return tokenizer__expected(r, "the end of the line");
+    if (r->at < r->end && *r->at++ != '\n') return json_expected(r, "the end of the line");
     const int32_t a = tokenizer_find(t, text, left);
     const int32_t b = tokenizer_find(t, text + left, both - left);
     const int32_t token = tokenizer_find(t, text, both);
     if (a < 0 || b < 0 || token < 0)
-        return tokenizer__expected(r, "before it, two tokens that the vocabulary has, and their "
-                                      "union too");
+        return json_expected(r, "before it, two tokens that the vocabulary has, and their "
+                                "union too");
     tokenizer_merge *merge = tokenizer__pair(t, a, b);
-    if (merge->left >= 0) return DTRAIN_OK; /* a second time: the first counts */
+    if (merge->left >= 0) return true; /* a second time: the first counts */
     merge->left = a, merge->right = b;
     merge->rank = rank, merge->token = token;
-    return DTRAIN_OK;
+    return true;
 }
 
 /* Read the text of a merges.txt, after the vocabulary. A first line that begins with "#version" is
@@ -359,7 +283,7 @@ static inline dtrain_result tokenizer__merge_line(tokenizer *t, tokenizer__reade
 static inline dtrain_result tokenizer_read_merges(tokenizer *t, const char *path, const char *lines,
                                                   size_t bytes)
 {
-    tokenizer__reader r = {path, lines, lines, lines + bytes};
+    json_reader r = json_begin(path, lines, bytes);
     size_t count = 1;
     int32_t rank = 0;
     char *text = (char *)malloc(bytes + 1);
@@ -372,10 +296,10 @@ static inline dtrain_result tokenizer_read_merges(tokenizer *t, const char *path
         while (r.at < r.end && *r.at++ != '\n') {}
     while (r.at < r.end && result == DTRAIN_OK) {
         if (*r.at == '\n') r.at++; /* an empty line, as the last may be */
-        else result = tokenizer__merge_line(t, &r, text, rank++);
+        else if (!tokenizer__merge_line(t, &r, text, rank++)) result = r.result;
     }
     free(text);
-    return result;
+    return result == DTRAIN_OK ? r.result : result;
 }
 
 /* ---- gpt2_tokenizer.bin --------------------------------------------------------------------- */
@@ -425,29 +349,6 @@ static inline dtrain_result tokenizer_read_bin(tokenizer *t, const char *path, c
 
 /* ---- files ---------------------------------------------------------------------------------- */
 
-/* Read a whole file; *text (*bytes) is freed with free. */
-static inline dtrain_result tokenizer_read_file(const char *path, char **text, size_t *bytes)
-{
-    FILE *file = fopen(path, "rb");
-    size_t room = 1 << 16;
-    bool good = file != NULL;
-    *text = NULL;
-    *bytes = 0;
-    errno = file ? 0 : errno;
-    for (char *more; good && (more = (char *)realloc(*text, room)) != NULL; room *= 2) {
-        *text = more;
-        *bytes += fread(more + *bytes, 1, room - *bytes, file);
-        if (*bytes < room) break;
-    }
-    good = good && *text && !ferror(file) && *bytes < room;
-    if (file) fclose(file);
-    if (good) return DTRAIN_OK;
-    free(*text);
-    *text = NULL;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path,
-                       strerror(errno ? errno : ENOMEM));
-}
-
 /* Open a tokenizer: a directory with vocab.json and merges.txt, or a file of llm.c. tokenizer_close
  * frees it, also after a failure. */
 static inline dtrain_result tokenizer_open(tokenizer *t, const char *path)
@@ -458,14 +359,14 @@ static inline dtrain_result tokenizer_open(tokenizer *t, const char *path)
     size_t bytes, length = strlen(path);
     memset(t, 0, sizeof *t);
     if (length > 4 && strcmp(path + length - 4, ".bin") == 0) {
-        result = tokenizer_read_file(path, &text, &bytes);
+        result = read_file(path, &text, &bytes);
         if (result == DTRAIN_OK) result = tokenizer_read_bin(t, path, text, bytes);
         free(text);
         return result;
     }
     for (int i = 0; i < 2 && result == DTRAIN_OK; i++) {
         snprintf(name, sizeof name, "%.4000s/%s", path, files[i]);
-        result = tokenizer_read_file(name, &text, &bytes);
+        result = read_file(name, &text, &bytes);
         if (result == DTRAIN_OK)
             result = i ? tokenizer_read_merges(t, name, text, bytes)
                        : tokenizer_read_vocabulary(t, name, text, bytes);
@@ -509,7 +410,7 @@ static inline bool tokenizer__within(uint32_t code, const uint32_t (*ranges)[2],
 static inline size_t tokenizer__class_of(const char *text, size_t bytes, tokenizer__class *found)
 {
     uint32_t c;
-    const size_t length = tokenizer__character(text, bytes, &c);
+    const size_t length = utf8_read(text, bytes, &c);
     *found = TOKENIZER_SYMBOL;
     if ((c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xa0 || c == 0x1680 ||
         (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f ||

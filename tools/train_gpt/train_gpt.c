@@ -92,7 +92,7 @@ int main(int argc, char **argv)
     for (int a = 1; a < argc; a++)
         if (strcmp(argv[a], "--help") == 0 || strcmp(argv[a], "-h") == 0) return print_help(), 0;
     if (read_flags(argc - 1, argv + 1)) return 2;
-    if (import_sizes(s) || open_tokenizer(s) || apply_preset(s)) return 2;
+    if (import_sizes(s) || open_tokenizer(s) || apply_preset(s) || check_import(s)) return 2;
     s->run->command = join_words(argc, argv);
     if (trains(s) ? encode_data(s) || check_data(s) : check_model(s)) return 2;
     if (check_text(s) || check_sizes(s)) return 2;

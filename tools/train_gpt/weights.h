@@ -12,58 +12,48 @@ static bool ends_with(const char *text, const char *end)
     return bytes >= end_bytes && strcmp(text + bytes - end_bytes, end) == 0;
 }
 
-/* Write the path of config.json, which lies beside files of Hugging Face. */
-static void config_path(const char *weights, char *path, size_t room)
-{
-    const char *slash = strrchr(weights, '/');
-    snprintf(path, room, "%.*sconfig.json", slash ? (int)(slash - weights) + 1 : 0, weights);
-}
-
-/* Return the number behind "key": in the text of a config.json, or 0. It need not be read as JSON is:
- * import compares whatever is found here with the shapes in the file. */
-static long config_number(const char *text, const char *key)
-{
-    char quoted[64];
-    long number = 0;
-    snprintf(quoted, sizeof quoted, "\"%s\"", key);
-    const char *at = strstr(text, quoted);
-    if (at && sscanf(at + strlen(quoted), " : %ld", &number) != 1) number = 0;
-    return number > 0 ? number : 0;
-}
-
-/* Read the sizes of config.json; all zero when there is none. */
-static void read_config(const char *weights, gpt_config *config)
-{
-    static char text[1 << 16];
-    char path[4096];
-    config_path(weights, path, sizeof path);
-    FILE *file = fopen(path, "r");
-    if (!file) return;
-    text[fread(text, 1, sizeof text - 1, file)] = 0;
-    fclose(file);
-    config->layers = config_number(text, "n_layer");
-    config->heads = config_number(text, "n_head");
-    config->channels = config_number(text, "n_embd");
-    config->positions = config_number(text, "n_positions");
-    config->vocab = config_number(text, "vocab_size");
-}
-
-/* Take the sizes that no flag gives from the file of --import, unless --model says whose they are.
- * Return 0, or main's exit status after a sentence. */
+/* Read what the file of --import is, and take what no flag gives from it: sizes, unless --model says whose they are, and
+ * what no shape shows. Return 0, or main's exit status after a sentence. */
 static int import_sizes(settings *s)
 {
-    gpt_config config;
-    memset(&config, 0, sizeof config);
-    if (!s->import_from || given("--model")) return 0;
-    if (llmc_is_model(s->import_from)) {
-        if (llmc_read_config(s->import_from, &config) != DTRAIN_OK)
-            return BAD("--import: %s", dtrain_last_error());
-    } else read_config(s->import_from, &config);
-    if (!s->layers) s->layers = config.layers;
-    if (!s->heads) s->heads = config.heads;
-    if (!s->channels) s->channels = config.channels;
-    if (!s->vocab) s->vocab = config.vocab;
-    s->positions = config.positions;
+    static char weights[4096];
+    gpt_config *found = &s->found;
+    dtrain_result result = DTRAIN_OK;
+    if (!s->import_from) return 0;
+    TRY(hf_weights(s->import_from, weights, sizeof weights));
+    s->import_from = weights;
+    if (llmc_is_model(weights)) TRY(llmc_read_config(weights, found));
+    else {
+        TRY(hf_open(&s->imported, weights));
+        if (s->imported.text) TRY(gpt_read_config(&s->imported, found));
+    }
+cleanup:
+    if (result != DTRAIN_OK) return BAD("--import: %s", dtrain_last_error());
+    if (found->layers && s->activation < 0) s->activation = gpt_activation(found);
+    if (found->layers && s->epsilon < 0) s->epsilon = (double)found->epsilon;
+    if (given("--model")) return 0;
+    if (!s->layers) s->layers = found->layers;
+    if (!s->heads) s->heads = found->heads;
+    if (!s->channels) s->channels = found->channels;
+    if (!s->vocab) s->vocab = found->vocab;
+    s->positions = found->positions;
+    return 0;
+}
+
+/* Refuse flags that say otherwise than the file of --import, where no shape would show it. */
+static int check_import(const settings *s)
+{
+    const gpt_config *found = &s->found;
+    if (!found->layers) return 0;
+    if (s->heads != found->heads)
+        return BAD("--heads is %ld, and %s was trained with %ld", s->heads, s->import_from,
+                   found->heads);
+    if (s->activation != gpt_activation(found))
+        return BAD("--activation is %s, and %s was trained with %s", gpt_activations[s->activation],
+                   s->import_from, gpt_activations[gpt_activation(found)]);
+    if ((float)s->epsilon != found->epsilon)
+        return BAD("--norm-epsilon is %g, and %s was trained with %g", s->epsilon, s->import_from,
+                   (double)found->epsilon);
     return 0;
 }
 
@@ -74,6 +64,12 @@ static dtrain_result import_weights(dtrain_world *world, const settings *s, cons
     dtrain_import_desc from;
     dtrain_result result = DTRAIN_OK;
     if (llmc_is_model(s->import_from)) return llmc_import(world, state, model, s->import_from);
+    if (!s->found.layers && dtrain_world_rank(world) == 0)
+        fprintf(stderr,
+                RUN_NAME
+                ": there is no %s: taken for a GPT-2 of %ld heads, %s and an epsilon of %g; "
+                "--heads, --activation and --norm-epsilon say otherwise\n",
+                s->imported.path, s->heads, gpt_activations[s->activation], s->epsilon);
     dtrain_export_name *names = gpt_hugging_face(model);
     memset(&from, 0, sizeof from);
     from.names = names;
@@ -91,8 +87,8 @@ static dtrain_result export_weights(dtrain_world *world, const settings *s, cons
                                     dtrain_strategy *strategy)
 {
     dtrain_export_desc to;
+    const char *type = s->export_dtype == 1 ? "bfloat16" : s->export_dtype ? "float16" : "float32";
     dtrain_result result = DTRAIN_OK;
-    char config[4096];
     if (ends_with(s->export_to, ".bin"))
         return llmc_export(world, strategy, model, s->export_dtype == 1, s->export_to);
     dtrain_export_name *names = gpt_hugging_face(model);
@@ -101,10 +97,11 @@ static dtrain_result export_weights(dtrain_world *world, const settings *s, cons
     to.names = names;
     if (!names) TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for names"));
     TRY(dtrain_checkpoint_export(strategy, s->export_to, &to));
-    if (dtrain_world_rank(world) || !ends_with(s->export_to, "model.safetensors")) goto cleanup;
-    config_path(s->export_to, config, sizeof config);
-    if (gpt_write_config(&model->config, config) != 0)
-        TRY(dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be written: %s", config, strerror(errno)));
+    if (dtrain_world_rank(world) || !hf_is_model(s->export_to)) goto cleanup;
+    if (s->imported.text) TRY(hf_write(&s->imported, s->export_to, type));
+    else
+        TRY(gpt_write_config(&model->config, s->tokenizer ? s->tokenizer->end_of_text : -1,
+                             s->export_to, type));
 cleanup:
     free(names);
     return result;
