@@ -2168,7 +2168,9 @@ typedef struct dtrain_dataset dtrain_dataset;
 
 /* What the files of a dataset are. Their items are tokens, or samples: an image and its label. */
 typedef enum dtrain_data_format {
-    DTRAIN_DATA_AUTO = 0,  /* by magic: BIN, otherwise BYTES */
+    /* By magic BIN, otherwise BYTES, but not of what is no text under a larger vocabulary, or
+     * another file of llm.c */
+    DTRAIN_DATA_AUTO = 0,
     DTRAIN_DATA_BYTES = 1, /* any file; its bytes are the tokens, vocabulary 256 */
     /* llm.c's .bin: uint16 tokens (magic 20240520, version 1) or uint32 ones (20240801, 7) behind a
      * header that counts exactly the tokens that are there; vocabulary 50257 */
@@ -22174,6 +22176,8 @@ DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 
 /* train/tokens.c */
 DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
+                                                    const dtrain__data_file *file);
 DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file);
 DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file);
 DTRAIN__PRIVATE dtrain_result dtrain__u16_learn(dtrain_dataset *dataset, dtrain__data_file *file);
@@ -22312,6 +22316,11 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
         snprintf(dataset->name, sizeof dataset->name, "the host's own source");
         if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
     }
+    if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
+        dataset->vocab_count > 256)
+        dtrain_log(world, DTRAIN_LOG_INFO,
+                   "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
+                   (long long)dataset->vocab_count);
     if (result == DTRAIN_OK) *out = dataset;
     else dtrain_dataset_close(dataset);
     return result;
@@ -22373,6 +22382,8 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
                                bin ? dataset->data.files->path : file->path,
                                dtrain__formats[DTRAIN_DATA_BIN].name,
                                bin ? file->path : dataset->data.files->path);
+        if (format == DTRAIN_DATA_BYTES && desc->format == DTRAIN_DATA_AUTO)
+            DTRAIN__TRY(dtrain__bytes_guessed(dataset, file));
         DTRAIN__TRY(dataset->format->learn(dataset, file));
         dataset->item_count += file->item_count;
     }
@@ -23013,6 +23024,37 @@ DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
         return false;
     const uint32_t magic = dtrain__le(head, 4);
     return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
+}
+
+/* Refuse to read a file as bytes that nobody has called so: other files of llm.c, known by their
+ * magic, and under a larger vocabulary what is no text, as nanoGPT's uint16 tokens. */
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
+                                                    const dtrain__data_file *file)
+{
+    static const struct {
+        uint32_t magic;
+        const char *what;
+    } llmc[] = {{20240326, "a model"},
+                {20240327, "a debugging state"},
+                {20240328, "a tokenizer"},
+                {20240522, "an evaluation"}};
+    unsigned char head[4096] = {0};
+    const int64_t bytes = dtrain__min((int64_t)file->opened.st_size, (int64_t)sizeof head);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)bytes));
+    for (size_t i = 0; i < sizeof llmc / sizeof *llmc; i++)
+        if (dtrain__le(head, 4) == llmc[i].magic)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s is %s of llm.c, by its magic %u, and no "
+                               "token file; if its bytes are meant, name DTRAIN_DATA_BYTES",
+                               file->path, llmc[i].what, llmc[i].magic);
+    for (int64_t i = 0; i < bytes && dataset->vocab_count > 256; i++)
+        if (head[i] < 9 || (head[i] > 13 && head[i] < 27))
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s is no text and has no header of llm.c, and "
+                               "the vocabulary is %lld: uint16 tokens, as nanoGPT's, are "
+                               "DTRAIN_DATA_U16; if its bytes are meant, name DTRAIN_DATA_BYTES",
+                               file->path, (long long)dataset->vocab_count);
+    return DTRAIN_OK;
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file)

@@ -27,7 +27,9 @@ typedef struct dtrain_dataset dtrain_dataset;
 
 /* What the files of a dataset are. Their items are tokens, or samples: an image and its label. */
 typedef enum dtrain_data_format {
-    DTRAIN_DATA_AUTO = 0,  /* by magic: BIN, otherwise BYTES */
+    /* By magic BIN, otherwise BYTES, but not of what is no text under a larger vocabulary, or
+     * another file of llm.c */
+    DTRAIN_DATA_AUTO = 0,
     DTRAIN_DATA_BYTES = 1, /* any file; its bytes are the tokens, vocabulary 256 */
     /* llm.c's .bin: uint16 tokens (magic 20240520, version 1) or uint32 ones (20240801, 7) behind a
      * header that counts exactly the tokens that are there; vocabulary 50257 */

@@ -120,6 +120,8 @@ DTRAIN__PRIVATE uint32_t dtrain__le(const unsigned char *bytes, uint32_t width);
 
 /* train/tokens.c */
 DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file);
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
+                                                    const dtrain__data_file *file);
 DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file);
 DTRAIN__PRIVATE dtrain_result dtrain__bin_learn(dtrain_dataset *dataset, dtrain__data_file *file);
 DTRAIN__PRIVATE dtrain_result dtrain__u16_learn(dtrain_dataset *dataset, dtrain__data_file *file);

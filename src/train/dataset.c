@@ -55,6 +55,11 @@ DTRAIN_API dtrain_result dtrain_dataset_open(dtrain_world *world, const dtrain_d
         snprintf(dataset->name, sizeof dataset->name, "the host's own source");
         if (!desc->vocab_count) dataset->vocab_count = DTRAIN__MOST_IDS;
     }
+    if (result == DTRAIN_OK && world && desc->path && !desc->format && dataset->token_bytes == 1 &&
+        dataset->vocab_count > 256)
+        dtrain_log(world, DTRAIN_LOG_INFO,
+                   "%s is read as bytes, ids 0 to 255 of a vocabulary of %lld", dataset->name,
+                   (long long)dataset->vocab_count);
     if (result == DTRAIN_OK) *out = dataset;
     else dtrain_dataset_close(dataset);
     return result;
@@ -116,6 +121,8 @@ static dtrain_result dtrain__dataset_files(dtrain_dataset *dataset, const dtrain
                                bin ? dataset->data.files->path : file->path,
                                dtrain__formats[DTRAIN_DATA_BIN].name,
                                bin ? file->path : dataset->data.files->path);
+        if (format == DTRAIN_DATA_BYTES && desc->format == DTRAIN_DATA_AUTO)
+            DTRAIN__TRY(dtrain__bytes_guessed(dataset, file));
         DTRAIN__TRY(dataset->format->learn(dataset, file));
         dataset->item_count += file->item_count;
     }

@@ -31,6 +31,37 @@ DTRAIN__PRIVATE bool dtrain__is_bin(const dtrain__data_file *file)
     return magic == DTRAIN__BIN_MAGIC_U16 || magic == DTRAIN__BIN_MAGIC_U32;
 }
 
+/* Refuse to read a file as bytes that nobody has called so: other files of llm.c, known by their
+ * magic, and under a larger vocabulary what is no text, as nanoGPT's uint16 tokens. */
+DTRAIN__PRIVATE dtrain_result dtrain__bytes_guessed(const dtrain_dataset *dataset,
+                                                    const dtrain__data_file *file)
+{
+    static const struct {
+        uint32_t magic;
+        const char *what;
+    } llmc[] = {{20240326, "a model"},
+                {20240327, "a debugging state"},
+                {20240328, "a tokenizer"},
+                {20240522, "an evaluation"}};
+    unsigned char head[4096] = {0};
+    const int64_t bytes = dtrain__min((int64_t)file->opened.st_size, (int64_t)sizeof head);
+    DTRAIN__TRY(dtrain__data_file_read(file, 0, head, (size_t)bytes));
+    for (size_t i = 0; i < sizeof llmc / sizeof *llmc; i++)
+        if (dtrain__le(head, 4) == llmc[i].magic)
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s is %s of llm.c, by its magic %u, and no "
+                               "token file; if its bytes are meant, name DTRAIN_DATA_BYTES",
+                               file->path, llmc[i].what, llmc[i].magic);
+    for (int64_t i = 0; i < bytes && dataset->vocab_count > 256; i++)
+        if (head[i] < 9 || (head[i] > 13 && head[i] < 27))
+            return dtrain_fail(DTRAIN_ERROR_DATA,
+                               "dtrain_dataset_open: %s is no text and has no header of llm.c, and "
+                               "the vocabulary is %lld: uint16 tokens, as nanoGPT's, are "
+                               "DTRAIN_DATA_U16; if its bytes are meant, name DTRAIN_DATA_BYTES",
+                               file->path, (long long)dataset->vocab_count);
+    return DTRAIN_OK;
+}
+
 DTRAIN__PRIVATE dtrain_result dtrain__bytes_learn(dtrain_dataset *dataset, dtrain__data_file *file)
 {
     dataset->token_bytes = 1;

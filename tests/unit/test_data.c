@@ -212,6 +212,41 @@ static void test_dataset_formats(void)
     dtrain_dataset_close(NULL);
 }
 
+/* What nobody has called bytes is read as bytes only if it can be: tokens of nanoGPT, and other files of llm.c, are
+ * told. */
+static void test_dataset_guesses(void)
+{
+    static const uint16_t tokens[6] = {464, 262, 318, 11, 290, 50256}; /* the first words of many */
+    static const struct {
+        uint32_t magic;
+        const char *what;
+    } files[] = {{20240326, "is a model of llm.c"},
+                 {20240327, "is a debugging state of llm.c"},
+                 {20240328, "is a tokenizer of llm.c"},
+                 {20240522, "is an evaluation of llm.c"}};
+    dtrain_dataset *dataset = NULL;
+    write_file("train.bin", (const char *)tokens, sizeof tokens);
+    write_file("text.txt", "One\ttwo\r\n\f\x1b[0m \xc3\xa9\n", 17);
+    CHECK(open_file(path_of("train.bin"), 0, 50257, &dataset) == DTRAIN_ERROR_DATA && !dataset);
+    CHECK_MSG(strstr(dtrain_last_error(), "train.bin is no text") &&
+                  strstr(dtrain_last_error(), "DTRAIN_DATA_U16"),
+              "%s", dtrain_last_error());
+    for (uint32_t format = 0; format < 4; format += format ? 2 : 1) { /* auto, bytes, u16 */
+        const int64_t vocab = format ? 50257 : 256;
+        CHECK(open_file(path_of("train.bin"), format, vocab, &dataset) == DTRAIN_OK);
+        CHECK(dataset_info(dataset).item_count == (format == 3 ? 6 : 12));
+        dtrain_dataset_close(dataset);
+    }
+    CHECK(open_file(path_of("text.txt"), 0, 50257, &dataset) == DTRAIN_OK);
+    dtrain_dataset_close(dataset);
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        write_bin("llmc", files[i].magic, 1, 5, tokens, sizeof tokens);
+        check_refused("llmc", 0, DTRAIN_ERROR_DATA, files[i].what);
+        CHECK(open_file(path_of("llmc"), 1, 0, &dataset) == DTRAIN_OK);
+        dtrain_dataset_close(dataset);
+    }
+}
+
 static void test_dataset_bad_files(void)
 {
     static const char html[] = "<!DOCTYPE html><html><body>404 Not Found</body></html>";
@@ -814,6 +849,7 @@ int main(int argc, char **argv)
     RUN(test_sampler_golden);
     RUN(test_sampler_arguments);
     RUN(test_dataset_formats);
+    RUN(test_dataset_guesses);
     RUN(test_dataset_bad_files);
     RUN(test_dataset_arguments);
     RUN(test_dataset_token_outside_vocabulary);
