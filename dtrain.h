@@ -1439,8 +1439,13 @@ typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } d
  * Collective where parameters or gradients are sharded: ranks gather the same units in forward; in
  * backward each may step over units, and a unit may be gathered again while no other one was. A
  * unit that is not due (forward begins with the first and goes to the next, backward to an earlier
- * one) is an error that names the one that is. Forward inside a backward makes activations
- * again. */
+ * one) is an error that names the one that is.
+ *
+ * Forward inside a backward makes activations again: of one or two units whose backward comes next,
+ * or of more when the last of them has been gathered for backward before and not yet released. All
+ * ranks make the same forwards, also one that has no gradients there; a rank that has stepped over
+ * all units so far gathers one for backward before a forward of the first unit, which would begin
+ * another pass. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
                                                 dtrain_pass pass);
 /* Release a unit's parameters after its forward or backward. Local. */
@@ -13207,6 +13212,7 @@ struct dtrain_strategy {
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
     uint32_t backward;     /* unit that this backward has come to, NONE before it */
+    bool entered;          /* it was gathered for this backward, and not yet released */
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
     char failure_text[DTRAIN__ERROR_BYTES];
 
@@ -13236,7 +13242,7 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
 DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                    const char *part);
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
@@ -13446,6 +13452,16 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? place : storage->grad, bytes);
 }
 
+/* Tell whether units are walked in backward: dtrain__walk_back. Then a unit's gradients are launched
+ * in the turn of the next unit, and what belongs to none in finish: a rank that launched a bucket
+ * as soon as it is complete would be ahead of one that has to close it. */
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
+{
+    return strategy->layout.shards.params || strategy->layout.shards.grads;
+}
+
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
+
 /* Count a final gradient, in constant time: three counters tell what became final, no list is
  * searched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
@@ -13460,7 +13476,8 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     bucket->pending--;
     if (--place->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
-    if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
+    if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
     return dtrain__progress(strategy);
 }
 
@@ -13523,22 +13540,12 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Tell whether a bucket's turn has come: where units are walked (dtrain__walk_back), in its unit's;
- * what belongs to none comes behind the last. A rank that launched it as soon as it is complete
- * would be ahead of one that has to close it. */
-static bool dtrain__is_due(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+/* Launch complete buckets below `end` in their order, up to the first that waits for a gradient. */
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
-    const dtrain__classes *shards = &strategy->layout.shards;
-    if (!shards->params && !shards->grads) return true;
-    return strategy->backward <= (bucket->unit == DTRAIN__NONE ? 0 : bucket->unit);
-}
-
-/* Launch complete buckets in their order, up to the first that waits for a gradient. */
-DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
-{
-    for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
+    for (; strategy->launched < end; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
-        if (bucket->pending || !dtrain__is_due(strategy, bucket)) break;
+        if (bucket->pending) break;
         bucket->stage = DTRAIN__REDUCED;
         if (!dtrain__travels(strategy, bucket)) continue;
         if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
@@ -13770,7 +13777,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 {
     while (strategy->launched < end) {
         DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
-        DTRAIN__TRY(dtrain__launch_buckets(strategy));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, end));
     }
     return DTRAIN_OK;
 }
@@ -13840,6 +13847,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->launched = strategy->oldest = strategy->marked_count = 0;
     strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
+    strategy->entered = false;
     if (step_done) dtrain__choose_ways(strategy);
 }
 
@@ -14146,7 +14154,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
  * Every rank has to start the same collectives in the same order: one that went another way would
  * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
  * units. In backward they may differ, because gradients may be missing on one of them: whatever is
- * called, the walk is the same, dtrain__walk_back. */
+ * called, the walk is the same, dtrain__walk_back.
+ *
+ * A forward inside a backward does not say where it will end, and a rank that has stepped over
+ * units cannot know how far the others have come. So it walks back to the unit behind the first
+ * that it gathers, on every rank: both are in their slots then. A forward of more units needs to
+ * know the last of them, which is gathered for backward before. */
 
 enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
 
@@ -14317,7 +14330,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 }
 
 /* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
- * make activations again, to an earlier one; backward goes back, and may step over units. */
+ * make activations again, to an earlier one; backward goes back, and may step over units. Once it
+ * has begun, no unit behind the one that it has come to is due. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          dtrain_pass pass)
 {
@@ -14329,11 +14343,16 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
     if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
                            (int)pass);
-    if (pass == DTRAIN_PASS_BACKWARD && at > strategy->backward)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: unit %u is not due: this backward has come to unit %u, which is "
-                           "registered before it; call dtrain_strategy_finish between two",
-                           call, id, units[strategy->backward].id);
+    if (at > strategy->backward)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "%s: unit %u is not due: this backward has come to unit %u, which is "
+            "registered before it; %s",
+            call, id, units[strategy->backward].id,
+            pass == DTRAIN_PASS_BACKWARD
+                ? "call dtrain_strategy_finish between two"
+                : "to make activations of more than two units again, gather the last "
+                  "of them for backward before");
     if (pass == DTRAIN_PASS_BACKWARD || at <= due) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
@@ -14389,13 +14408,15 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
 /* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
  * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
  * values gathered, those of the next one fetched. So a rank may step over units, or end early:
- * the unit that it comes to next, or finish, makes up for them. */
+ * the unit that it comes to next, or finish, makes up for them. A forward inside a backward may
+ * have taken the slot of the unit that this had come to: then it did so on all ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
-    const dtrain__classes *shards = &strategy->layout.shards;
     uint32_t at = strategy->backward;
-    if (!shards->params && !shards->grads) return DTRAIN_OK;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+    strategy->entered = false;
     while (at > to) {
         at--;
         DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
@@ -14406,17 +14427,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
     return DTRAIN_OK;
 }
 
-/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown; a
- * forward inside a backward, which makes activations again, ends the backward of the unit
- * before. */
+/* Tell whether a forward makes activations again: inside a backward, or, on a rank that has stepped
+ * over all units so far, where it goes back and not to the first. */
+static bool dtrain__is_again(const dtrain_strategy *strategy, uint32_t at)
+{
+    if (strategy->backward != DTRAIN__NONE) return true;
+    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
+}
+
+/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
 {
     if (pass == DTRAIN_PASS_BACKWARD) {
         DTRAIN__TRY(dtrain__walk_back(strategy, at));
-        if (strategy->position != at) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+        strategy->entered = true;
     } else {
-        DTRAIN__TRY(dtrain__close_units(strategy, strategy->backward));
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at + 1));
+        if (!strategy->entered && dtrain__is_again(strategy, at))
+            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
     if (!strategy->layout.shards.params) return DTRAIN_OK;
     dtrain__show_unit(strategy, &strategy->layout.shared, true);
@@ -14428,7 +14456,7 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                                                 dtrain_pass pass)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    if (!strategy->layout.shards.params && !strategy->layout.shards.grads) return DTRAIN_OK;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
@@ -14439,12 +14467,14 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    if (!strategy->layout.shards.params) return DTRAIN_OK;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    dtrain__show_unit(strategy, &strategy->layout.units[at], false);
+    if (at == strategy->backward) strategy->entered = false;
+    if (strategy->layout.shards.params)
+        dtrain__show_unit(strategy, &strategy->layout.units[at], false);
     return DTRAIN_OK;
 }
 

@@ -17,7 +17,12 @@
  * Every rank has to start the same collectives in the same order: one that went another way would
  * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
  * units. In backward they may differ, because gradients may be missing on one of them: whatever is
- * called, the walk is the same, dtrain__walk_back. */
+ * called, the walk is the same, dtrain__walk_back.
+ *
+ * A forward inside a backward does not say where it will end, and a rank that has stepped over
+ * units cannot know how far the others have come. So it walks back to the unit behind the first
+ * that it gathers, on every rank: both are in their slots then. A forward of more units needs to
+ * know the last of them, which is gathered for backward before. */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
@@ -191,7 +196,8 @@ static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
 }
 
 /* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
- * make activations again, to an earlier one; backward goes back, and may step over units. */
+ * make activations again, to an earlier one; backward goes back, and may step over units. Once it
+ * has begun, no unit behind the one that it has come to is due. */
 static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
                                          dtrain_pass pass)
 {
@@ -203,11 +209,16 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
     if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
                            (int)pass);
-    if (pass == DTRAIN_PASS_BACKWARD && at > strategy->backward)
-        return dtrain_fail(DTRAIN_ERROR_USAGE,
-                           "%s: unit %u is not due: this backward has come to unit %u, which is "
-                           "registered before it; call dtrain_strategy_finish between two",
-                           call, id, units[strategy->backward].id);
+    if (at > strategy->backward)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "%s: unit %u is not due: this backward has come to unit %u, which is "
+            "registered before it; %s",
+            call, id, units[strategy->backward].id,
+            pass == DTRAIN_PASS_BACKWARD
+                ? "call dtrain_strategy_finish between two"
+                : "to make activations of more than two units again, gather the last "
+                  "of them for backward before");
     if (pass == DTRAIN_PASS_BACKWARD || at <= due) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
@@ -263,13 +274,15 @@ static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t fir
 /* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
  * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
  * values gathered, those of the next one fetched. So a rank may step over units, or end early:
- * the unit that it comes to next, or finish, makes up for them. */
+ * the unit that it comes to next, or finish, makes up for them. A forward inside a backward may
+ * have taken the slot of the unit that this had come to: then it did so on all ranks. */
 DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
 {
-    const dtrain__classes *shards = &strategy->layout.shards;
     uint32_t at = strategy->backward;
-    if (!shards->params && !shards->grads) return DTRAIN_OK;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+    strategy->entered = false;
     while (at > to) {
         at--;
         DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
@@ -280,17 +293,24 @@ DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint3
     return DTRAIN_OK;
 }
 
-/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown; a
- * forward inside a backward, which makes activations again, ends the backward of the unit
- * before. */
+/* Tell whether a forward makes activations again: inside a backward, or, on a rank that has stepped
+ * over all units so far, where it goes back and not to the first. */
+static bool dtrain__is_again(const dtrain_strategy *strategy, uint32_t at)
+{
+    if (strategy->backward != DTRAIN__NONE) return true;
+    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
+}
+
+/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown. */
 static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
 {
     if (pass == DTRAIN_PASS_BACKWARD) {
         DTRAIN__TRY(dtrain__walk_back(strategy, at));
-        if (strategy->position != at) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+        strategy->entered = true;
     } else {
-        DTRAIN__TRY(dtrain__close_units(strategy, strategy->backward));
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at + 1));
+        if (!strategy->entered && dtrain__is_again(strategy, at))
+            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
     if (!strategy->layout.shards.params) return DTRAIN_OK;
     dtrain__show_unit(strategy, &strategy->layout.shared, true);
@@ -302,7 +322,7 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                                                 dtrain_pass pass)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    if (!strategy->layout.shards.params && !strategy->layout.shards.grads) return DTRAIN_OK;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
@@ -313,12 +333,14 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    if (!strategy->layout.shards.params) return DTRAIN_OK;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    dtrain__show_unit(strategy, &strategy->layout.units[at], false);
+    if (at == strategy->backward) strategy->entered = false;
+    if (strategy->layout.shards.params)
+        dtrain__show_unit(strategy, &strategy->layout.units[at], false);
     return DTRAIN_OK;
 }
 

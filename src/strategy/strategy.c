@@ -129,6 +129,16 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? place : storage->grad, bytes);
 }
 
+/* Tell whether units are walked in backward: dtrain__walk_back. Then a unit's gradients are launched
+ * in the turn of the next unit, and what belongs to none in finish: a rank that launched a bucket
+ * as soon as it is complete would be ahead of one that has to close it. */
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
+{
+    return strategy->layout.shards.params || strategy->layout.shards.grads;
+}
+
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
+
 /* Count a final gradient, in constant time: three counters tell what became final, no list is
  * searched. */
 static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
@@ -143,7 +153,8 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     bucket->pending--;
     if (--place->pending == 0 && dtrain__travels(strategy, bucket))
         DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
-    if (!strategy->desc.no_overlap) DTRAIN__TRY(dtrain__launch_buckets(strategy));
+    if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
     return dtrain__progress(strategy);
 }
 
@@ -206,22 +217,12 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
 
 /* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Tell whether a bucket's turn has come: where units are walked (dtrain__walk_back), in its unit's;
- * what belongs to none comes behind the last. A rank that launched it as soon as it is complete
- * would be ahead of one that has to close it. */
-static bool dtrain__is_due(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+/* Launch complete buckets below `end` in their order, up to the first that waits for a gradient. */
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
-    const dtrain__classes *shards = &strategy->layout.shards;
-    if (!shards->params && !shards->grads) return true;
-    return strategy->backward <= (bucket->unit == DTRAIN__NONE ? 0 : bucket->unit);
-}
-
-/* Launch complete buckets in their order, up to the first that waits for a gradient. */
-DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy)
-{
-    for (; strategy->launched < strategy->layout.bucket_count; strategy->launched++) {
+    for (; strategy->launched < end; strategy->launched++) {
         dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
-        if (bucket->pending || !dtrain__is_due(strategy, bucket)) break;
+        if (bucket->pending) break;
         bucket->stage = DTRAIN__REDUCED;
         if (!dtrain__travels(strategy, bucket)) continue;
         if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
@@ -453,7 +454,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 {
     while (strategy->launched < end) {
         DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
-        DTRAIN__TRY(dtrain__launch_buckets(strategy));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, end));
     }
     return DTRAIN_OK;
 }
@@ -523,6 +524,7 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->launched = strategy->oldest = strategy->marked_count = 0;
     strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
+    strategy->entered = false;
     if (step_done) dtrain__choose_ways(strategy);
 }
 

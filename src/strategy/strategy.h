@@ -163,8 +163,13 @@ typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } d
  * Collective where parameters or gradients are sharded: ranks gather the same units in forward; in
  * backward each may step over units, and a unit may be gathered again while no other one was. A
  * unit that is not due (forward begins with the first and goes to the next, backward to an earlier
- * one) is an error that names the one that is. Forward inside a backward makes activations
- * again. */
+ * one) is an error that names the one that is.
+ *
+ * Forward inside a backward makes activations again: of one or two units whose backward comes next,
+ * or of more when the last of them has been gathered for backward before and not yet released. All
+ * ranks make the same forwards, also one that has no gradients there; a rank that has stepped over
+ * all units so far gathers one for backward before a forward of the first unit, which would begin
+ * another pass. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
                                                 dtrain_pass pass);
 /* Release a unit's parameters after its forward or backward. Local. */

@@ -84,6 +84,7 @@ struct dtrain_strategy {
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
     uint32_t position;     /* unit gathered last, NONE before a pass */
     uint32_t backward;     /* unit that this backward has come to, NONE before it */
+    bool entered;          /* it was gathered for this backward, and not yet released */
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
     char failure_text[DTRAIN__ERROR_BYTES];
 
@@ -113,7 +114,7 @@ DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end
 DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                    const char *part);
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy);
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);

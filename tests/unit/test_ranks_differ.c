@@ -281,6 +281,114 @@ static void test_moments(void)
     run_scenes("own collectives", own_collectives, DTRAIN_STRATEGY_DDP);
 }
 
+/* ---- Activations made again ------------------------------------------------------------------------ */
+
+/* In backward all ranks make the activations of units first to last again before the backward of the last, and
+ * rank 1 has stepped over those of `over`. Every gradient is 1 + rank. */
+typedef struct redo {
+    uint32_t over, first, last;
+    bool entered; /* the last is gathered for backward before */
+    bool refused; /* more than two units, and it is not */
+    uint32_t kind, frozen;
+    bool no_overlap;
+} redo;
+enum { REDO_UNITS = 6 };
+
+static dtrain_result redo_forward(const redo *r, dtrain_strategy *s, const dtrain_param *p,
+                                  uint32_t first, uint32_t last)
+{
+    for (uint32_t u = first; u <= last; u++) {
+        TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_FORWARD));
+        CHECK_MSG(p[u].value && p[u].value[0] == (float)(u + 1),
+                  "kind %u, over %x, %u to %u: unit %u in forward", r->kind, r->over, r->first,
+                  r->last, u);
+        TRY(dtrain_strategy_release(s, u));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result redo_backward(const redo *r, dtrain_strategy *s, dtrain_param *p, int rank)
+{
+    for (uint32_t u = REDO_UNITS; u-- > 0;) {
+        if (u == r->last && r->entered) TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
+        if (u == r->last) TRY(redo_forward(r, s, p, r->first, u));
+        if (rank && r->over >> u & 1) continue;
+        TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
+        CHECK_MSG(p[u].value && p[u].value[0] == (float)(u + 1),
+                  "kind %u, over %x, %u to %u: unit %u in backward", r->kind, r->over, r->first,
+                  r->last, u);
+        if (!(p[u].flags & DTRAIN_PARAM_FROZEN)) {
+            fill(&p[u], (float)(1 + rank));
+            TRY(dtrain_strategy_ready(s, u));
+        }
+        TRY(dtrain_strategy_release(s, u));
+    }
+    return dtrain_strategy_finish(s);
+}
+
+static int redo_rank(dtrain_world *world, void *user)
+{
+    static const char *const names[REDO_UNITS] = {"a", "b", "c", "d", "e", "f"};
+    const redo *r = (const redo *)user;
+    const int rank = dtrain_world_rank(world);
+    dtrain_param p[REDO_UNITS];
+    dtrain_strategy_desc desc;
+    dtrain_strategy *s;
+    memset(&desc, 0, sizeof desc);
+    desc.kind = r->kind;
+    desc.node_size = r->kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
+    desc.no_overlap = r->no_overlap;
+    for (uint32_t u = 0; u < REDO_UNITS; u++) {
+        p[u] = one_param(names[u], u);
+        p[u].init = DTRAIN_INIT_CONSTANT, p[u].init_scale = (float)(u + 1);
+        if (r->frozen >> u & 1) p[u].flags = DTRAIN_PARAM_FROZEN;
+    }
+    RANKS_TRY(dtrain_strategy_create(world, p, REDO_UNITS, &desc, &s));
+    for (int step = 0; step < 2; step++) {
+        RANKS_TRY(redo_forward(r, s, p, 0, REDO_UNITS - 1));
+        const dtrain_result result = redo_backward(r, s, p, rank);
+        if (r->refused) {
+            CHECK_MSG(
+                result == DTRAIN_ERROR_USAGE &&
+                    strstr(dtrain_last_error(), "gather the last of them for backward before"),
+                "kind %u, rank %d: %s", r->kind, rank, dtrain_last_error());
+            break;
+        }
+        RANKS_TRY(result);
+        for (uint32_t u = 0; u < REDO_UNITS; u++) {
+            const float found = shown(s, &p[u]);
+            CHECK_MSG(found == -1 || found == (r->over >> u & 1 ? 0.5f : 1.5f),
+                      "kind %u, over %x, %u to %u, rank %d: gradient of unit %u is %g", r->kind,
+                      r->over, r->first, r->last, rank, u, (double)found);
+        }
+        RANKS_TRY(dtrain_strategy_publish(s));
+    }
+    dtrain_strategy_destroy(s);
+    return 0;
+}
+
+static void test_activations_again(void)
+{
+    static const redo cases[] = {
+        /* over, first, last */
+        {1 << 3, 2, 2, false, false, 0, 0, false},     {1 << 3, 1, 2, false, false, 0, 0, false},
+        {3 << 4, 2, 3, false, false, 0, 0, false},     {1 << 5, 4, 4, false, false, 0, 0, false},
+        {1 << 2, 1, 2, false, false, 0, 0, false},     {7 << 3, 2, 2, false, false, 0, 0, false},
+        {1 << 1, 0, 0, false, false, 0, 0, false},     {3 << 2, 0, 1, false, false, 0, 0, false},
+        {1 << 4, 0, 3, true, false, 0, 0, false},      {3 << 4, 1, 3, true, false, 0, 0, false},
+        {1 << 3 | 1 << 5, 1, 3, true, false, 0, 0, 0}, {1 << 4, 1, 3, false, true, 0, 0, false},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        for (uint32_t variant = 0; variant < 4; variant++)
+            for (uint32_t kind = DTRAIN_STRATEGY_SHARD_GRAD_OP; kind <= ALL_KINDS; kind++) {
+                redo r = cases[i];
+                r.kind = kind;
+                r.frozen = variant & 1 ? r.over : 0;
+                r.no_overlap = variant >> 1 & 1;
+                ranks_run(2, DTRAIN_LAUNCH_THREADS, redo_rank, &r);
+            }
+}
+
 /* ---- The first cause ------------------------------------------------------------------------------ */
 
 /* Rank 1 of three fails in the middle of a backward, destroys its strategy and ends last: the others hear what was
@@ -481,6 +589,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_lacking);
     RUN(test_moments);
+    RUN(test_activations_again);
     RUN(test_first_cause);
     RUN(test_uneven_nodes);
     RUN(test_auto_agrees);
