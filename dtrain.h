@@ -1483,7 +1483,9 @@ typedef struct dtrain_shard {
 } dtrain_shard;
 
 /* List what the optimizer updates on this rank, between finish and publish. Local. The list is
- * valid until the strategy is destroyed. */
+ * valid until the strategy is destroyed. An error in the middle of a backward and between the
+ * micro-batches of a step, when gradients are not yet the mean; so are publish, an optimizer's step
+ * and the norm of gradients. */
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 
@@ -13338,6 +13340,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
 /* strategy/query.c */
 DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
                                                         const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
+                                                    const char *call);
 DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
 DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
@@ -13527,13 +13531,9 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_accumulate"));
-    if (more != strategy->more && strategy->marked_count)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_strategy_accumulate: %zu parameters of this backward are already marked; "
-            "call it before a backward, and dtrain_strategy_finish after each",
-            strategy->marked_count);
+    const char *const call = "dtrain_strategy_accumulate";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (more != strategy->more) DTRAIN__TRY(dtrain__between_backwards(strategy, call));
     strategy->more = more;
     return DTRAIN_OK;
 }
@@ -13910,6 +13910,7 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
     if (!strategy || !shards || !count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_shards: strategy, shards or count is NULL");
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
     *shards = strategy->shards;
     *count = strategy->shard_count;
     return DTRAIN_OK;
@@ -13921,7 +13922,7 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
  * are only forgotten, and the next gather brings them. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_publish"));
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
     if (!strategy->layout.shards.state) return DTRAIN_OK;
     if (!strategy->layout.shards.params)
         return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
@@ -17064,6 +17065,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *s
     if (!dtrain__in_backward(strategy)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: a backward is under way; call dtrain_strategy_finish before", call);
+}
+
+/* Check that gradients are the mean of a whole step, or none at all: not the sum of a few of its
+ * micro-batches, on this rank alone where they are whole. */
+DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
+                                                    const char *call)
+{
+    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    if (!strategy->accumulated) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: this step has further micro-batches, says dtrain_strategy_accumulate; "
+                       "call it after the last one's dtrain_strategy_finish",
+                       call);
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
@@ -21087,7 +21101,7 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
                                              float loss_scale, float max_norm, float *norm,
                                              float *factor)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    DTRAIN__TRY(dtrain__between_steps(strategy, call));
     if (!norm || !factor)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
     dtrain_world *world = strategy->world;
@@ -21269,6 +21283,7 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
+    DTRAIN__TRY(dtrain__between_steps(optimizer->strategy, "dtrain_optimizer_step"));
     dtrain_world *world = optimizer->strategy->world;
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
@@ -24965,6 +24980,7 @@ DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
     DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
+    DTRAIN__TRY(dtrain__between_backwards(state->desc.strategy, "dtrain_state_changed"));
     dtrain_result result = DTRAIN_OK;
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];

@@ -104,7 +104,7 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
                                              float loss_scale, float max_norm, float *norm,
                                              float *factor)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    DTRAIN__TRY(dtrain__between_steps(strategy, call));
     if (!norm || !factor)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
     dtrain_world *world = strategy->world;

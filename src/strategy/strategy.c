@@ -204,13 +204,9 @@ DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t
 
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_accumulate"));
-    if (more != strategy->more && strategy->marked_count)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "dtrain_strategy_accumulate: %zu parameters of this backward are already marked; "
-            "call it before a backward, and dtrain_strategy_finish after each",
-            strategy->marked_count);
+    const char *const call = "dtrain_strategy_accumulate";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (more != strategy->more) DTRAIN__TRY(dtrain__between_backwards(strategy, call));
     strategy->more = more;
     return DTRAIN_OK;
 }
@@ -587,6 +583,7 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
     if (!strategy || !shards || !count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_shards: strategy, shards or count is NULL");
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
     *shards = strategy->shards;
     *count = strategy->shard_count;
     return DTRAIN_OK;
@@ -598,7 +595,7 @@ DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
  * are only forgotten, and the next gather brings them. */
 DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
 {
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_publish"));
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
     if (!strategy->layout.shards.state) return DTRAIN_OK;
     if (!strategy->layout.shards.params)
         return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));

@@ -207,7 +207,9 @@ typedef struct dtrain_shard {
 } dtrain_shard;
 
 /* List what the optimizer updates on this rank, between finish and publish. Local. The list is
- * valid until the strategy is destroyed. */
+ * valid until the strategy is destroyed. An error in the middle of a backward and between the
+ * micro-batches of a step, when gradients are not yet the mean; so are publish, an optimizer's step
+ * and the norm of gradients. */
 DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
                                                 const dtrain_shard **shards, size_t *count);
 

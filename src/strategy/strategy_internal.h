@@ -210,6 +210,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
 /* strategy/query.c */
 DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
                                                         const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
+                                                    const char *call);
 DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
 DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,

@@ -250,6 +250,62 @@ static int misplaced_calls(const scene *c, dtrain_world *world, dtrain_strategy 
     return 0;
 }
 
+#define REFUSED(call)                                                    \
+    CHECK_MSG((call) == DTRAIN_ERROR_USAGE &&                            \
+                  strstr(dtrain_last_error(), "dtrain_strategy_finish"), \
+              "%s, rank %d: %s: %s", c->name, rank, #call, dtrain_last_error())
+
+/* Calls that belong between steps are refused from the first gather or mark of a backward on, also when its unit
+ * has been left without a mark, and until the last micro-batch; they change nothing, and rank 1 has gradients in
+ * the first micro-batch only. */
+static int calls_between_steps(const scene *c, dtrain_world *world, dtrain_strategy *s,
+                               dtrain_param *p, int rank)
+{
+    const bool sharded = c->desc.kind > DTRAIN_STRATEGY_SHARD_GRAD_OP ||
+                         (c->desc.kind == DTRAIN_STRATEGY_SHARD_GRAD_OP &&
+                          c->desc.accumulation != DTRAIN_ACCUMULATION_LAST);
+    const float ones[4] = {1, 1, 1, 1};
+    const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    const dtrain_shard *shards;
+    dtrain_optimizer *optimizer;
+    float norm, scale;
+    size_t count;
+    RANKS_TRY(dtrain_optimizer_create(world, s, &sgd, &optimizer));
+    for (int micro = 0; micro < 2; micro++) {
+        RANKS_TRY(dtrain_strategy_accumulate(s, !micro));
+        RANKS_TRY(forward(s));
+        RANKS_TRY(dtrain_strategy_accumulate(s, !!micro)); /* no backward has begun */
+        RANKS_TRY(dtrain_strategy_accumulate(s, !micro));
+        for (uint32_t u = 2; u-- > 0 && sharded;) {
+            RANKS_TRY(dtrain_strategy_gather(s, u, DTRAIN_PASS_BACKWARD));
+            REFUSED(dtrain_strategy_accumulate(s, !!micro));
+            RANKS_TRY(dtrain_strategy_accumulate(s, !micro)); /* no change */
+            if (micro && rank) continue;
+            for (size_t i = 4; i-- > 0;)
+                if (p[i].unit == u) {
+                    fill(&p[i], 1);
+                    RANKS_TRY(dtrain_strategy_ready(s, i));
+                }
+            REFUSED(dtrain_strategy_shards(s, &shards, &count));
+            REFUSED(dtrain_strategy_publish(s));
+            REFUSED(dtrain_optimizer_step(optimizer, 1, 1));
+            REFUSED(dtrain_clip_grad_norm(s, 1, &norm, &scale));
+        }
+        if (sharded) RANKS_TRY(dtrain_strategy_finish(s));
+        else RANKS_TRY(backward(s, p, ones, micro && rank ? 0 : 15));
+        if (micro) break;
+        REFUSED(dtrain_strategy_shards(s, &shards, &count));
+        REFUSED(dtrain_strategy_publish(s));
+        REFUSED(dtrain_optimizer_step(optimizer, 1, 1));
+        REFUSED(dtrain_clip_grad_norm(s, 1, &norm, &scale));
+    }
+    SHOWS(&p[0], 1.5);
+    SHOWS(&p[2], 3); /* alias and target */
+    RANKS_TRY(dtrain_optimizer_step(optimizer, 1, 1));
+    dtrain_optimizer_destroy(optimizer);
+    return 0;
+}
+
 /* Between two units of a backward the host makes a collective of its own; rank 1 has no gradients. */
 static int own_collectives(const scene *c, dtrain_world *world, dtrain_strategy *s, dtrain_param *p,
                            int rank)
@@ -278,6 +334,15 @@ static void test_moments(void)
 {
     run_scenes("read", reads_while_gathered, DTRAIN_STRATEGY_DDP);
     run_scenes("misplaced", misplaced_calls, DTRAIN_STRATEGY_DDP);
+    run_scenes("between steps", calls_between_steps, DTRAIN_STRATEGY_DDP);
+    for (uint32_t kind = DTRAIN_STRATEGY_SHARD_GRAD_OP; kind <= ALL_KINDS; kind++) {
+        scene c;
+        memset(&c, 0, sizeof c);
+        c.name = "between steps, accumulation last", c.play = calls_between_steps;
+        c.desc.kind = kind, c.desc.accumulation = DTRAIN_ACCUMULATION_LAST;
+        c.desc.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
+        run_scene(c);
+    }
     run_scenes("own collectives", own_collectives, DTRAIN_STRATEGY_DDP);
 }
 
