@@ -5574,6 +5574,7 @@ DTRAIN__PRIVATE void dtrain__link_wait(dtrain_world *world, int rank);
 DTRAIN__PRIVATE void dtrain__link_pump(dtrain_world *world, int nap_ms);
 DTRAIN__PRIVATE void dtrain__link_poll(dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world);
+DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world);
 DTRAIN__PRIVATE bool dtrain__is_remote(const dtrain_world *world);
 DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world);
 DTRAIN__PRIVATE void dtrain__world_leave(dtrain_world *world, uint32_t grace_ms);
@@ -5919,14 +5920,17 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
 }
 
 /* Wait for a record. Whether its rank has left is asked before its slot is read for the last time,
- * because a record that it wrote before leaving counts. */
+ * because a record that it wrote before leaving counts. Records come through rank 0, where ranks
+ * share no page: a rank 0 that waits for nobody is the one that is behind, whosever record is
+ * missing. */
 static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
                                           dtrain__wait *wait)
 {
     while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
-        dtrain__set_waits(world, rank == world->rank ? -1 : rank);
+        const int awaited = rank == world->rank ? dtrain__link_deaf(world) : rank;
+        dtrain__set_waits(world, awaited);
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
         if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
@@ -5936,11 +5940,12 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT) {
-            const int behind = dtrain__behind(world, rank);
+            const bool through_0 = world->rank && dtrain__is_remote(world);
+            const int behind = dtrain__behind(world, through_0 ? 0 : awaited);
             return dtrain__abort_with(
                 world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
-                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? rank : behind,
-                rank == world->rank ? " to be heard: a rank does not read" : "");
+                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? awaited : behind,
+                rank == world->rank ? ", which does not read" : "");
         }
     }
     return DTRAIN_OK;
@@ -6746,6 +6751,15 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
     return !dtrain__is_remote(world) || world->link->out_bytes == 0;
 }
 
+/* Return the first rank that has not been sent all of the buffer; -1: it is empty. */
+DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world)
+{
+    const dtrain__link *link = world->link;
+    for (int i = 0; link && i < link->count; i++)
+        if (link->ends[i].sent < link->out_bytes) return i;
+    return -1;
+}
+
 static bool dtrain__link_takes_waits(const dtrain__link *link)
 {
     return link->out_bytes < (size_t)link->count << 10;
@@ -6907,6 +6921,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
         while (behind < link->count &&
                (behind == world->rank || link->ends[behind].clock_rounds == DTRAIN__CLOCK_ROUNDS))
             behind++;
+        dtrain__set_waits(world, behind < link->count ? behind : -1);
         if (behind == link->count) return DTRAIN_OK;
         if (world->rank && asked == link->ends[0].clock_rounds) {
             asked++;
@@ -7402,8 +7417,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
                           end->name);
     else if (there == 0)
         dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
-                          "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
-                          1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+                          "rank 0 (%s) has not said for %.1f s whether all ranks have come",
+                          end->name, 1e-9 * (double)(dtrain__now_ns() - r->start_ns));
     else if (reply.result != DTRAIN_OK)
         dtrain__meet_fail(r, (dtrain_result)reply.result, "%s", reply.why);
     return true;

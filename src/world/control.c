@@ -344,14 +344,17 @@ static bool dtrain__has_record(const dtrain_world *world, int rank, uint64_t seq
 }
 
 /* Wait for a record. Whether its rank has left is asked before its slot is read for the last time,
- * because a record that it wrote before leaving counts. */
+ * because a record that it wrote before leaving counts. Records come through rank 0, where ranks
+ * share no page: a rank 0 that waits for nobody is the one that is behind, whosever record is
+ * missing. */
 static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_t sequence,
                                           dtrain__wait *wait)
 {
     while (!dtrain__has_record(world, rank, sequence)) {
         const dtrain_result turn = dtrain__gather_turn(world, wait);
         if (!wait->polled) continue;
-        dtrain__set_waits(world, rank == world->rank ? -1 : rank);
+        const int awaited = rank == world->rank ? dtrain__link_deaf(world) : rank;
+        dtrain__set_waits(world, awaited);
         const bool left = dtrain__load(&world->control->exits[rank].how) == DTRAIN__LEFT;
         if (dtrain__has_record(world, rank, sequence)) break;
         if (turn == DTRAIN_ERROR_PEER) return turn;
@@ -361,11 +364,12 @@ static dtrain_result dtrain__await_record(dtrain_world *world, int rank, uint64_
                 "rank %d left (returned 0) while rank %d waits in dtrain_world_all_gather", rank,
                 world->rank);
         if (turn == DTRAIN_ERROR_TIMEOUT) {
-            const int behind = dtrain__behind(world, rank);
+            const bool through_0 = world->rank && dtrain__is_remote(world);
+            const int behind = dtrain__behind(world, through_0 ? 0 : awaited);
             return dtrain__abort_with(
                 world, turn, "dtrain_world_all_gather: rank %d waited %.1f s for rank %d%s",
-                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? rank : behind,
-                rank == world->rank ? " to be heard: a rank does not read" : "");
+                world->rank, 1e-9 * (double)world->timeout_ns, behind < 0 ? awaited : behind,
+                rank == world->rank ? ", which does not read" : "");
         }
     }
     return DTRAIN_OK;

@@ -131,6 +131,15 @@ DTRAIN__PRIVATE bool dtrain__link_all_sent(const dtrain_world *world)
     return !dtrain__is_remote(world) || world->link->out_bytes == 0;
 }
 
+/* Return the first rank that has not been sent all of the buffer; -1: it is empty. */
+DTRAIN__PRIVATE int dtrain__link_deaf(const dtrain_world *world)
+{
+    const dtrain__link *link = world->link;
+    for (int i = 0; link && i < link->count; i++)
+        if (link->ends[i].sent < link->out_bytes) return i;
+    return -1;
+}
+
 static bool dtrain__link_takes_waits(const dtrain__link *link)
 {
     return link->out_bytes < (size_t)link->count << 10;
@@ -292,6 +301,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__clocks_compare(dtrain_world *world)
         while (behind < link->count &&
                (behind == world->rank || link->ends[behind].clock_rounds == DTRAIN__CLOCK_ROUNDS))
             behind++;
+        dtrain__set_waits(world, behind < link->count ? behind : -1);
         if (behind == link->count) return DTRAIN_OK;
         if (world->rank && asked == link->ends[0].clock_rounds) {
             asked++;

@@ -452,8 +452,8 @@ static bool dtrain__call(dtrain__rendezvous *r, const struct addrinfo *at)
                           end->name);
     else if (there == 0)
         dtrain__meet_fail(r, DTRAIN_ERROR_TIMEOUT,
-                          "rank 0 (%s) has been waiting %.1f s for other ranks", end->name,
-                          1e-9 * (double)(dtrain__now_ns() - r->start_ns));
+                          "rank 0 (%s) has not said for %.1f s whether all ranks have come",
+                          end->name, 1e-9 * (double)(dtrain__now_ns() - r->start_ns));
     else if (reply.result != DTRAIN_OK)
         dtrain__meet_fail(r, (dtrain_result)reply.result, "%s", reply.why);
     return true;

@@ -1292,12 +1292,100 @@ static int rank_is_deaf(dtrain_world *world, void *user)
     }
     dtrain__store(&d->over, 1);
     CHECK_MSG(result == (rank ? DTRAIN_ERROR_PEER : DTRAIN_ERROR_TIMEOUT) &&
-                  has(dtrain_last_error(), "a rank does not read"),
+                  has(dtrain_last_error(), "for rank 2, which does not read"),
               "round %d: %s", round, dtrain_last_error());
     return 0;
 }
 
 static void test_deaf_rank(void) { apart_run(3, rank_is_deaf, ranks_shared(sizeof(deaf))); }
+
+/* A rank stops between two steps that lead to a shared page: every other one blames it. */
+typedef struct silence {
+    int victim, step; /* 0: before the clocks are compared, 1: behind that, 2: its record is sent */
+    int32_t over;     /* in shared memory */
+} silence;
+
+/* Whether a sentence blames a rank: who reports has a number, too. */
+static bool blames(const char *text, int rank)
+{
+    char waited[32], silent[32], missing[32];
+    snprintf(waited, sizeof waited, " s for rank %d", rank);
+    snprintf(silent, sizeof silent, "rank %d (", rank);
+    snprintf(missing, sizeof missing, "not come: %d", rank);
+    return has(text, waited) || has(text, missing) ||
+           (has(text, silent) && (has(text, "what time it is") || has(text, "has not said"))) ||
+           (rank == 0 && has(text, "rank 0 was not found"));
+}
+
+static int rank_falls_silent(dtrain_world *world, void *user)
+{
+    silence *s = (silence *)user;
+    const int rank = dtrain_world_rank(world), size = dtrain_world_size(world);
+    int32_t mine = rank, all[MOST_NAMES];
+    dtrain_result result = DTRAIN_OK;
+    world->timeout_ns = 1000000000u;
+    if (rank != s->victim || s->step > 0) result = dtrain__clocks_compare(world);
+    if (rank != s->victim) {
+        if (s->step)
+            ranks_sleep_us(100000); /* rank 0 sends on what comes while clocks are compared */
+        if (result == DTRAIN_OK) result = dtrain_world_all_gather(world, &mine, sizeof mine, all);
+        CHECK_MSG(result != DTRAIN_OK && blames(dtrain_last_error(), s->victim),
+                  "rank %d is silent in step %d; rank %d: %s", s->victim, s->step, rank,
+                  result ? dtrain_last_error() : "it went well");
+        ranks_count(&s->over);
+        return 0;
+    }
+    if (s->step == 2) dtrain__link_send(world, DTRAIN__FRAME_GATHER, rank, &mine, sizeof mine);
+    return !ranks_await(&s->over, size - 1);
+}
+
+static void test_silence(void)
+{
+    for (int i = 0; i < 9; i++) {
+        silence *s = (silence *)ranks_shared(sizeof *s);
+        s->victim = i % 3;
+        s->step = i / 3;
+        if (s->step < 2 || s->victim == 0) apart_run(3, rank_falls_silent, s);
+    }
+}
+
+/* The same by SIGSTOP at any moment of launch and run: the others end, and blame the rank that was stopped. */
+static int rank_keeps_meeting(dtrain_world *world, void *user)
+{
+    const double end = test_seconds() + 0.1;
+    int64_t more = 1;
+    dtrain_result result = DTRAIN_OK;
+    (void)user;
+    while (result == DTRAIN_OK && more) {
+        more = test_seconds() < end; /* on rank 0, or they would not stop together */
+        result = dtrain_broadcast(dtrain_world_comm(world), &more, 1, DTRAIN_DTYPE_I64, 0, NULL);
+    }
+    return result != DTRAIN_OK;
+}
+
+static void test_stopped_at_any_moment(void)
+{
+    const int rounds = (int)test_draws(6, 60, 1000);
+    uint64_t seed = 16;
+    for (int round = 0; round < rounds; round++) {
+        crew c = make_crew(3, rank_keeps_meeting, NULL);
+        const int victim = round % 3;
+        const long us = (long)ranks_random(&seed, 40000);
+        c.timeout_ms = 1000;
+        crew_start_all(&c);
+        ranks_sleep_us(us);
+        kill(c.pids[victim], SIGSTOP);
+        for (int i = 0; i < 3; i++) {
+            const outcome *end = &c.ends[i];
+            if (i == victim) continue;
+            CHECK_MSG(ranks_await(&c.ends[i].done, 1), "rank %d does not end", i);
+            CHECK_MSG(end->result != DTRAIN_OK && blames(end->error, victim),
+                      "rank %d was stopped after %ld us; rank %d: %s", victim, us, i, end->error);
+        }
+        kill(c.pids[victim], SIGKILL);
+        crew_wait(&c);
+    }
+}
 
 /* ---- several hosts ---- */
 
@@ -1860,6 +1948,8 @@ int main(int argc, char **argv)
     RUN(test_mad_rank);
     RUN(test_lies);
     RUN(test_deaf_rank);
+    RUN(test_silence);
+    RUN(test_stopped_at_any_moment);
     if (can_be_a_host()) {
         RUN(test_several_hosts);
         RUN(test_across_hosts);
