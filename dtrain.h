@@ -11,7 +11,7 @@
        cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread        GEMM from a BLAS
        c++ -O2 -std=c++17 train.cpp -lpthread              the same file in a C++ program
        mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
-       nvcc -O3 -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt        with NVIDIA GPUs
+       nvcc -O3 -arch=native -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt   with NVIDIA GPUs
 
    Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started:
 
@@ -620,6 +620,7 @@ typedef struct dtrain_device_info {
     char id[48];           /* the same for two ranks exactly when they sit on one device */
     uint32_t index, count; /* which, of how many in this machine */
     uint32_t major, minor; /* compute capability */
+    uint32_t code_version; /* GPU: what its kernels were compiled for, 90 for sm_90 */
     uint64_t memory_bytes, free_bytes;
     /* CPU: "avx512", "avx2", "generic", "scalar" or "cblas"; and for products of bf16 with bf16
      * "amx_bf16" where the compiler, the processor and the system have it, else the same. */
@@ -7817,6 +7818,22 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
+/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs than this one. */
+static void dtrain__warn_of_old_code(dtrain_world *world)
+{
+    dtrain_device_info gpu;
+    if (world->local_rank != 0 || dtrain_device_query(world->device, &gpu) != DTRAIN_OK) return;
+    if (gpu.code_version == 0 || gpu.code_version / 10 >= gpu.major) return;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles it "
+               "again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+               gpu.code_version, gpu.name, gpu.major, gpu.minor,
+               gpu.code_version < 80
+                   ? ", and attention does without tensor cores, several times slower"
+                   : "",
+               gpu.major, gpu.minor);
+}
+
 /* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
@@ -7862,6 +7879,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     device.allocator = desc->allocator;
     DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    dtrain__warn_of_old_code(world);
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
     return DTRAIN_OK;

@@ -906,6 +906,7 @@ static dtrain_result dtrain_cuda_query(dtrain_device *device, dtrain_device_info
     info->count = (uint32_t)count;
     info->major = (uint32_t)state->major;
     info->minor = (uint32_t)state->minor;
+    info->code_version = (uint32_t)state->code_version;
     info->memory_bytes = memory_bytes;
     info->free_bytes = free_bytes;
     info->slow_gemms = dtrain_cuda_gemm_slow_count(state);

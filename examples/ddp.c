@@ -2,7 +2,7 @@
  * backward pass and its own optimizer.
  *
  *   build:   cc -O2 -I. examples/ddp.c -o ddp -lm -lpthread
- *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/ddp.c dtrain_cuda.cu -lcublasLt -o ddp
+ *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/ddp.c dtrain_cuda.cu -lcublasLt -o ddp
  *   run:     ./ddp                      two ranks; ./ddp 5 starts five
  *            ./ddp 2 --device cuda      the arrays stay in host memory, the GPUs exchange them
  *   expect:

@@ -2,7 +2,7 @@
  * keeps only its share of the parameters, gradients and optimizer state.
  *
  *   build:   cc -O2 -I. examples/full_shard.c -o full_shard -lm -lpthread
- *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/full_shard.c dtrain_cuda.cu -lcublasLt -o full_shard
+ *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/full_shard.c dtrain_cuda.cu -lcublasLt -o full_shard
  *            (the loops below read host memory: the ranks stay on the CPU in this build too. On a
  *            GPU, the addresses in dtrain_param and dtrain_shard are the device's, and your kernels
  *            replace layer_forward, layer_backward and update's loop; all calls stay as they are)

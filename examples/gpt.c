@@ -2,7 +2,7 @@
  * data and settings are the program's, the training step is the library's.
  *
  *   build:   cc -O2 -I. examples/gpt.c -o gpt -lm -lpthread
- *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/gpt.c dtrain_cuda.cu -lcublasLt -o gpt
+ *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/gpt.c dtrain_cuda.cu -lcublasLt -o gpt
  *   run:     ./gpt                                   two ranks learn dtrain.h
  *            ./gpt --data shakespeare.txt --ranks 4 --strategy full_shard --precision bf16
  *            ./gpt --device cuda --ranks 1 --precision bf16 --batch 64

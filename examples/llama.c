@@ -2,7 +2,7 @@
  * weights of Hugging Face, or from random ones, learns a text, and is written for Hugging Face.
  *
  *   build:   cc -O2 -I. examples/llama.c -o llama -lm -lpthread
- *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/llama.c dtrain_cuda.cu -lcublasLt -o llama
+ *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/llama.c dtrain_cuda.cu -lcublasLt -o llama
  *   run:     ./llama                                        two ranks learn dtrain.h, byte by byte
  *            ./llama --import DIR --data tokens.bin --export TUNED/model.safetensors
  *            ./llama --ranks 4 --strategy full_shard --precision bf16

@@ -2,7 +2,7 @@
  * program writes the forward pass, the tape makes the backward pass and communicates during it.
  *
  *   build:   cc -O2 -I. examples/mlp.c -o mlp -lm -lpthread
- *   GPU:     nvcc -O3 -I. -DDTRAIN_USE_CUDA examples/mlp.c dtrain_cuda.cu -lcublasLt -o mlp
+ *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/mlp.c dtrain_cuda.cu -lcublasLt -o mlp
  *   run:     ./mlp                      two ranks tell two spirals apart; ./mlp 3 starts three
  *            ./mlp 2 FOLDER             two ranks learn CIFAR-10 from FOLDER, which holds
  *                                       data_batch_1.bin to data_batch_5.bin and test_batch.bin

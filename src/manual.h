@@ -11,7 +11,7 @@
        cc  -O2 -DDTRAIN_USE_CBLAS train.c -lopenblas -lm -lpthread        GEMM from a BLAS
        c++ -O2 -std=c++17 train.cpp -lpthread              the same file in a C++ program
        mpicc -O2 -DDTRAIN_USE_MPI train.c -lm -lpthread                    ranks on several hosts
-       nvcc -O3 -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt        with NVIDIA GPUs
+       nvcc -O3 -arch=native -DDTRAIN_USE_CUDA train.c dtrain_cuda.cu -lcublasLt   with NVIDIA GPUs
 
    Run lines: dtrain_launch forks the ranks, or joins those that a launcher has started:
 

@@ -56,6 +56,7 @@ typedef struct dtrain_device_info {
     char id[48];           /* the same for two ranks exactly when they sit on one device */
     uint32_t index, count; /* which, of how many in this machine */
     uint32_t major, minor; /* compute capability */
+    uint32_t code_version; /* GPU: what its kernels were compiled for, 90 for sm_90 */
     uint64_t memory_bytes, free_bytes;
     /* CPU: "avx512", "avx2", "generic", "scalar" or "cblas"; and for products of bf16 with bf16
      * "amx_bf16" where the compiler, the processor and the system have it, else the same. */

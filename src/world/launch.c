@@ -64,6 +64,22 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
+/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs than this one. */
+static void dtrain__warn_of_old_code(dtrain_world *world)
+{
+    dtrain_device_info gpu;
+    if (world->local_rank != 0 || dtrain_device_query(world->device, &gpu) != DTRAIN_OK) return;
+    if (gpu.code_version == 0 || gpu.code_version / 10 >= gpu.major) return;
+    dtrain_log(world, DTRAIN_LOG_WARNING,
+               "dtrain_cuda.cu was compiled for sm_%u, and %s is sm_%u%u: the driver compiles it "
+               "again when a program starts%s; build with nvcc -arch=native, or -arch=sm_%u%u",
+               gpu.code_version, gpu.name, gpu.major, gpu.minor,
+               gpu.code_version < 80
+                   ? ", and attention does without tensor cores, several times slower"
+                   : "",
+               gpu.major, gpu.minor);
+}
+
 /* Make a world. On failure *out may be half a world: dtrain__world_destroy frees what there is. */
 static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank,
                                           dtrain_world **out)
@@ -109,6 +125,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     device.allocator = desc->allocator;
     DTRAIN__TRY(dtrain__trace_create(world, &desc->trace));
     DTRAIN__TRY(dtrain_device_create(desc->device_ops, &device, &world->device));
+    dtrain__warn_of_old_code(world);
     DTRAIN__TRY(dtrain__world_comm_create(world));
     if (desc->mode == DTRAIN_LAUNCH_PROCESSES) dtrain_process_memory(&world->base_bytes, NULL);
     return DTRAIN_OK;

@@ -104,9 +104,8 @@ newer() { [ -f "$1" ] && [ -z "$(find "$2" -newer "$1")" ]; }
 cuda_objects() {
     printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >implementation.c
     newer "$cache/nvcc.o" "$root/dtrain.h" || $cc -O1 -DDTRAIN_USE_CUDA -I. -c implementation.c -o "$cache/nvcc.o" || return
-    for object in "$cache"/../cuda_build/dtrain_cuda_*.o; do
-        ! newer "$object" "$root/dtrain_cuda.cu" || cp -p "$object" "$cache/dtrain_cuda.o"
-    done
+    object=$cache/../cuda_build/cuda/dtrain_cuda.o
+    ! newer "$object" "$root/dtrain_cuda.cu" || cp -p "$object" "$cache/dtrain_cuda.o"
     newer "$cache/dtrain_cuda.o" "$root/dtrain_cuda.cu" || $(command -v nvcc) -O3 -I. -c dtrain_cuda.cu -o "$cache/dtrain_cuda.o" || return
     cp "$cache/dtrain_cuda.o" .
 }
@@ -258,6 +257,10 @@ done
 
 documents="README.md CONTRIBUTING.md CHANGELOG.md tests/README.md bench/README.md examples/deploy/README.md $(ls docs/*.md)"
 sources="src/manual.h src/device/cuda/manual.h src/comm/nccl/manual.h $(ls examples/*.c tools/*.sh tools/*.h tools/*/*.[ch] bench/*.[ch] bench/*.sh bench/*.py)"
+# Without -arch nvcc compiles for the oldest GPU that it knows.
+grep -n 'nvcc .*dtrain_cuda\.cu' $documents $sources | grep -v -e ' -arch=' >"$tmp/no_arch"
+[ ! -s "$tmp/no_arch" ]; result "every line of nvcc says for which GPU" $? "$tmp/no_arch"
+
 mkdir -p "$tmp/found"
 : >"$tmp/done"
 one() { # one PLACE COMMAND

@@ -48,6 +48,7 @@ static void test_query(void)
     CHECK(gpu->ops->query(gpu, &info) == DTRAIN_OK);
     CHECK(strlen(info.name) > 0 && strlen(info.id) == 36 && strncmp(info.id, "GPU-", 4) == 0);
     CHECK(info.count >= 1 && info.index == 0 && info.major >= 7);
+    CHECK_MSG(info.code_version >= 75, "code_version is %u", info.code_version);
     CHECK(info.memory_bytes > 0 && info.free_bytes > 0 && info.free_bytes <= info.memory_bytes);
     zeros(1 << 20);
     CHECK(gpu->ops->query(gpu, &again) == DTRAIN_OK);
@@ -824,6 +825,52 @@ static void test_ranges(void)
     CHECK_MSG(dtrain_launch(&desc, spans_are_ranges, NULL, NULL) == DTRAIN_OK, "%s",
               dtrain_last_error());
 }
+static int warnings;
+static char warning[512];
+
+static void keep_warning(void *user, dtrain_log_level level, int rank, const char *message)
+{
+    (void)user, (void)rank;
+    if (level != DTRAIN_LOG_WARNING) return;
+    warnings++;
+    snprintf(warning, sizeof warning, "%s", message);
+}
+
+static int use_device(dtrain_world *world, void *user)
+{
+    (void)user;
+    return dtrain_barrier(dtrain_world_comm(world)) != DTRAIN_OK;
+}
+
+/* Kernels of an older generation than the GPU's: one of two ranks of the machine says it, and what to build with. */
+static void test_old_code(void)
+{
+    static const struct {
+        int code, major;
+        bool old;
+    } cases[] = {{75, 9, true},  {80, 9, true},  {75, 7, false},
+                 {80, 8, false}, {90, 9, false}, {90, 10, true}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        dtrain_launch_desc desc;
+        memset(&desc, 0, sizeof desc);
+        desc.rank_count = 2;
+        desc.mode = DTRAIN_LAUNCH_THREADS;
+        desc.threads_per_rank = 1;
+        desc.device_ops = dtrain_cuda_device_ops();
+        desc.log = keep_warning;
+        warnings = 0;
+        warning[0] = 0;
+        dtrain_emulation_set_capability(cases[i].major, 0);
+        dtrain_emulation_set_code_version(cases[i].code);
+        CHECK(dtrain_launch(&desc, use_device, NULL, NULL) == DTRAIN_OK);
+        CHECK_MSG(warnings == cases[i].old, "sm_%d on %d.0: %d warnings: %s", cases[i].code,
+                  cases[i].major, warnings, warning);
+        if (!cases[i].old) continue;
+        CHECK_MSG(strstr(warning, "-arch=native") != NULL, "%s", warning);
+        CHECK_MSG((strstr(warning, "tensor cores") != NULL) == (cases[i].code < 80), "%s", warning);
+    }
+    dtrain_emulation_reset();
+}
 #endif
 
 int main(int argc, char **argv)
@@ -861,6 +908,7 @@ int main(int argc, char **argv)
     RUN(test_stuck);
     RUN(test_scratch);
     RUN(test_lost_device);
+    RUN(test_old_code);
 #endif
     return test_summary();
 }

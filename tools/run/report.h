@@ -24,8 +24,8 @@ static void show_device(const run_settings *s, dtrain_world *world)
         return;
     }
     dtrain_comm_query(dtrain_world_comm(world), &comm);
-    printf("on %u %s, %s%s, collectives: %s\n", gpu.count, gpu.name, precisions[s->precision],
-           s->graph ? ", graph" : "", comm.backend);
+    printf("on %u %s (kernels for sm_%u), %s%s, collectives: %s\n", gpu.count, gpu.name,
+           gpu.code_version, precisions[s->precision], s->graph ? ", graph" : "", comm.backend);
 }
 
 /* Print the gradient memory of a rank for each mode of accumulation that the strategy has. */
@@ -145,6 +145,16 @@ static void show_sent(const dtrain_emulation *e, const dtrain_strategy_info *inf
                ranks / (int)e->node_ranks, e->node_ranks, e->gigabits_per_second, e->latency_us);
 }
 
+/* Print how many products a GPU computes by slower kernels than cublasLt's; there should be none. */
+static void show_slow_gemms(dtrain_world *world)
+{
+    dtrain_device_info gpu;
+    if (dtrain_device_query(dtrain_world_device(world), &gpu) != DTRAIN_OK || !gpu.code_version)
+        return;
+    printf("  slow products        %10u   kinds that cublasLt did not compute as asked\n",
+           gpu.slow_gemms);
+}
+
 static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary *summary)
 {
     const dtrain_device *device = dtrain_world_device(world);
@@ -178,6 +188,7 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
            100 * summary->scaling, dtrain_world_size(world));
     printf("  memory               %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
            mib(now), mib(peak), mib(m->total));
+    show_slow_gemms(world);
     if (!j->checkpoint) return;
     dtrain_checkpoint_info saved;
     dtrain_checkpoint_query(j->checkpoint, &saved);

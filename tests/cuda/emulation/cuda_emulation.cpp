@@ -1032,7 +1032,7 @@ struct device_state {
  * may still free things in any order. */
 struct machine_state {
     device_state devices[max_devices];
-    int device_count = 1, major = 9, minor = 0;
+    int device_count = 1, major = 9, minor = 0, code_version = 0; /* 0: that of the device */
     uint64_t total_memory = uint64_t(8) << 30;
     int64_t memory_left = -1;
     bool eager = false;
@@ -2181,7 +2181,9 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const v
         memset(attributes, 0, sizeof *attributes);
         attributes->maxThreadsPerBlock = int(max_threads);
         attributes->numRegs = 32;
-        attributes->ptxVersion = attributes->binaryVersion = 10 * machine().major + machine().minor;
+        attributes->ptxVersion = attributes->binaryVersion =
+            machine().code_version ? machine().code_version
+                                   : 10 * machine().major + machine().minor;
         attributes->maxDynamicSharedSizeBytes =
             limits.count(kernel) ? limits[kernel] : int(shared_default);
         return cudaSuccess;
@@ -2232,6 +2234,11 @@ void dtrain_emulation_set_capability(int major, int minor)
     machine().major = major;
     machine().minor = minor;
 }
+void dtrain_emulation_set_code_version(int version)
+{
+    std::lock_guard<std::mutex> hold(lock);
+    machine().code_version = version;
+}
 void dtrain_emulation_set_total_memory(uint64_t bytes)
 {
     std::lock_guard<std::mutex> hold(lock);
@@ -2256,6 +2263,7 @@ void dtrain_emulation_reset(void)
     m.device_count = fresh.device_count;
     m.major = fresh.major;
     m.minor = fresh.minor;
+    m.code_version = fresh.code_version;
     m.total_memory = fresh.total_memory;
     m.memory_left = fresh.memory_left;
     m.eager = fresh.eager;

@@ -39,6 +39,8 @@ const char *dtrain_emulation_message(void);
 /* The device(s): by default one of compute capability 9.0 with 8 GiB. At most 16. */
 void dtrain_emulation_set_device_count(int count);
 void dtrain_emulation_set_capability(int major, int minor);
+/* What the kernels are compiled for, 75 for sm_75; 0, the default: for this device. */
+void dtrain_emulation_set_code_version(int version);
 void dtrain_emulation_set_total_memory(uint64_t bytes);
 
 /* Faults, all off by default. Numbers count from 1, from the call on; 0 switches the fault off. */
