@@ -4,7 +4,7 @@
 #   make cuda     the examples for NVIDIA GPUs
 #   make mpi      the examples for CPUs of several hosts
 # Variables: CC, CXX, CFLAGS, BUILD (folder), CBLAS=1 (OpenBLAS instead of the built-in GEMM), MPICC, NVCC,
-# CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90), PREFIX, DESTDIR,
+# CUDA_ARCH ("90", "80 90", ...; default: the GPU of this machine, without one 80 and 90), NVCCFLAGS, PREFIX, DESTDIR,
 # LESS (tests that make test leaves out: "tests/test_comm emu/test_cuda_nccl"), FROM=src (programs are linked with the
 # objects of src/, which fewer and parallel compilations make, in place of dtrain.h as it is shipped).
 
@@ -197,7 +197,7 @@ TEST_INCLUDES := -Itests -Itests/support -Itests/unit -Itests/cuda -Itests/nccl/
 
 $(BUILD)/flags:      FLAGS = $(CC) $(CXX) $(CFLAGS) $(DEFINES)
 $(BUILD)/mpi/flags:  FLAGS = $(MPICC) $(CFLAGS) $(DEFINES)
-$(BUILD)/cuda/flags: FLAGS = $(NVCC) $(ARCH) $(CC) $(CFLAGS) $(DEFINES)
+$(BUILD)/cuda/flags: FLAGS = $(NVCC) $(ARCH) $(NVCCFLAGS) $(NCCL) $(CC) $(CFLAGS) $(DEFINES)
 %/flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
@@ -297,13 +297,13 @@ $(BUILD)/cuda/%: private DEFINES += -DDTRAIN_USE_CUDA
 $(BUILD)/cuda/dtrain.o: dtrain.h $(BUILD)/cuda/flags
 	$(IMPLEMENTATION)
 $(BUILD)/cuda/dtrain_cuda.o: dtrain_cuda.cu $(BUILD)/cuda/flags
-	$(NVCC) -O3 -std=c++17 $(ARCH) -I. -MMD -MF $@.d -MT $@ -c $< -o $@
+	$(NVCC) -O3 -std=c++17 $(ARCH) $(NVCCFLAGS) -I. -MMD -MF $@.d -MT $@ -c $< -o $@
 $(BUILD)/cuda/dtrain.a: $(addprefix $(BUILD)/cuda/,dtrain.o dtrain_cuda.o)
 	$(ARCHIVE)
 $(BUILD)/cuda/%.o: %.c $(BUILD)/cuda/flags
-	$(NVCC) -O3 $(ARCH) $(DEFINES) $(ASKING) -I. $(filter-out -Itests/nccl/mock,$(TEST_INCLUDES)) $(NCCL) -MMD -MF $@.d -MT $@ -c $< -o $@
+	$(NVCC) -O3 $(ARCH) $(NVCCFLAGS) $(DEFINES) $(ASKING) -I. $(filter-out -Itests/nccl/mock,$(TEST_INCLUDES)) $(NCCL) -MMD -MF $@.d -MT $@ -c $< -o $@
 $(BUILD)/cuda/%: $(BUILD)/cuda/%.o $(BUILD)/cuda/dtrain.a
-	$(NVCC) $(ARCH) $^ -o $@ -lcublasLt $(LIBS) $(NCCL)
+	$(NVCC) $(ARCH) $(NVCCFLAGS) $^ -o $@ -lcublasLt $(LIBS) $(NCCL)
 
 # ---- The sources one by one -----------------------------------------------------------------------
 # The product files are joined from src/; src compiles each file of it alone, and links all of them.

@@ -45,46 +45,44 @@ table() {
     return $verdict
 }
 
-strict="-Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"
+# The Makefile's own targets, as a machine with a GPU runs them; the kernels are compiled once for all that follows.
+unset MAKEFLAGS MFLAGS MAKELEVEL # this make is nobody's part
+strict="-Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -Xptxas -v"
+targets() { timeout 900 make -s BUILD="$out" CC="${CC:-cc}" CFLAGS=-O1 CUDA_ARCH="$arch" "$@"; }
+kernels=$out/cuda/dtrain_cuda.o last=
 for arch in $archs; do
-    if timeout 900 $nvcc -O3 -std=c++17 -gencode=arch=compute_$arch,code=sm_$arch $strict -I. -Xptxas -v \
-        -c dtrain_cuda.cu -o "$out/dtrain_cuda_$arch.o" >"$out/ptxas_$arch" 2>&1; then
+    if targets NVCCFLAGS="$strict" "$kernels" >"$out/ptxas_$arch" 2>&1; then
         ok "dtrain_cuda.cu, sm_$arch"
         if table "$out/ptxas_$arch"; then ok "no kernel spills, sm_$arch"; else fail "kernels spill, sm_$arch"; fi
         last=$arch
     else fail "dtrain_cuda.cu, sm_$arch" "$out/ptxas_$arch"; fi
 done
 [ -n "$last" ] || finish
+arch=$last
 
 # The getter and nothing else is exported: kernels are file-local.
-kernels=$out/dtrain_cuda_$last.o
 exported=$(nm -g --defined-only "$kernels" | awk '$2 == "T" { print $3 }')
 try "dtrain_cuda.o exports its getter only" [ "$exported" = dtrain_cuda_device_ops ]
-
-line="$nvcc -O1 -gencode=arch=compute_$last,code=sm_$last -DDTRAIN_USE_CUDA -I."
-programs=
-# Every program, linked with the implementation compiled once (LINKED: the Makefile's flags for that).
-printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$out/dtrain.c"
-try "dtrain.h, nvcc" $line -c "$out/dtrain.c" -o "$out/dtrain.o"
-cp "$out/dtrain.c" "$out/dtrain.cu"
+printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$out/dtrain.cu"
 try "dtrain.h in a .cu" $nvcc -std=c++17 -I. -c "$out/dtrain.cu" -o "$out/in_a_cu.o"
-rm -f "$out/dtrain.a"
-ar rc "$out/dtrain.a" "$out/dtrain.o" "$kernels"
-for example in examples/*.c tools/*/*.c; do
-    program=$out/$(basename "$example" .c) flags=$LINKED
-    ! grep -q 'dtrain__\|DTRAIN__' "$example" || flags=
-    try "$example" $line $flags "$example" "$out/dtrain.a" -lcublasLt -o "$program"
-    [ ! -x "$program" ] || ! grep -q '"--device\|tools/run/run.h' "$example" "$(dirname "$example")"/*.h 2>/dev/null || programs="$programs|$program --device cuda"
-done
 
+# Every program links: where nvcc finds nccl.h, and where it does not. Flags differ, the library is the same (-o).
+try "the library" targets NVCCFLAGS="$strict" "$out/cuda/dtrain.a"
+try "make cuda, without nccl.h" targets -o "$out/cuda/dtrain.a" NCCL= cuda
+programs=
 if ! echo '#include <nccl.h>' | $nvcc -E -x cu - >/dev/null 2>&1; then
-    skip "programs with NCCL" "nccl.h is not installed"
+    skip "programs with NCCL" "nccl.h is not installed" 3
 else
-    try "train_gpt with NCCL" $line $LINKED -DDTRAIN_USE_NCCL tools/train_gpt/train_gpt.c "$out/dtrain.a" -lcublasLt -ldl -o "$out/train_nccl"
-    try "tests/nccl/gpu_nccl.c, NCCL linked" $line -DDTRAIN_NCCL_LINKED tests/nccl/gpu_nccl.c "$kernels" -lcublasLt -lnccl -o "$out/gpu_nccl"
-    [ ! -x "$out/train_nccl" ] || programs="$programs|$out/train_nccl --device cuda --ranks 2 --steps 2"
-    [ ! -x "$out/gpu_nccl" ] || programs="$programs|$out/gpu_nccl two"
+    try "make gpu-programs, with nccl.h" targets -o "$out/cuda/dtrain.a" gpu-programs
+    try "tests/nccl/gpu_nccl.c" targets -o "$out/cuda/dtrain.a" "$out/cuda/gpu_nccl"
+    try "tests/nccl/gpu_nccl.c, NCCL linked" $nvcc -O1 -DDTRAIN_USE_CUDA -DDTRAIN_NCCL_LINKED -I. \
+        tests/nccl/gpu_nccl.c "$kernels" -lcublasLt -lnccl -o "$out/gpu_nccl"
+    programs="$out/cuda/train_gpt --device cuda --ranks 2 --steps 2|$out/gpu_nccl two"
 fi
+for example in examples/*.c tools/*/*.c; do
+    ! grep -q '"--device\|tools/run/run.h' "$example" "$(dirname "$example")"/*.h 2>/dev/null ||
+        programs="$programs|$out/cuda/$(basename "$example" .c) --device cuda"
+done
 
 # Without a GPU: at most three lines on stderr, one of them a sentence about it, an exit code from 1 to
 # 123, within 30 s. CUDA_VISIBLE_DEVICES hides the GPU of a machine that has one.

@@ -8,6 +8,10 @@
 #ifndef RUN_H
 #define RUN_H
 
+#ifdef DTRAIN_USE_NCCL /* its implementation, too: a program need not know what launch.h chooses */
+#define DTRAIN_NCCL_IMPLEMENTATION
+#include "dtrain_nccl.h"
+#endif
 #include "tools/run/main.h"
 
 #endif /* RUN_H */

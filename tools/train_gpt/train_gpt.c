@@ -7,7 +7,7 @@
  *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of files of nanoGPT)
  *            build/train_gpt --strategy auto --memory-limit 200 --auto-batch --global-batch 64
  *            build/train_gpt --import gpt2_124M.bin --tokenizer DIR --generate 100 --prompt "Hello"
- *   GPUs:    nvcc -O3 -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
+ *   GPUs:    nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
  *            (add -DDTRAIN_USE_NCCL -ldl for several GPUs that talk over NCCL)
  *            ./train_gpt --device cuda --precision bf16 --graph --model gpt2 --data tokens.bin --seq 1024
  *
@@ -24,10 +24,6 @@
 #define RUN_NAME "train_gpt"
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
-#ifdef DTRAIN_USE_NCCL
-#define DTRAIN_NCCL_IMPLEMENTATION
-#include "dtrain_nccl.h"
-#endif
 
 #include "gpt.h"
 #include "settings.h"
