@@ -774,8 +774,8 @@ typedef struct dtrain_launch_desc {
                             dtrain_kept_storage; committed when touched. 0 = none */
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
-    bool catch_signals;  /* SIGTERM and SIGUSR1 ask ranks to stop, instead of killing them: see
-                            dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
+    bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
+                            them: see dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
     const char *flight_directory; /* every rank whose run fails writes its last collectives there,
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
@@ -916,14 +916,15 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
  * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 
-/* Say whether SIGTERM or SIGUSR1 has come to this rank, with desc.catch_signals; false without it.
+/* Say whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come to this rank, with desc.catch_signals;
+ * false without it. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored.
  * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
  * other steps: ranks may act on it only when they agree, by dtrain_world_agree_stop or by a word
  * that they exchange anyway.
  *
  * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
- * SIGTERM, more than a second after the first, ends the process at once; until then it may be the
- * same one, sent to the process group and forwarded. The host's handlers are back when
+ * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
+ * may be the same one, sent to the process group and forwarded; the launcher's log says so. The host's handlers are back when
  * dtrain_launch returns. Processes: in ranks alone, the launcher forwards what it gets. Threads:
  * the signal is the process's, so it comes to all ranks. A run whose ranks then return 0 has
  * succeeded, and info.signal tells of the signal; one that fails is not restarted. */
@@ -7769,6 +7770,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
                                      dtrain_launch_info *info);
 
 /* world/signals.c */
+DTRAIN__PRIVATE bool dtrain__hangup_ignored(void);
 DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
 DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);
@@ -7982,6 +7984,11 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     launch->passed_on = number;
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
     dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
+    if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
+        dtrain__launch_log(launch, -1, DTRAIN_LOG_INFO,
+                           "asked to stop by signal %d (%s): ranks end after their step; a second "
+                           "request ends them at once",
+                           number, dtrain__signal_name(number));
     launch->forwarded = number;
     launch->stop_ns = now;
     if (!stop || ++launch->stop_count < 2) return;
@@ -8071,7 +8078,8 @@ static void dtrain__hear_signals(dtrain__launch *launch)
     sigaddset(&only_child, SIGCHLD);
     launch->watched = only_child;
     for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
-        sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
+        if (dtrain__forwarded_signals[i] != SIGHUP || !dtrain__hangup_ignored())
+            sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
     sigaction(SIGCHLD, NULL, &launch->child_action);
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
     launch->waits_for_signals = true;
@@ -8809,15 +8817,17 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
 
 /* Requests to stop
  *
- * A rank that is about to lose its machine is told so by SIGTERM, or by SIGUSR1 some time before.
- * With dtrain_launch_desc.catch_signals a handler notes it, and the training loop asks at the end
- * of each step. The handler does nothing else: it may interrupt anything, this library's own waits
- * and a checkpoint that is being written included.
+ * A rank that is about to lose its machine is told so by SIGTERM, or by SIGUSR1 some time before;
+ * one whose user has had enough by SIGINT; one whose terminal is gone by SIGHUP, unless that is
+ * ignored, as nohup has it. With dtrain_launch_desc.catch_signals a handler notes it, and the
+ * training loop asks at the end of each step. The handler does nothing else: it may interrupt
+ * anything, this library's own waits and a checkpoint that is being written included.
  *
- *     SIGTERM or SIGUSR1 --> the handler notes it --> dtrain_world_stop_requested, on this rank
+ *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
+ *                        --> the handler notes it --> dtrain_world_stop_requested, on this rank
  *                                                           |
  *                         dtrain_world_agree_stop: any rank --> all ranks, after the same step
- *     SIGTERM again      --> the default action: the process ends at once
+ *     again, not SIGUSR1 --> the default action: the process ends at once
  *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
  *                            flight record (comm/flight.c)
  *
@@ -8826,13 +8836,15 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
 
 static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
 static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
-static uint64_t dtrain__term_ns;       /* atomic: when the first SIGTERM came, 0 = it has not */
+static uint64_t dtrain__stop_ns;       /* atomic: of the first that is not SIGUSR1; 0: none came */
 static uint32_t dtrain__dump_signals;  /* atomic: how many SIGUSR2 came */
-static bool dtrain__dump_caught;       /* SIGUSR2 is handled as well */
-static struct sigaction dtrain__found_term, dtrain__found_usr1, dtrain__found_usr2; /* the host's */
+static const int dtrain__caught_signals[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2};
+enum { DTRAIN__CAUGHT = sizeof dtrain__caught_signals / sizeof dtrain__caught_signals[0] };
+static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's, of those ... */
+static bool dtrain__caught[DTRAIN__CAUGHT];            /* ... that are caught */
 
-/* Note a signal. A second SIGTERM gets the default action back and raises it again: it is blocked
- * in here, and ends the process on return. All calls are async-signal-safe. */
+/* Note a signal. The second request to stop gets the default action back and is raised again: it is
+ * blocked in here, and ends the process on return. All calls are async-signal-safe. */
 static void dtrain__on_signal(int number)
 {
     const int error = errno;
@@ -8840,15 +8852,22 @@ static void dtrain__on_signal(int number)
         dtrain__fetch_add(&dtrain__dump_signals, 1u);
         return;
     }
-    const uint64_t now = dtrain__now_ns(), first = dtrain__load(&dtrain__term_ns);
+    const uint64_t now = dtrain__now_ns(), first = dtrain__load(&dtrain__stop_ns);
     if (!dtrain__load(&dtrain__signal_seen)) dtrain__store(&dtrain__signal_seen, number);
-    if (number == SIGTERM && !first) dtrain__store(&dtrain__term_ns, now);
-    if (number == SIGTERM && first && now - first >= DTRAIN__ONE_REQUEST_NS) {
-        signal(SIGTERM, SIG_DFL);
-        raise(SIGTERM);
-        if (getpid() == 1) _exit(128 + SIGTERM); /* the kernel spares the first of a container */
+    if (number != SIGUSR1 && !first) dtrain__store(&dtrain__stop_ns, now);
+    if (number != SIGUSR1 && first && now - first >= DTRAIN__ONE_REQUEST_NS) {
+        signal(number, SIG_DFL);
+        raise(number);
+        if (getpid() == 1) _exit(128 + number); /* the kernel spares the first of a container */
     }
     errno = error;
+}
+
+/* Say whether SIGHUP is ignored: nohup wants that to stay so. */
+DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
+{
+    struct sigaction found;
+    return sigaction(SIGHUP, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
 }
 
 /* Install the handler, and take what it handles out of a mask that the caller will set after it:
@@ -8862,14 +8881,16 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
     action.sa_flags = SA_RESTART;
     sigemptyset(&action.sa_mask);
     dtrain__store(&dtrain__signal_seen, 0);
-    dtrain__store(&dtrain__term_ns, 0u);
-    sigaction(SIGTERM, &action, &dtrain__found_term);
-    sigaction(SIGUSR1, &action, &dtrain__found_usr1);
-    dtrain__dump_caught = dumps;
-    if (dumps) sigaction(SIGUSR2, &action, &dtrain__found_usr2);
-    if (dumps) sigdelset(mask, SIGUSR2);
-    sigdelset(mask, SIGTERM);
-    sigdelset(mask, SIGUSR1);
+    dtrain__store(&dtrain__stop_ns, 0u);
+    for (int i = 0; i < DTRAIN__CAUGHT; i++) {
+        const int number = dtrain__caught_signals[i];
+        dtrain__caught[i] = number == SIGUSR2  ? dumps
+                            : number == SIGHUP ? !dtrain__hangup_ignored()
+                                               : true;
+        if (!dtrain__caught[i]) continue;
+        sigaction(number, &action, &dtrain__found[i]);
+        sigdelset(mask, number);
+    }
 }
 
 /* Begin to catch signals in a process that goes on after its ranks: one run at a time. */
@@ -8892,9 +8913,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_ma
 /* Give the host its handlers and its mask back. */
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask)
 {
-    sigaction(SIGTERM, &dtrain__found_term, NULL);
-    sigaction(SIGUSR1, &dtrain__found_usr1, NULL);
-    if (dtrain__dump_caught) sigaction(SIGUSR2, &dtrain__found_usr2, NULL);
+    for (int i = 0; i < DTRAIN__CAUGHT; i++)
+        if (dtrain__caught[i]) sigaction(dtrain__caught_signals[i], &dtrain__found[i], NULL);
     pthread_sigmask(SIG_SETMASK, old_mask, NULL);
     dtrain__store(&dtrain__signals_taken, 0u);
 }

@@ -228,6 +228,11 @@ static void dtrain__forward(dtrain__launch *launch, int number, bool from_termin
     launch->passed_on = number;
     if (!stop && !(number == SIGUSR1 && launch->desc.catch_signals)) return;
     dtrain__signal_ranks(launch, SIGCONT); /* a stopped rank hears of it when it goes on */
+    if (!launch->forwarded && launch->desc.catch_signals && number != SIGQUIT)
+        dtrain__launch_log(launch, -1, DTRAIN_LOG_INFO,
+                           "asked to stop by signal %d (%s): ranks end after their step; a second "
+                           "request ends them at once",
+                           number, dtrain__signal_name(number));
     launch->forwarded = number;
     launch->stop_ns = now;
     if (!stop || ++launch->stop_count < 2) return;
@@ -317,7 +322,8 @@ static void dtrain__hear_signals(dtrain__launch *launch)
     sigaddset(&only_child, SIGCHLD);
     launch->watched = only_child;
     for (size_t i = 0; i < DTRAIN__FORWARDED; i++)
-        sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
+        if (dtrain__forwarded_signals[i] != SIGHUP || !dtrain__hangup_ignored())
+            sigaddset(&launch->watched, dtrain__forwarded_signals[i]);
     sigaction(SIGCHLD, NULL, &launch->child_action);
     pthread_sigmask(SIG_BLOCK, &launch->watched, &launch->old_mask);
     launch->waits_for_signals = true;

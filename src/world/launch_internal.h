@@ -64,6 +64,7 @@ DTRAIN__PRIVATE bool dtrain__restart(dtrain__launch *launch, dtrain_result *resu
                                      dtrain_launch_info *info);
 
 /* world/signals.c */
+DTRAIN__PRIVATE bool dtrain__hangup_ignored(void);
 DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask);
 DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_mask);
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask);

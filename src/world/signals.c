@@ -1,14 +1,16 @@
 /* Requests to stop
  *
- * A rank that is about to lose its machine is told so by SIGTERM, or by SIGUSR1 some time before.
- * With dtrain_launch_desc.catch_signals a handler notes it, and the training loop asks at the end
- * of each step. The handler does nothing else: it may interrupt anything, this library's own waits
- * and a checkpoint that is being written included.
+ * A rank that is about to lose its machine is told so by SIGTERM, or by SIGUSR1 some time before;
+ * one whose user has had enough by SIGINT; one whose terminal is gone by SIGHUP, unless that is
+ * ignored, as nohup has it. With dtrain_launch_desc.catch_signals a handler notes it, and the
+ * training loop asks at the end of each step. The handler does nothing else: it may interrupt
+ * anything, this library's own waits and a checkpoint that is being written included.
  *
- *     SIGTERM or SIGUSR1 --> the handler notes it --> dtrain_world_stop_requested, on this rank
+ *     SIGTERM, SIGINT, SIGHUP, SIGUSR1
+ *                        --> the handler notes it --> dtrain_world_stop_requested, on this rank
  *                                                           |
  *                         dtrain_world_agree_stop: any rank --> all ranks, after the same step
- *     SIGTERM again      --> the default action: the process ends at once
+ *     again, not SIGUSR1 --> the default action: the process ends at once
  *     SIGUSR2            --> with flight_directory: counted, and the next wait or call writes the
  *                            flight record (comm/flight.c)
  *
@@ -25,13 +27,15 @@
 
 static uint32_t dtrain__signals_taken; /* atomic: 1 while a run of this process catches signals */
 static int dtrain__signal_seen;        /* atomic: the first one that came, 0 = none */
-static uint64_t dtrain__term_ns;       /* atomic: when the first SIGTERM came, 0 = it has not */
+static uint64_t dtrain__stop_ns;       /* atomic: of the first that is not SIGUSR1; 0: none came */
 static uint32_t dtrain__dump_signals;  /* atomic: how many SIGUSR2 came */
-static bool dtrain__dump_caught;       /* SIGUSR2 is handled as well */
-static struct sigaction dtrain__found_term, dtrain__found_usr1, dtrain__found_usr2; /* the host's */
+static const int dtrain__caught_signals[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2};
+enum { DTRAIN__CAUGHT = sizeof dtrain__caught_signals / sizeof dtrain__caught_signals[0] };
+static struct sigaction dtrain__found[DTRAIN__CAUGHT]; /* the host's, of those ... */
+static bool dtrain__caught[DTRAIN__CAUGHT];            /* ... that are caught */
 
-/* Note a signal. A second SIGTERM gets the default action back and raises it again: it is blocked
- * in here, and ends the process on return. All calls are async-signal-safe. */
+/* Note a signal. The second request to stop gets the default action back and is raised again: it is
+ * blocked in here, and ends the process on return. All calls are async-signal-safe. */
 static void dtrain__on_signal(int number)
 {
     const int error = errno;
@@ -39,15 +43,22 @@ static void dtrain__on_signal(int number)
         dtrain__fetch_add(&dtrain__dump_signals, 1u);
         return;
     }
-    const uint64_t now = dtrain__now_ns(), first = dtrain__load(&dtrain__term_ns);
+    const uint64_t now = dtrain__now_ns(), first = dtrain__load(&dtrain__stop_ns);
     if (!dtrain__load(&dtrain__signal_seen)) dtrain__store(&dtrain__signal_seen, number);
-    if (number == SIGTERM && !first) dtrain__store(&dtrain__term_ns, now);
-    if (number == SIGTERM && first && now - first >= DTRAIN__ONE_REQUEST_NS) {
-        signal(SIGTERM, SIG_DFL);
-        raise(SIGTERM);
-        if (getpid() == 1) _exit(128 + SIGTERM); /* the kernel spares the first of a container */
+    if (number != SIGUSR1 && !first) dtrain__store(&dtrain__stop_ns, now);
+    if (number != SIGUSR1 && first && now - first >= DTRAIN__ONE_REQUEST_NS) {
+        signal(number, SIG_DFL);
+        raise(number);
+        if (getpid() == 1) _exit(128 + number); /* the kernel spares the first of a container */
     }
     errno = error;
+}
+
+/* Say whether SIGHUP is ignored: nohup wants that to stay so. */
+DTRAIN__PRIVATE bool dtrain__hangup_ignored(void)
+{
+    struct sigaction found;
+    return sigaction(SIGHUP, NULL, &found) == 0 && found.sa_handler == SIG_IGN;
 }
 
 /* Install the handler, and take what it handles out of a mask that the caller will set after it:
@@ -61,14 +72,16 @@ DTRAIN__PRIVATE void dtrain__signals_install(bool dumps, sigset_t *mask)
     action.sa_flags = SA_RESTART;
     sigemptyset(&action.sa_mask);
     dtrain__store(&dtrain__signal_seen, 0);
-    dtrain__store(&dtrain__term_ns, 0u);
-    sigaction(SIGTERM, &action, &dtrain__found_term);
-    sigaction(SIGUSR1, &action, &dtrain__found_usr1);
-    dtrain__dump_caught = dumps;
-    if (dumps) sigaction(SIGUSR2, &action, &dtrain__found_usr2);
-    if (dumps) sigdelset(mask, SIGUSR2);
-    sigdelset(mask, SIGTERM);
-    sigdelset(mask, SIGUSR1);
+    dtrain__store(&dtrain__stop_ns, 0u);
+    for (int i = 0; i < DTRAIN__CAUGHT; i++) {
+        const int number = dtrain__caught_signals[i];
+        dtrain__caught[i] = number == SIGUSR2  ? dumps
+                            : number == SIGHUP ? !dtrain__hangup_ignored()
+                                               : true;
+        if (!dtrain__caught[i]) continue;
+        sigaction(number, &action, &dtrain__found[i]);
+        sigdelset(mask, number);
+    }
 }
 
 /* Begin to catch signals in a process that goes on after its ranks: one run at a time. */
@@ -91,9 +104,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__signals_begin(bool dumps, sigset_t *old_ma
 /* Give the host its handlers and its mask back. */
 DTRAIN__PRIVATE void dtrain__signals_end(const sigset_t *old_mask)
 {
-    sigaction(SIGTERM, &dtrain__found_term, NULL);
-    sigaction(SIGUSR1, &dtrain__found_usr1, NULL);
-    if (dtrain__dump_caught) sigaction(SIGUSR2, &dtrain__found_usr2, NULL);
+    for (int i = 0; i < DTRAIN__CAUGHT; i++)
+        if (dtrain__caught[i]) sigaction(dtrain__caught_signals[i], &dtrain__found[i], NULL);
     pthread_sigmask(SIG_SETMASK, old_mask, NULL);
     dtrain__store(&dtrain__signals_taken, 0u);
 }

@@ -117,8 +117,8 @@ typedef struct dtrain_launch_desc {
                             dtrain_kept_storage; committed when touched. 0 = none */
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
-    bool catch_signals;  /* SIGTERM and SIGUSR1 ask ranks to stop, instead of killing them: see
-                            dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
+    bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing
+                            them: see dtrain_world_stop_requested; SIGUSR2: see dtrain_world_dump */
     const char *flight_directory; /* every rank whose run fails writes its last collectives there,
                                      see dtrain_world_dump; NULL = DTRAIN_FLIGHT_DIRECTORY of the
                                      environment, and without that nowhere */
@@ -259,14 +259,15 @@ DTRAIN_API dtrain_result dtrain_world_poll(dtrain_world *world);
  * done with it. */
 DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
 
-/* Say whether SIGTERM or SIGUSR1 has come to this rank, with desc.catch_signals; false without it.
+/* Say whether SIGTERM, SIGINT, SIGHUP or SIGUSR1 has come to this rank, with desc.catch_signals;
+ * false without it. A SIGHUP that is ignored when the run begins, as under nohup, stays ignored.
  * Local and cheap enough for every step. The signal may come to one rank alone, or to each between
  * other steps: ranks may act on it only when they agree, by dtrain_world_agree_stop or by a word
  * that they exchange anyway.
  *
  * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
- * SIGTERM, more than a second after the first, ends the process at once; until then it may be the
- * same one, sent to the process group and forwarded. The host's handlers are back when
+ * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
+ * may be the same one, sent to the process group and forwarded; the launcher's log says so. The host's handlers are back when
  * dtrain_launch returns. Processes: in ranks alone, the launcher forwards what it gets. Threads:
  * the signal is the process's, so it comes to all ranks. A run whose ranks then return 0 has
  * succeeded, and info.signal tells of the signal; one that fails is not restarted. */

@@ -98,13 +98,24 @@ hit() {
     wait $launcher
     status=$?
 }
-for whom in launcher rank; do
-    hit "TERM" TERM $whom
-    [ $status -eq 0 ] && grep -q 'stopped by a signal: the same command with --resume auto goes on' "$tmp/out"
-    result "TERM to the $whom: saved, and status 0" $? "$tmp/out"
-    $long --checkpoint "$tmp/hit" --resume auto >"$tmp/out" 2>&1
-    same "and gone on with"
+for number in TERM INT HUP; do
+    for whom in launcher rank; do
+        hit "$number" $number $whom
+        [ $status -eq 0 ] && grep -q 'stopped by a signal: the same command with --resume auto goes on' "$tmp/out" &&
+            { [ $whom = rank ] || grep -q "info: asked to stop by signal .*SIG$number.: ranks end after their step" "$tmp/out"; }
+        result "$number to the $whom: saved, and status 0" $? "$tmp/out"
+        $long --checkpoint "$tmp/hit" --resume auto >"$tmp/out" 2>&1
+        same "and gone on with"
+    done
 done
+rm -rf "$tmp/hit"
+nohup $long --checkpoint "$tmp/hit" >"$tmp/out" 2>&1 &
+launcher=$!
+wait_for 60 test -e "$tmp/hit/latest"
+kill -HUP $launcher $(ranks_of $launcher)
+wait $launcher && ! grep -q 'stop' "$tmp/out"
+result "HUP under nohup: nothing happens" $? "$tmp/out"
+same "and it comes to its end"
 hit "TERM" TERM rank --stop-status 143 --restarts 3
 [ $status -eq 143 ] && grep -q 'stopped by a signal' "$tmp/out"
 result "TERM to the rank: saved, and the status that was asked for" $? "$tmp/out"

@@ -631,7 +631,46 @@ static void test_stop_after_the_same_step(void)
         check_stop(ranks, to(-1, SIGUSR1));
         check_stop(ranks, to(ranks - 1, SIGTERM)); /* one rank alone */
         check_stop(ranks, to(0, SIGUSR1));
+        check_stop(ranks, to(-1, SIGINT));
+        check_stop(ranks, to(ranks - 1, SIGINT));
+        check_stop(ranks, to(-1, SIGHUP));
+        check_stop(ranks, to(0, SIGHUP));
     }
+}
+
+/* A SIGHUP that was ignored when the run began, as nohup has it, asks nobody to stop, also not twice. */
+static int rank_under_nohup(dtrain_world *world, void *user)
+{
+    drill *d = (drill *)user;
+    d->pid[dtrain_world_rank(world)] = (int32_t)getpid();
+    ranks_count(&d->ready);
+    ranks_await(&d->told, 1);
+    return dtrain_world_stop_requested(world);
+}
+static void test_nohup(void)
+{
+    drill *d = (drill *)ranks_shared(sizeof *d);
+    int status = 0;
+    fflush(NULL);
+    const pid_t child = fork();
+    if (child == 0) {
+        dtrain_launch_desc desc = ranks_desc(2, PROCESSES);
+        dtrain_launch_info info;
+        signal(SIGHUP, SIG_IGN);
+        desc.catch_signals = true;
+        const dtrain_result result = ranks_launch(&desc, rank_under_nohup, d, &info);
+        _exit(result == DTRAIN_OK && info.signal == 0 ? 50 : 51);
+    }
+    ranks_await(&d->ready, 2);
+    for (int i = 0; i < 2; i++) {
+        kill(child, SIGHUP);
+        kill(d->pid[i], SIGHUP);
+        ranks_sleep_us(i ? 20000 : 1050000);
+    }
+    ranks_count(&d->told);
+    CHECK_MSG(test_wait(child, RANKS_SOON, &status), "the launcher did not end");
+    CHECK_MSG(WIFEXITED(status) && WEXITSTATUS(status) == 50, "status %x", (unsigned)status);
+    munmap(d, sizeof *d);
 }
 
 /* timeout(1) and Slurm signal all processes of a job, and the launcher forwards it too: that is one request. */
@@ -713,34 +752,39 @@ static void test_stop_not_caught(void)
     }
 }
 
-/* The second SIGTERM kills, when it is not the first one twice. USR1 never does. */
+/* The second request kills, when it is not the first one twice. USR1 never does. */
 static int rank_is_told_twice(dtrain_world *world, void *user)
 {
     int32_t *reached = (int32_t *)user;
-    raise(SIGTERM);
+    const int number = reached[1];
+    raise(number);
     CHECK(dtrain_world_stop_requested(world));
-    raise(SIGTERM);
+    raise(number);
     raise(SIGUSR1);
     *reached = 1;
     ranks_sleep_us(1050000);
     raise(SIGUSR1);
     *reached = 2;
-    raise(SIGTERM);
+    raise(number);
     *reached = 3;
     return 0;
 }
-static void test_second_term(void)
+static void test_second_request(void)
 {
-    int32_t *reached = (int32_t *)ranks_shared(sizeof *reached);
+    static const int list[] = {SIGTERM, SIGINT, SIGHUP};
+    int32_t *reached = (int32_t *)ranks_shared(2 * sizeof *reached);
     drill *d = (drill *)ranks_shared(sizeof *d);
     dtrain_launch_desc desc = ranks_desc(1, PROCESSES);
     dtrain_launch_info info;
     int status = 0;
     pid_t child;
     desc.catch_signals = true;
-    CHECK(ranks_launch(&desc, rank_is_told_twice, reached, &info) == DTRAIN_ERROR_RANK_FAILED);
-    CHECK_MSG(*reached == 2 && info.signal == SIGTERM && info.exit_code == 143,
-              "reached %d, signal %d, code %d", *reached, info.signal, info.exit_code);
+    for (int i = 0; i < 3; i++) {
+        reached[1] = list[i];
+        CHECK(ranks_launch(&desc, rank_is_told_twice, reached, &info) == DTRAIN_ERROR_RANK_FAILED);
+        CHECK_MSG(*reached == 2 && info.signal == list[i] && info.exit_code == 128 + list[i],
+                  "reached %d, signal %d, code %d", *reached, info.signal, info.exit_code);
+    }
 
     /* through the launcher, to ranks that do not listen: the second one ends them */
     fflush(NULL);
@@ -1005,7 +1049,8 @@ int main(int argc, char **argv)
     RUN(test_stop_in_a_collective);
     RUN(test_stop_and_fail);
     RUN(test_stop_not_caught);
-    RUN(test_second_term);
+    RUN(test_nohup);
+    RUN(test_second_request);
     RUN(test_host_handlers);
     RUN(test_two_runs_catch);
     RUN(test_stop_misuse);

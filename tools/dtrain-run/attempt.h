@@ -75,6 +75,11 @@ static void run_on_signal(run_watch *w, int number)
     run_signal(w->node, number);
     if (number == SIGUSR2) return;
     run_signal(w->node, SIGCONT); /* a stopped rank hears of it when it goes on */
+    if (stop && !w->stop_ns)
+        fprintf(stderr,
+                "%sdtrain-run: asked to stop by %s: ranks have %g s to end; a second request ends "
+                "them at once\n",
+                isatty(2) ? "\n" : "", run_signal_name(number), w->node->options->grace);
     if (!w->stopped_by) w->stopped_by = number;
     if (!stop) return;
     w->kill_ns = w->stop_ns ? now : now + (uint64_t)(1e9 * w->node->options->grace);

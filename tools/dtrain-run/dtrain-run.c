@@ -92,6 +92,8 @@ static bool prepare(run_job *job)
     sigemptyset(&heard);
     sigaddset(&heard, SIGCHLD);
     for (size_t i = 0; i < sizeof run_signals / sizeof *run_signals; i++) {
+        sigaction(run_signals[i], NULL, &found);
+        if (run_signals[i] == SIGHUP && found.sa_handler == SIG_IGN) continue; /* by nohup */
         sigaddset(&heard, run_signals[i]);
         sigaction(run_signals[i], &action, NULL);
     }

@@ -5,6 +5,8 @@
 #include "tools/run/checks.h"
 #include "tools/run/loop.h"
 
+#include <signal.h>
+
 /* Choose device and communicator. Without --comm the library chooses the communicator: on the cpu
  * local, or the one that joins hosts; for GPUs NCCL. */
 static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
@@ -50,6 +52,16 @@ static int reserve_snapshots(const run_settings *s, const run_program *program,
     return 0;
 }
 
+/* Print a message as the library would; the launcher's begins a line, where "^C" may stand in one. */
+static void print_message(void *user, dtrain_log_level level, int rank, const char *text)
+{
+    static const char *const names[] = {"", "error", "warning", "info", "debug"};
+    (void)user;
+    if (level >= DTRAIN_LOG_INFO && rank > 0) return;
+    if (rank < 0) fprintf(stderr, "%sdtrain %s: %s\n", isatty(2) ? "\n" : "", names[level], text);
+    else fprintf(stderr, "dtrain %s (rank %d): %s\n", names[level], rank, text);
+}
+
 /* Fill in what the library is asked to start. Return 0, or main's exit status. */
 static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *launch)
 {
@@ -65,6 +77,7 @@ static int launch_desc(const run_settings *s, bool trains, dtrain_launch_desc *l
     launch->timeout_ms = (uint32_t)s->timeout * 1000;
     launch->restarts = (uint32_t)s->restarts;
     launch->catch_signals = s->checkpoints != NULL;
+    launch->log = print_message;
     launch->mode = s->thread_ranks ? DTRAIN_LAUNCH_THREADS : DTRAIN_LAUNCH_PROCESSES;
     return 0;
 }
@@ -75,7 +88,10 @@ static int launch_ranks(const dtrain_launch_desc *launch, dtrain_rank_fn rank, v
     dtrain_launch_info info;
     if (dtrain_launch(launch, rank, user, &info) == DTRAIN_OK)
         return run_stopped || info.signal ? (int)run_flags.stop_status : 0;
-    fprintf(stderr, RUN_NAME ": %s\n", dtrain_last_error());
+    if (info.exit_code == 128 + SIGINT)
+        fprintf(stderr, "\n" RUN_NAME ": stopped from the keyboard%s\n",
+                run_flags.checkpoints ? "" : "; with --checkpoint DIR it would have saved first");
+    else fprintf(stderr, RUN_NAME ": %s\n", dtrain_last_error());
     return info.exit_code ? info.exit_code : 1;
 }
 
