@@ -451,6 +451,7 @@ extern "C" {
     X(DTRAIN_ERROR_SYSTEM, -11, "the operating system refused")                          \
     X(DTRAIN_ERROR_FILE, -12, "a file could not be read or written")                     \
     X(DTRAIN_ERROR_DATA, -13, "data does not have the expected form")                    \
+    X(DTRAIN_ERROR_NOT_FOUND, -14, "there is nothing by this name")                      \
     X(DTRAIN_ERROR_MISMATCH, -20, "ranks disagree about what they are doing")            \
     X(DTRAIN_ERROR_PEER, -21, "another rank died, failed or left")                       \
     X(DTRAIN_ERROR_TIMEOUT, -22, "a deadline passed")                                    \
@@ -2754,11 +2755,14 @@ typedef struct dtrain_load_info {
 
 /* Load a checkpoint, between two steps. Collective. path: one checkpoint, or a directory that a run
  * saved to, of which the newest is taken that can be read whole: one that cannot is passed over
- * with a warning. A directory without any, or that is not there: DTRAIN_ERROR_FILE and info->step
- * -1. desc and info may be NULL.
+ * with a warning. desc and info may be NULL.
+ *
+ * DTRAIN_ERROR_NOT_FOUND: the directory is not there, or has no checkpoint: a run may begin.
+ * Whatever else goes wrong is another error, after which it must not.
  *
  * Nothing is changed before the manifest has been checked against the state. An error after that
- * leaves values of both. */
+ * leaves values of both: every call of the strategy then fails, until a checkpoint was loaded
+ * whole, or dtrain_state_changed says that the program has set all values itself. */
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info);
@@ -2857,7 +2861,8 @@ typedef struct dtrain_import_info {
  * they must have the same bytes.
  *
  * Nothing is changed before everything in the headers was compared with the parameters. An error
- * after that, of the disk, leaves values of both. */
+ * after that, of the disk, leaves values of both, as one of dtrain_checkpoint_load does.
+ * DTRAIN_ERROR_NOT_FOUND: neither the file nor an index of it is there. */
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
                                                   const dtrain_import_desc *desc,
                                                   dtrain_import_info *info);
@@ -13270,6 +13275,7 @@ struct dtrain_strategy {
     bool entered;          /* it was gathered for this backward, and not yet released */
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
     char failure_text[DTRAIN__ERROR_BYTES];
+    const char *torn; /* the call that failed while it replaced values; NULL: none */
 
     /* Memory. */
     dtrain_allocator allocator;
@@ -14004,8 +14010,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
                                                       const char *call)
 {
     if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
-    if (strategy->failure == DTRAIN_OK) return DTRAIN_OK;
-    return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
+    if (strategy->failure != DTRAIN_OK)
+        return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
+    if (!strategy->torn) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: %s failed after it had replaced a part of the values; load a whole "
+                       "checkpoint, or end",
+                       call, strategy->torn);
 }
 
 /* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
@@ -25035,6 +25046,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
     DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
     DTRAIN__TRY(dtrain__between_backwards(state->desc.strategy, "dtrain_state_changed"));
     dtrain_result result = DTRAIN_OK;
+    state->desc.strategy->torn = NULL;
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->mirror)
@@ -25219,7 +25231,8 @@ typedef struct dtrain__steps {
     const char *suffix; /* of their directories */
     int64_t *steps;     /* (room), count in use */
     size_t count, room;
-    bool failed; /* no memory */
+    bool remains; /* there are files of a checkpoint beside them */
+    bool failed;  /* no memory */
 } dtrain__steps;
 
 /* state/directory.c */
@@ -26361,6 +26374,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_close(dtrain_checkpoint *checkpoint)
  * together. What is read goes block by block, each with its checksum, to where it belongs: no rank
  * ever has more of a tensor in memory than its own piece and one block. */
 
+static const char dtrain__load_call[] = "dtrain_checkpoint_load";
+
 /* A checkpoint that is being loaded. */
 typedef struct dtrain__load {
     dtrain_state *state;
@@ -26672,6 +26687,37 @@ static void dtrain__note_residuals(dtrain__load *load)
                                     : "residuals are the mean over the ranks that saved them");
 }
 
+/* Say which arrays of the program's own are not what a rank had saved. */
+static void dtrain__note_arrays(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    const int ranks = state->desc.strategy->layout.all, before = load->manifest.ranks;
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
+        if (!dtrain__saved_for(load, tensor))
+            dtrain__load_note(
+                load, "\"%.60s\" begins anew: it is not there, or has another count or type",
+                tensor->name);
+        else if (ranks > before)
+            dtrain__load_note(load, "\"%.60s\" begins anew on ranks from %d on, which are new",
+                              tensor->name, before);
+        else if (ranks < before)
+            dtrain__load_note(load, "\"%.60s\" of ranks from %d on is left out", tensor->name,
+                              ranks);
+    }
+    for (size_t i = 0; i < load->manifest.tensor_count; i++) {
+        const dtrain__saved_tensor *saved = &load->manifest.tensors[i];
+        size_t k = 0;
+        while (k < state->tensor_count && (state->tensors[k].kind != saved->kind ||
+                                           strcmp(state->tensors[k].name, saved->name) != 0))
+            k++;
+        if (saved->kind == DTRAIN_STATE_HOST && k == state->tensor_count)
+            dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
+                              saved->name);
+    }
+}
+
 /* ---- All of it --------------------------------------------------------------------------------*/
 
 static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_tensor *tensor)
@@ -26731,17 +26777,22 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     dtrain_result result = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = result != DTRAIN_OK;
     if (result == DTRAIN_OK) result = dtrain__compare_cuts(load);
-    if (result == DTRAIN_OK) result = dtrain__agree(state->comm, dtrain__tensors_load(load));
+    if (result == DTRAIN_OK) {
+        state->desc.strategy->torn = dtrain__load_call;
+        result = dtrain__agree(state->comm, dtrain__tensors_load(load));
+    }
     if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
     if (result != DTRAIN_OK) return result;
     dtrain__scalars_load(load);
     if (!load->desc.values_only) dtrain__note_residuals(load);
+    if (!load->desc.values_only) dtrain__note_arrays(load);
     return dtrain_state_changed(load->state);
 }
 
 /* ---- Which checkpoint -------------------------------------------------------------------------*/
 
-/* Rank 0: find out whether the path is a checkpoint, or list those below it. */
+/* Rank 0: find out whether the path is a checkpoint, or list those below it. Nothing there is told
+ * from a checkpoint that has lost its manifest, and from a disk that does not answer. */
 static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const char *path,
                                               bool *is_one, dtrain__steps *steps)
 {
@@ -26753,9 +26804,17 @@ static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const ch
     const int file = dtrain__storage_try(storage, manifest, DTRAIN_STORAGE_READ);
     *is_one = file >= 0;
     if (file >= 0) return (void)storage->close(storage->user, file), DTRAIN_OK;
-    DTRAIN__TRY(dtrain__steps_list(storage, &load->state->allocator, path, "", steps));
+    if (file != -ENOENT && file != -ENOTDIR)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", manifest, strerror(-file));
+    const int directory = dtrain__storage_try(storage, path, DTRAIN_STORAGE_DIRECTORY);
+    if (directory >= 0) (void)storage->close(storage->user, directory);
+    if (directory != -ENOENT)
+        DTRAIN__TRY(dtrain__steps_list(storage, &load->state->allocator, path, "", steps));
     if (steps->count) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "there is no checkpoint in %s", path);
+    if (steps->remains)
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s has files of a checkpoint, and no manifest.json",
+                           path);
+    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", path);
 }
 
 /* Load the newest of the steps that can be read whole. */
@@ -26786,7 +26845,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
                                       DTRAIN_REDUCE_MIN, NULL));
         dtrain__set_last_error(why);
-        if (!damaged) return result;
+        if (!damaged || (load->desc.partial && state->desc.strategy->torn)) return result;
         dtrain__manifest_free(&load->manifest);
         snprintf(passed, sizeof passed, "%.250s", dtrain__bare(why));
         if (dtrain_comm_rank(state->comm) == 0)
@@ -26815,7 +26874,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info)
 {
-    const char *const call = "dtrain_checkpoint_load";
+    const char *const call = dtrain__load_call;
     dtrain_load_info ignored;
     dtrain__load load;
     dtrain__steps steps;
@@ -26831,6 +26890,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (desc) load.desc = *desc;
     if (!load.desc.storage) load.desc.storage = dtrain_file_storage();
     const double start = dtrain_seconds();
+    const char *const torn = state->desc.strategy->torn; /* mended by a whole load alone */
+    if (!load.desc.partial && !load.desc.values_only) state->desc.strategy->torn = NULL;
     dtrain_result result = dtrain__between_backwards(state->desc.strategy, call);
     if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
@@ -26850,6 +26911,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
         result = dtrain__load_one(&load, &differs);
     } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);
     if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
+    else if (torn && !state->desc.strategy->torn) state->desc.strategy->torn = torn;
     dtrain__manifest_free(&load.manifest);
     dtrain__steps_free(&steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
@@ -27526,11 +27588,12 @@ static dtrain_result dtrain__import_find_files(dtrain__import *im)
 {
     uint32_t number;
     dtrain__directory_of(im->directory, im->path);
-    if (dtrain__ends_with(im->path, ".json")) snprintf(im->index, sizeof im->index, "%s", im->path);
-    else if (!dtrain__import_exists(im, im->path)) {
-        snprintf(im->index, sizeof im->index, "%s" DTRAIN__INDEX_END, im->path);
-        if (!dtrain__import_exists(im, im->index)) im->index[0] = 0; /* the error names the path */
-    }
+    const bool is_index = dtrain__ends_with(im->path, ".json");
+    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : DTRAIN__INDEX_END);
+    if (!is_index && dtrain__import_exists(im, im->path)) im->index[0] = 0;
+    else if (!dtrain__import_exists(im, im->index))
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
+                           is_index ? "" : ", nor an index of it");
     if (im->index[0]) return dtrain__import_index(im);
     DTRAIN__TRY(dtrain__import_file(im, "", &number));
     return dtrain__import_headers(im);
@@ -27847,7 +27910,10 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (desc) im.desc = *desc;
     if (!im.desc.storage) im.desc.storage = dtrain_file_storage();
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
-    if (result == DTRAIN_OK) result = dtrain__agree(state->comm, dtrain__import_values(&im));
+    if (result == DTRAIN_OK) {
+        state->desc.strategy->torn = dtrain__import_call;
+        result = dtrain__agree(state->comm, dtrain__import_values(&im));
+    }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
     if (result == DTRAIN_OK && info) {
         info->values = im.values;
@@ -27935,6 +28001,7 @@ static void dtrain__add_step(void *list, const char *name)
     dtrain__steps *steps = (dtrain__steps *)list;
     const char *rest;
     const int64_t step = dtrain__step_named(name, &rest);
+    steps->remains |= dtrain__is_ours(name);
     if (step < 0) return;
     if (strcmp(rest, steps->suffix) == 0 || (!steps->suffix[0] && strcmp(rest, ".old") == 0))
         dtrain__steps_add(steps, step);

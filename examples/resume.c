@@ -91,7 +91,7 @@ static int train(dtrain_world *world, void *user)
         state, &(dtrain_state_item){.name = "average loss", .count = 1, .memory = &average}));
     if (r->directory) {
         const dtrain_result loaded = dtrain_checkpoint_load(state, r->directory, NULL, &from);
-        if (loaded != DTRAIN_OK && from.step >= 0) return 1; /* -1: there is none yet */
+        if (loaded != DTRAIN_OK && loaded != DTRAIN_ERROR_NOT_FOUND) return 1; /* none yet: begin */
         const dtrain_checkpoint_desc how = {.directory = r->directory, .state = state};
         CHECK(dtrain_checkpoint_open(world, &how, &checkpoint));
     }

@@ -116,11 +116,14 @@ typedef struct dtrain_load_info {
 
 /* Load a checkpoint, between two steps. Collective. path: one checkpoint, or a directory that a run
  * saved to, of which the newest is taken that can be read whole: one that cannot is passed over
- * with a warning. A directory without any, or that is not there: DTRAIN_ERROR_FILE and info->step
- * -1. desc and info may be NULL.
+ * with a warning. desc and info may be NULL.
+ *
+ * DTRAIN_ERROR_NOT_FOUND: the directory is not there, or has no checkpoint: a run may begin.
+ * Whatever else goes wrong is another error, after which it must not.
  *
  * Nothing is changed before the manifest has been checked against the state. An error after that
- * leaves values of both. */
+ * leaves values of both: every call of the strategy then fails, until a checkpoint was loaded
+ * whole, or dtrain_state_changed says that the program has set all values itself. */
 DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char *path,
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info);

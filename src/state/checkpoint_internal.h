@@ -98,7 +98,8 @@ typedef struct dtrain__steps {
     const char *suffix; /* of their directories */
     int64_t *steps;     /* (room), count in use */
     size_t count, room;
-    bool failed; /* no memory */
+    bool remains; /* there are files of a checkpoint beside them */
+    bool failed;  /* no memory */
 } dtrain__steps;
 
 /* state/directory.c */

@@ -77,6 +77,7 @@ static void dtrain__add_step(void *list, const char *name)
     dtrain__steps *steps = (dtrain__steps *)list;
     const char *rest;
     const int64_t step = dtrain__step_named(name, &rest);
+    steps->remains |= dtrain__is_ours(name);
     if (step < 0) return;
     if (strcmp(rest, steps->suffix) == 0 || (!steps->suffix[0] && strcmp(rest, ".old") == 0))
         dtrain__steps_add(steps, step);

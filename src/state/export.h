@@ -97,7 +97,8 @@ typedef struct dtrain_import_info {
  * they must have the same bytes.
  *
  * Nothing is changed before everything in the headers was compared with the parameters. An error
- * after that, of the disk, leaves values of both. */
+ * after that, of the disk, leaves values of both, as one of dtrain_checkpoint_load does.
+ * DTRAIN_ERROR_NOT_FOUND: neither the file nor an index of it is there. */
 DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const char *path,
                                                   const dtrain_import_desc *desc,
                                                   dtrain_import_info *info);

@@ -205,11 +205,12 @@ static dtrain_result dtrain__import_find_files(dtrain__import *im)
 {
     uint32_t number;
     dtrain__directory_of(im->directory, im->path);
-    if (dtrain__ends_with(im->path, ".json")) snprintf(im->index, sizeof im->index, "%s", im->path);
-    else if (!dtrain__import_exists(im, im->path)) {
-        snprintf(im->index, sizeof im->index, "%s" DTRAIN__INDEX_END, im->path);
-        if (!dtrain__import_exists(im, im->index)) im->index[0] = 0; /* the error names the path */
-    }
+    const bool is_index = dtrain__ends_with(im->path, ".json");
+    snprintf(im->index, sizeof im->index, "%s%s", im->path, is_index ? "" : DTRAIN__INDEX_END);
+    if (!is_index && dtrain__import_exists(im, im->path)) im->index[0] = 0;
+    else if (!dtrain__import_exists(im, im->index))
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s cannot be opened: No such file%s", im->path,
+                           is_index ? "" : ", nor an index of it");
     if (im->index[0]) return dtrain__import_index(im);
     DTRAIN__TRY(dtrain__import_file(im, "", &number));
     return dtrain__import_headers(im);
@@ -526,7 +527,10 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (desc) im.desc = *desc;
     if (!im.desc.storage) im.desc.storage = dtrain_file_storage();
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
-    if (result == DTRAIN_OK) result = dtrain__agree(state->comm, dtrain__import_values(&im));
+    if (result == DTRAIN_OK) {
+        state->desc.strategy->torn = dtrain__import_call;
+        result = dtrain__agree(state->comm, dtrain__import_values(&im));
+    }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
     if (result == DTRAIN_OK && info) {
         info->values = im.values;

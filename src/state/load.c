@@ -21,6 +21,8 @@
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
 
+static const char dtrain__load_call[] = "dtrain_checkpoint_load";
+
 /* A checkpoint that is being loaded. */
 typedef struct dtrain__load {
     dtrain_state *state;
@@ -332,6 +334,37 @@ static void dtrain__note_residuals(dtrain__load *load)
                                     : "residuals are the mean over the ranks that saved them");
 }
 
+/* Say which arrays of the program's own are not what a rank had saved. */
+static void dtrain__note_arrays(dtrain__load *load)
+{
+    const dtrain_state *state = load->state;
+    const int ranks = state->desc.strategy->layout.all, before = load->manifest.ranks;
+    for (size_t i = 0; i < state->tensor_count; i++) {
+        const dtrain_state_tensor *tensor = &state->tensors[i];
+        if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
+        if (!dtrain__saved_for(load, tensor))
+            dtrain__load_note(
+                load, "\"%.60s\" begins anew: it is not there, or has another count or type",
+                tensor->name);
+        else if (ranks > before)
+            dtrain__load_note(load, "\"%.60s\" begins anew on ranks from %d on, which are new",
+                              tensor->name, before);
+        else if (ranks < before)
+            dtrain__load_note(load, "\"%.60s\" of ranks from %d on is left out", tensor->name,
+                              ranks);
+    }
+    for (size_t i = 0; i < load->manifest.tensor_count; i++) {
+        const dtrain__saved_tensor *saved = &load->manifest.tensors[i];
+        size_t k = 0;
+        while (k < state->tensor_count && (state->tensors[k].kind != saved->kind ||
+                                           strcmp(state->tensors[k].name, saved->name) != 0))
+            k++;
+        if (saved->kind == DTRAIN_STATE_HOST && k == state->tensor_count)
+            dtrain__load_note(load, "\"%.60s\" is left out: this run has no such array",
+                              saved->name);
+    }
+}
+
 /* ---- All of it --------------------------------------------------------------------------------*/
 
 static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_tensor *tensor)
@@ -391,17 +424,22 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     dtrain_result result = dtrain__agree(state->comm, dtrain__load_compare(load));
     *differs = result != DTRAIN_OK;
     if (result == DTRAIN_OK) result = dtrain__compare_cuts(load);
-    if (result == DTRAIN_OK) result = dtrain__agree(state->comm, dtrain__tensors_load(load));
+    if (result == DTRAIN_OK) {
+        state->desc.strategy->torn = dtrain__load_call;
+        result = dtrain__agree(state->comm, dtrain__tensors_load(load));
+    }
     if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
     if (result != DTRAIN_OK) return result;
     dtrain__scalars_load(load);
     if (!load->desc.values_only) dtrain__note_residuals(load);
+    if (!load->desc.values_only) dtrain__note_arrays(load);
     return dtrain_state_changed(load->state);
 }
 
 /* ---- Which checkpoint -------------------------------------------------------------------------*/
 
-/* Rank 0: find out whether the path is a checkpoint, or list those below it. */
+/* Rank 0: find out whether the path is a checkpoint, or list those below it. Nothing there is told
+ * from a checkpoint that has lost its manifest, and from a disk that does not answer. */
 static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const char *path,
                                               bool *is_one, dtrain__steps *steps)
 {
@@ -413,9 +451,17 @@ static dtrain_result dtrain__find_checkpoints(const dtrain__load *load, const ch
     const int file = dtrain__storage_try(storage, manifest, DTRAIN_STORAGE_READ);
     *is_one = file >= 0;
     if (file >= 0) return (void)storage->close(storage->user, file), DTRAIN_OK;
-    DTRAIN__TRY(dtrain__steps_list(storage, &load->state->allocator, path, "", steps));
+    if (file != -ENOENT && file != -ENOTDIR)
+        return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", manifest, strerror(-file));
+    const int directory = dtrain__storage_try(storage, path, DTRAIN_STORAGE_DIRECTORY);
+    if (directory >= 0) (void)storage->close(storage->user, directory);
+    if (directory != -ENOENT)
+        DTRAIN__TRY(dtrain__steps_list(storage, &load->state->allocator, path, "", steps));
     if (steps->count) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_FILE, "there is no checkpoint in %s", path);
+    if (steps->remains)
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s has files of a checkpoint, and no manifest.json",
+                           path);
+    return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "there is no checkpoint in %s", path);
 }
 
 /* Load the newest of the steps that can be read whole. */
@@ -446,7 +492,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
                                       DTRAIN_REDUCE_MIN, NULL));
         dtrain__set_last_error(why);
-        if (!damaged) return result;
+        if (!damaged || (load->desc.partial && state->desc.strategy->torn)) return result;
         dtrain__manifest_free(&load->manifest);
         snprintf(passed, sizeof passed, "%.250s", dtrain__bare(why));
         if (dtrain_comm_rank(state->comm) == 0)
@@ -475,7 +521,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
                                                 const dtrain_load_desc *desc,
                                                 dtrain_load_info *info)
 {
-    const char *const call = "dtrain_checkpoint_load";
+    const char *const call = dtrain__load_call;
     dtrain_load_info ignored;
     dtrain__load load;
     dtrain__steps steps;
@@ -491,6 +537,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (desc) load.desc = *desc;
     if (!load.desc.storage) load.desc.storage = dtrain_file_storage();
     const double start = dtrain_seconds();
+    const char *const torn = state->desc.strategy->torn; /* mended by a whole load alone */
+    if (!load.desc.partial && !load.desc.values_only) state->desc.strategy->torn = NULL;
     dtrain_result result = dtrain__between_backwards(state->desc.strategy, call);
     if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
@@ -510,6 +558,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
         result = dtrain__load_one(&load, &differs);
     } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);
     if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
+    else if (torn && !state->desc.strategy->torn) state->desc.strategy->torn = torn;
     dtrain__manifest_free(&load.manifest);
     dtrain__steps_free(&steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);

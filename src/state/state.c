@@ -339,6 +339,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
     DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
     DTRAIN__TRY(dtrain__between_backwards(state->desc.strategy, "dtrain_state_changed"));
     dtrain_result result = DTRAIN_OK;
+    state->desc.strategy->torn = NULL;
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->mirror)

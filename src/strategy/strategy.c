@@ -624,8 +624,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
                                                       const char *call)
 {
     if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
-    if (strategy->failure == DTRAIN_OK) return DTRAIN_OK;
-    return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
+    if (strategy->failure != DTRAIN_OK)
+        return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
+    if (!strategy->torn) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: %s failed after it had replaced a part of the values; load a whole "
+                       "checkpoint, or end",
+                       call, strategy->torn);
 }
 
 /* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */

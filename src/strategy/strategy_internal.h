@@ -87,6 +87,7 @@ struct dtrain_strategy {
     bool entered;          /* it was gathered for this backward, and not yet released */
     dtrain_result failure; /* of the communicator or the device: stands until destroy */
     char failure_text[DTRAIN__ERROR_BYTES];
+    const char *torn; /* the call that failed while it replaced values; NULL: none */
 
     /* Memory. */
     dtrain_allocator allocator;

@@ -31,6 +31,7 @@ typedef struct saved_run {
     int batch;                  /* of a rank and micro-batch */
     bool sgd, background, muon; /* muon: of the matrices of units 1 and 2; others by sgd or AdamW */
     float dropout, momentum;
+    int mine; /* elements of each rank's own array; 0 = 3, -1 = there is none */
     uint64_t seed;
     int steps, save_every; /* until `steps` are done; 0 = no save */
     int saves;             /* of each step that is saved; 0 = 1 */
@@ -220,10 +221,12 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     state.trainer = s->trainer;
     state.loader = s->loader;
     SAVED_TRY(dtrain_state_create(world, &state, &s->state));
-    const dtrain_state_item items[] = {{"counter", DTRAIN_DTYPE_I64, 1, &s->counter, false},
-                                       {"mine", DTRAIN_DTYPE_F32, 3, s->mine, true},
-                                       {"blob", DTRAIN_STATE_BYTES, 5, s->blob, false}};
-    for (int i = 0; i < 3; i++) SAVED_TRY(dtrain_state_add(s->state, &items[i]));
+    const dtrain_state_item items[] = {
+        {"counter", DTRAIN_DTYPE_I64, 1, &s->counter, false},
+        {"mine", DTRAIN_DTYPE_F32, r->mine ? r->mine : 3, s->mine, true},
+        {"blob", DTRAIN_STATE_BYTES, 5, s->blob, false}};
+    for (int i = 0; i < 3; i++)
+        if (i != 1 || r->mine >= 0) SAVED_TRY(dtrain_state_add(s->state, &items[i]));
     return DTRAIN_OK;
 }
 
@@ -283,7 +286,7 @@ static inline dtrain_result saved_train(dtrain_world *world, saved_rank *s)
     if (r->load && (!memory || info.restart_count)) {
         dtrain_load_info *loaded = &r->loaded[s->rank];
         const dtrain_result result = dtrain_checkpoint_load(s->state, r->load, &how, loaded);
-        if (!memory || loaded->step >= 0)
+        if (!memory || result != DTRAIN_ERROR_NOT_FOUND)
             SAVED_TRY(result); /* an attempt may end before its first save */
         s->step = loaded->step < 0 ? 0 : loaded->step;
     }

@@ -451,10 +451,16 @@ static void test_directories(void)
     r->load = path;
     CHECK(saved_launch(r) != DTRAIN_OK && r->ended[1] == DTRAIN_ERROR_FILE);
     snprintf(path, sizeof path, "%s/none", folder);
-    CHECK(saved_launch(r) != DTRAIN_OK && r->ended[0] == DTRAIN_ERROR_FILE &&
+    CHECK(saved_launch(r) != DTRAIN_OK && r->ended[0] == DTRAIN_ERROR_NOT_FOUND &&
           r->loaded[0].step == -1);
     shell("mkdir %s/none", folder);
-    CHECK(saved_launch(r) != DTRAIN_OK && strstr(r->error[1], "there is no checkpoint in"));
+    CHECK(saved_launch(r) != DTRAIN_OK && r->ended[1] == DTRAIN_ERROR_NOT_FOUND &&
+          strstr(r->error[1], "there is no checkpoint in"));
+    shell("cd %s/a/b/step-000000000001 && rm manifest.json", folder); /* what was there is lost */
+    snprintf(path, sizeof path, "%s/a/b/step-000000000001", folder);
+    CHECK_MSG(saved_launch(r) != DTRAIN_OK && r->ended[0] == DTRAIN_ERROR_DATA &&
+                  strstr(r->error[1], "no manifest.json"),
+              "%s", r->error[1]);
     folder_remove();
 }
 
@@ -538,6 +544,85 @@ static void test_damage(void)
     }
 }
 
+/* Fail to load what is damaged behind its values: nothing goes on with the mixture, until a whole load mends it. */
+static int torn_main(dtrain_world *world, void *user)
+{
+    saved_rank *s = (saved_rank *)calloc(1, sizeof *s);
+    dtrain_load_desc part = {0};
+    dtrain_step_record record;
+    char good[128];
+    if (!s) return 3;
+    s->r = (saved_run *)user;
+    s->rank = dtrain_world_rank(world);
+    part.values_only = true;
+    snprintf(good, sizeof good, "%s/good", folder);
+    CHECK(saved_create(world, s) == DTRAIN_OK);
+    CHECK(dtrain_checkpoint_load(s->state, folder, NULL, NULL) == DTRAIN_ERROR_DATA);
+    CHECK(dtrain_trainer_step(s->trainer, &record) == DTRAIN_ERROR_USAGE);
+    CHECK_MSG(strstr(dtrain_last_error(), "replaced a part of the values"), "%s",
+              dtrain_last_error());
+    CHECK(dtrain_checkpoint_load(s->state, good, &part, NULL) == DTRAIN_ERROR_USAGE);
+    CHECK(dtrain_checkpoint_load(s->state, "/none", NULL, NULL) == DTRAIN_ERROR_NOT_FOUND);
+    CHECK(dtrain_checkpoint_load(s->state, good, &part, NULL) == DTRAIN_ERROR_USAGE);
+    CHECK(dtrain_checkpoint_load(s->state, good, NULL, NULL) == DTRAIN_OK);
+    CHECK(dtrain_trainer_step(s->trainer, &record) == DTRAIN_OK);
+    dtrain_state_destroy(s->state);
+    dtrain_trainer_destroy(s->trainer);
+    dtrain_optimizer_destroy(s->optimizer);
+    dtrain_strategy_destroy(s->strategy);
+    dtrain_loader_destroy(s->loader);
+    dtrain_dataset_close(s->dataset);
+    free(s);
+    return 0;
+}
+
+static void test_torn(void)
+{
+    folder_make();
+    saved_run *r = saved_new(2, DTRAIN_STRATEGY_ZERO1);
+    r->steps = 4;
+    r->save_every = 2;
+    r->save = folder;
+    if (saved_go(r, "two checkpoints")) {
+        shell("cd %s && cp -r step-000000000002 good && for step in step-*; do "
+              "truncate -s -1 $step/state-00001-00.safetensors; done",
+              folder);
+        const dtrain_launch_desc desc = ranks_desc(2, r->mode);
+        CHECK_MSG(ranks_launch(&desc, torn_main, r, NULL) == DTRAIN_OK, "%s", dtrain_last_error());
+    }
+    folder_remove();
+}
+
+/* Other ranks than those that saved an array of the program's own, or another array: load says so. */
+static void test_own_arrays(void)
+{
+    static const struct {
+        int ranks, width;
+        const char *says;
+    } list[] = {{2, 3, ""},
+                {3, 3, "\"mine\" begins anew on ranks from 2 on"},
+                {1, 3, "\"mine\" of ranks from 1 on is left out"},
+                {2, 2, "\"mine\" begins anew: it is not there, or has another count"},
+                {2, 0, "\"mine\" is left out: this run has no such array"}};
+    saved_run *r = saved_new(2, DTRAIN_STRATEGY_DDP);
+    folder_make();
+    r->steps = r->save_every = 2;
+    r->save = folder;
+    if (!saved_go(r, "arrays")) return;
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
+        saved_run *again = saved_new(list[i].ranks, DTRAIN_STRATEGY_DDP);
+        again->steps = 2;
+        again->load = folder;
+        again->mine = list[i].width == 3 ? 0 : list[i].width ? list[i].width : -1;
+        if (!saved_go(again, list[i].says)) continue;
+        const char *note = again->loaded[0].note;
+        CHECK_MSG(list[i].says[0] ? strstr(note, list[i].says) != NULL : !note[0],
+                  "\"%s\", expected \"%s\"", note, list[i].says);
+        munmap(again, sizeof *again);
+    }
+    folder_remove();
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -551,5 +636,7 @@ int main(int argc, char **argv)
     RUN(test_directories);
     RUN(test_links);
     RUN(test_damage);
+    RUN(test_torn);
+    RUN(test_own_arrays);
     return test_summary();
 }

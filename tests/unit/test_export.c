@@ -735,6 +735,7 @@ static void test_refusals(void)
         if (i == 15) says = "cannot be created: No such file", j->to = in_folder("none/x");
         if (i == 16) says = "cannot be renamed", j->to = in_folder("directory");
         if (i == 17) says = "none cannot be opened: No such", j->from = in_folder("none");
+        if (i == 17) code = DTRAIN_ERROR_NOT_FOUND;
         if (i == 16) CHECK(shell("mkdir -p %s/directory/a", folder) == 0);
         job_fails(j, code, says);
         CHECK_MSG(shell("cd %s && rm -rf directory && test -z \"$(ls)\"", folder) == 0,

@@ -302,10 +302,12 @@ static dtrain_result load_newest(dtrain_world *world, const run_job *j, dtrain_l
     if (j->s->snapshot_every) {
         TRY(dtrain_kept_storage(world, &memory.storage));
         result = dtrain_checkpoint_load(j->state, SNAPSHOTS, &memory, from);
-        if (result != DTRAIN_ERROR_FILE && result != DTRAIN_ERROR_DATA) return result;
+        if (result != DTRAIN_ERROR_NOT_FOUND && result != DTRAIN_ERROR_FILE &&
+            result != DTRAIN_ERROR_DATA)
+            return result;
     }
     result = dtrain_checkpoint_load(j->state, j->s->checkpoints, NULL, from);
-    if (result == DTRAIN_ERROR_FILE && from->step < 0) result = DTRAIN_OK;
+    if (result == DTRAIN_ERROR_NOT_FOUND) result = DTRAIN_OK;
 cleanup:
     return result;
 }
