@@ -2512,14 +2512,16 @@ typedef struct dtrain_state dtrain_state;
 
 typedef enum dtrain_state_kind {
     DTRAIN_STATE_VALUE = 0,      /* of a parameter */
-    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments, Lion's */
+    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments */
     DTRAIN_STATE_EXP_AVG_SQ = 2, /* AdamW's second moments */
-    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer, Muon's */
+    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
     DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
     DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
     DTRAIN_STATE_Q = 6,          /* PowerSGD */
     DTRAIN_STATE_HOST = 7,       /* added by the program */
-    DTRAIN_STATE_KINDS = 8
+    DTRAIN_STATE_LION = 8,       /* Lion's momentum: no optimizer goes on with another's state */
+    DTRAIN_STATE_MUON = 9,       /* Muon's */
+    DTRAIN_STATE_KINDS = 10
 } dtrain_state_kind;
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
@@ -2559,6 +2561,12 @@ typedef struct dtrain_state_desc {
     dtrain_trainer *trainer;
     dtrain_loss_scaler *scaler; /* of a loop without trainer */
     dtrain_loader *loader;      /* of the training data */
+    /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none. Checkpoints
+     * hold them, and a load compares texts whose key both sides have: another text in `model`, which
+     * is what shapes do not show of what values mean (heads, activation, epsilon), is an error; in
+     * `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
+    const char *const *model;
+    const char *const *settings;
 } dtrain_state_desc;
 
 /* Make the list. Local. */
@@ -24708,6 +24716,8 @@ DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint3
 
 /* The structure of a state, for checkpoints. */
 
+#define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
+
 struct dtrain_state {
     dtrain_world *world;
     dtrain_allocator allocator;
@@ -24736,7 +24746,8 @@ DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
-        "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity", "q", "host"};
+        "value",    "exp_avg", "exp_avg_sq", "momentum", "residual",
+        "velocity", "q",       "host",       "lion",     "muon"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -24791,9 +24802,9 @@ static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, 
 {
     if ((size_t)class_ > dtrain__states_of(desc)) return DTRAIN_STATE_KINDS;
     if (class_ == 2) return DTRAIN_STATE_EXP_AVG_SQ;
-    return desc->kind == DTRAIN_OPTIMIZER_ADAMW || desc->kind == DTRAIN_OPTIMIZER_LION
-               ? DTRAIN_STATE_EXP_AVG
-               : DTRAIN_STATE_MOMENTUM;
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return DTRAIN_STATE_EXP_AVG;
+    if (desc->kind == DTRAIN_OPTIMIZER_LION) return DTRAIN_STATE_LION;
+    return desc->kind == DTRAIN_OPTIMIZER_MUON ? DTRAIN_STATE_MUON : DTRAIN_STATE_MOMENTUM;
 }
 
 /* Append the values of all parameters. An offloaded update has a master copy of values that are on
@@ -24975,6 +24986,21 @@ DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain_state_scalar *scalar, uint6
     else memcpy(scalar->memory, &bits, sizeof bits);
 }
 
+/* Refuse settings that are no pairs, or that no manifest could give back. */
+static dtrain_result dtrain__settings_check(const char *call, const char *const *pairs)
+{
+    size_t count = 0;
+    for (; pairs && pairs[count]; count++)
+        if (strlen(pairs[count]) >= DTRAIN__SETTING)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: a setting is \"%.60s...\", expected at most %d bytes", call,
+                               pairs[count], DTRAIN__SETTING - 1);
+    if (count % 2 == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: settings have %zu strings before their NULL, expected pairs", call,
+                       count);
+}
+
 /* ---- Life -------------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_state_desc *desc,
@@ -24990,6 +25016,8 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
                           desc->trainer->desc.strategy != desc->strategy))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the trainer has another strategy or optimizer than desc", call);
+    DTRAIN__TRY(dtrain__settings_check(call, desc->model));
+    DTRAIN__TRY(dtrain__settings_check(call, desc->settings));
     dtrain_state *state =
         (dtrain_state *)dtrain__alloc(&world->allocator, 1, sizeof *state, "a list of state");
     if (!state) return DTRAIN_ERROR_MEMORY;
@@ -25198,6 +25226,8 @@ typedef struct dtrain__manifest {
     bool hierarchical;
     bool has_metric;
     double metric;
+    const char *model, *settings; /* objects in the text; NULL: none ... */
+    size_t model_bytes, settings_bytes;
     dtrain__saved_scalar scalars[32];
     size_t scalar_count;
     dtrain__saved_tensor *tensors;  /* (tensor_room) */
@@ -26447,12 +26477,56 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
     return saved;
 }
 
+/* Say which settings differ from those in a manifest's object, of keys that both have. */
+static void dtrain__settings_compare(const char *object, size_t bytes, const char *const *pairs,
+                                     char *text, size_t room)
+{
+    char key[DTRAIN__SETTING], was[DTRAIN__SETTING];
+    dtrain__json json = dtrain__json_begin("settings", object, bytes);
+    *text = 0;
+    if (!object || !pairs || !dtrain__json_enter(&json, '{')) return;
+    while (dtrain__json_member(&json, key, sizeof key) &&
+           dtrain__json_string(&json, was, sizeof was)) {
+        const size_t used = strlen(text);
+        size_t i = 0;
+        while (pairs[i] && strcmp(pairs[i], key) != 0) i += 2;
+        if (pairs[i] && strcmp(pairs[i + 1], was) != 0)
+            snprintf(text + used, room - used, "%s%s was %s and is %s", used ? ", " : "", key,
+                     *was ? was : "not given", *pairs[i + 1] ? pairs[i + 1] : "not given");
+    }
+}
+
+/* Say which of the optimizer's state is in the checkpoint and not in this run. */
+static void dtrain__note_moments(dtrain__load *load)
+{
+    bool wanted[DTRAIN_STATE_KINDS] = {false}, told[DTRAIN_STATE_KINDS] = {false};
+    for (size_t i = 0; i < load->state->tensor_count; i++)
+        wanted[load->state->tensors[i].kind] = true;
+    for (size_t i = 0; i < load->manifest.tensor_count; i++) {
+        const uint32_t kind = load->manifest.tensors[i].kind;
+        const bool moments = (kind >= DTRAIN_STATE_EXP_AVG && kind <= DTRAIN_STATE_MOMENTUM) ||
+                             kind >= DTRAIN_STATE_LION;
+        if (!moments || wanted[kind] || told[kind]) continue;
+        told[kind] = true;
+        dtrain__load_note(load, "%s was left out: this optimizer keeps none",
+                          dtrain__state_kind_name(kind));
+    }
+}
+
 /* Compare what there is with what there should be, and name the differences. */
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     const dtrain_state *state = load->state;
     dtrain__name_list missing, different, extra;
+    char model[400], settings[400];
+    dtrain__settings_compare(m->model, m->model_bytes, state->desc.model, model, sizeof model);
+    dtrain__settings_compare(m->settings, m->settings_bytes, state->desc.settings, settings,
+                             sizeof settings);
+    if (model[0] && !load->desc.partial)
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory, model);
+    if (model[0]) dtrain__load_note(load, "%s", model);
+    if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
     memset(&missing, 0, sizeof missing);
     memset(&different, 0, sizeof different);
     memset(&extra, 0, sizeof extra);
@@ -26484,14 +26558,15 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
             dtrain__load_note(load, "left out: %s%s", extra.text, extra.count > 6 ? ", ..." : "");
         return DTRAIN_OK;
     }
-    return dtrain_fail(
-        DTRAIN_ERROR_DATA,
-        "%s does not fit this run:%s%s%s%s%s%s%s; build the same model and optimizer, or load "
-        "with `partial` or `values_only`",
-        load->directory, missing.count ? " missing in it: " : "", missing.text,
-        missing.count && different.count ? ";" : "",
-        different.count ? " of another shape or type: " : "", different.text,
-        extra.count ? " only in it: " : "", extra.text);
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s does not fit this run%s%s%s:%s%s%s%s%s%s%s; build the same model and "
+                       "optimizer, or load "
+                       "with `partial` or `values_only`",
+                       load->directory, settings[0] ? " (" : "", settings, settings[0] ? ")" : "",
+                       missing.count ? " missing in it: " : "", missing.text,
+                       missing.count && different.count ? ";" : "",
+                       different.count ? " of another shape or type: " : "", different.text,
+                       extra.count ? " only in it: " : "", extra.text);
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
@@ -26784,6 +26859,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
     if (result != DTRAIN_OK) return result;
     dtrain__scalars_load(load);
+    if (!load->desc.values_only) dtrain__note_moments(load);
     if (!load->desc.values_only) dtrain__note_residuals(load);
     if (!load->desc.values_only) dtrain__note_arrays(load);
     return dtrain_state_changed(load->state);
@@ -28210,6 +28286,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  *     {"format": "dtrain checkpoint", "version": 1, "library": "0.2.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "commit": "...", "config": "...", "block": 1048576,
+ *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
  *      "scalars": [{"name": "optimizer.step", "type": "u64", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
  *                   "own": false}, ...],
@@ -28286,6 +28363,17 @@ static void dtrain__write_tensors(dtrain__text *text, const dtrain_state *state)
     }
 }
 
+/* Write an object of strings. */
+static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
+{
+    dtrain__text_add(text, ",\n \"%s\": {", name);
+    for (size_t i = 0; pairs && pairs[i]; i++) {
+        if (i) dtrain__text_add(text, i % 2 ? ": " : ", ");
+        dtrain__text_add_string(text, pairs[i]);
+    }
+    dtrain__text_add(text, "}");
+}
+
 /* Write a manifest up to its list of files. */
 DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_state *state,
                                            int64_t step, double metric, const char *config,
@@ -28306,6 +28394,8 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
     dtrain__text_add_string(text, commit ? commit : "");
     dtrain__text_add(text, ",\n \"config\": ");
     dtrain__text_add_string(text, config ? config : "");
+    dtrain__write_settings(text, "model", state->desc.model);
+    dtrain__write_settings(text, "settings", state->desc.settings);
     dtrain__text_add(text, ",\n \"scalars\": [");
     dtrain__write_scalars(text, state);
     dtrain__text_add(text, "],\n \"tensors\": [");
@@ -28518,11 +28608,23 @@ enum {
     DTRAIN__IN_FILES,
     DTRAIN__REQUIRED,
     DTRAIN__IN_METRIC = DTRAIN__REQUIRED,
+    DTRAIN__IN_MODEL,
+    DTRAIN__IN_SETTINGS,
     DTRAIN__MEMBERS
 };
 static const char *const dtrain__members[DTRAIN__MEMBERS] = {
-    "format",       "version", "library", "step",    "ranks", "strategy",
-    "hierarchical", "block",   "scalars", "tensors", "files", "metric_bits"};
+    "format", "version", "library", "step",  "ranks",       "strategy", "hierarchical",
+    "block",  "scalars", "tensors", "files", "metric_bits", "model",    "settings"};
+
+/* Keep the place of an object in the text. */
+static bool dtrain__read_object(dtrain__json *json, const char **object, size_t *bytes)
+{
+    (void)dtrain__json_peek(json);
+    *object = json->at;
+    if (!dtrain__json_skip(json)) return false;
+    *bytes = (size_t)(json->at - *object);
+    return true;
+}
 
 /* Read a member that is one value, and check it. */
 static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int member)
@@ -28551,6 +28653,8 @@ static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int memb
         if (!dtrain__json_u64(json, &number)) return false;
         memcpy(&m->metric, &number, sizeof number);
         return m->has_metric = true;
+    case DTRAIN__IN_MODEL: return dtrain__read_object(json, &m->model, &m->model_bytes);
+    case DTRAIN__IN_SETTINGS: return dtrain__read_object(json, &m->settings, &m->settings_bytes);
     case DTRAIN__IN_BLOCK:
         return dtrain__json_u64(json, &number) &&
                (number == DTRAIN__BLOCK ||
@@ -29243,7 +29347,8 @@ DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes)
                                 "(DIR, safe_serialization=True) converts it";
     static const char *const begins[][2] = {
         {"\xef\xbb\xbf", "a byte order mark (BOM), expected UTF-8 without one"},
-        {"version https://git-lfs", "this is a pointer of git-lfs, and `git lfs pull` gets the file"},
+        {"version https://git-lfs",
+         "this is a pointer of git-lfs, and `git lfs pull` gets the file"},
         {"<", "this is a web page, expected what its link leads to"},
         {"GGUF", "this is a GGUF file, expected the safetensors that it was made of"},
         {"PK\3\4", torch}, /* a zip archive */

@@ -65,6 +65,8 @@ typedef struct dtrain__manifest {
     bool hierarchical;
     bool has_metric;
     double metric;
+    const char *model, *settings; /* objects in the text; NULL: none ... */
+    size_t model_bytes, settings_bytes;
     dtrain__saved_scalar scalars[32];
     size_t scalar_count;
     dtrain__saved_tensor *tensors;  /* (tensor_room) */

@@ -94,12 +94,56 @@ static const dtrain__saved_tensor *dtrain__saved_for(const dtrain__load *load,
     return saved;
 }
 
+/* Say which settings differ from those in a manifest's object, of keys that both have. */
+static void dtrain__settings_compare(const char *object, size_t bytes, const char *const *pairs,
+                                     char *text, size_t room)
+{
+    char key[DTRAIN__SETTING], was[DTRAIN__SETTING];
+    dtrain__json json = dtrain__json_begin("settings", object, bytes);
+    *text = 0;
+    if (!object || !pairs || !dtrain__json_enter(&json, '{')) return;
+    while (dtrain__json_member(&json, key, sizeof key) &&
+           dtrain__json_string(&json, was, sizeof was)) {
+        const size_t used = strlen(text);
+        size_t i = 0;
+        while (pairs[i] && strcmp(pairs[i], key) != 0) i += 2;
+        if (pairs[i] && strcmp(pairs[i + 1], was) != 0)
+            snprintf(text + used, room - used, "%s%s was %s and is %s", used ? ", " : "", key,
+                     *was ? was : "not given", *pairs[i + 1] ? pairs[i + 1] : "not given");
+    }
+}
+
+/* Say which of the optimizer's state is in the checkpoint and not in this run. */
+static void dtrain__note_moments(dtrain__load *load)
+{
+    bool wanted[DTRAIN_STATE_KINDS] = {false}, told[DTRAIN_STATE_KINDS] = {false};
+    for (size_t i = 0; i < load->state->tensor_count; i++)
+        wanted[load->state->tensors[i].kind] = true;
+    for (size_t i = 0; i < load->manifest.tensor_count; i++) {
+        const uint32_t kind = load->manifest.tensors[i].kind;
+        const bool moments = (kind >= DTRAIN_STATE_EXP_AVG && kind <= DTRAIN_STATE_MOMENTUM) ||
+                             kind >= DTRAIN_STATE_LION;
+        if (!moments || wanted[kind] || told[kind]) continue;
+        told[kind] = true;
+        dtrain__load_note(load, "%s was left out: this optimizer keeps none",
+                          dtrain__state_kind_name(kind));
+    }
+}
+
 /* Compare what there is with what there should be, and name the differences. */
 static dtrain_result dtrain__load_compare(dtrain__load *load)
 {
     const dtrain__manifest *m = &load->manifest;
     const dtrain_state *state = load->state;
     dtrain__name_list missing, different, extra;
+    char model[400], settings[400];
+    dtrain__settings_compare(m->model, m->model_bytes, state->desc.model, model, sizeof model);
+    dtrain__settings_compare(m->settings, m->settings_bytes, state->desc.settings, settings,
+                             sizeof settings);
+    if (model[0] && !load->desc.partial)
+        return dtrain_fail(DTRAIN_ERROR_DATA, "%s is of another model: %s", load->directory, model);
+    if (model[0]) dtrain__load_note(load, "%s", model);
+    if (settings[0] && !load->desc.values_only) dtrain__load_note(load, "%s", settings);
     memset(&missing, 0, sizeof missing);
     memset(&different, 0, sizeof different);
     memset(&extra, 0, sizeof extra);
@@ -131,14 +175,15 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
             dtrain__load_note(load, "left out: %s%s", extra.text, extra.count > 6 ? ", ..." : "");
         return DTRAIN_OK;
     }
-    return dtrain_fail(
-        DTRAIN_ERROR_DATA,
-        "%s does not fit this run:%s%s%s%s%s%s%s; build the same model and optimizer, or load "
-        "with `partial` or `values_only`",
-        load->directory, missing.count ? " missing in it: " : "", missing.text,
-        missing.count && different.count ? ";" : "",
-        different.count ? " of another shape or type: " : "", different.text,
-        extra.count ? " only in it: " : "", extra.text);
+    return dtrain_fail(DTRAIN_ERROR_DATA,
+                       "%s does not fit this run%s%s%s:%s%s%s%s%s%s%s; build the same model and "
+                       "optimizer, or load "
+                       "with `partial` or `values_only`",
+                       load->directory, settings[0] ? " (" : "", settings, settings[0] ? ")" : "",
+                       missing.count ? " missing in it: " : "", missing.text,
+                       missing.count && different.count ? ";" : "",
+                       different.count ? " of another shape or type: " : "", different.text,
+                       extra.count ? " only in it: " : "", extra.text);
 }
 
 /* ---- Reading ----------------------------------------------------------------------------------*/
@@ -431,6 +476,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
     if (result != DTRAIN_OK) return result;
     dtrain__scalars_load(load);
+    if (!load->desc.values_only) dtrain__note_moments(load);
     if (!load->desc.values_only) dtrain__note_residuals(load);
     if (!load->desc.values_only) dtrain__note_arrays(load);
     return dtrain_state_changed(load->state);

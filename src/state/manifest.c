@@ -3,6 +3,7 @@
  *     {"format": "dtrain checkpoint", "version": 1, "library": "0.2.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
  *      "commit": "...", "config": "...", "block": 1048576,
+ *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
  *      "scalars": [{"name": "optimizer.step", "type": "u64", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
  *                   "own": false}, ...],
@@ -91,6 +92,17 @@ static void dtrain__write_tensors(dtrain__text *text, const dtrain_state *state)
     }
 }
 
+/* Write an object of strings. */
+static void dtrain__write_settings(dtrain__text *text, const char *name, const char *const *pairs)
+{
+    dtrain__text_add(text, ",\n \"%s\": {", name);
+    for (size_t i = 0; pairs && pairs[i]; i++) {
+        if (i) dtrain__text_add(text, i % 2 ? ": " : ", ");
+        dtrain__text_add_string(text, pairs[i]);
+    }
+    dtrain__text_add(text, "}");
+}
+
 /* Write a manifest up to its list of files. */
 DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_state *state,
                                            int64_t step, double metric, const char *config,
@@ -111,6 +123,8 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
     dtrain__text_add_string(text, commit ? commit : "");
     dtrain__text_add(text, ",\n \"config\": ");
     dtrain__text_add_string(text, config ? config : "");
+    dtrain__write_settings(text, "model", state->desc.model);
+    dtrain__write_settings(text, "settings", state->desc.settings);
     dtrain__text_add(text, ",\n \"scalars\": [");
     dtrain__write_scalars(text, state);
     dtrain__text_add(text, "],\n \"tensors\": [");
@@ -323,11 +337,23 @@ enum {
     DTRAIN__IN_FILES,
     DTRAIN__REQUIRED,
     DTRAIN__IN_METRIC = DTRAIN__REQUIRED,
+    DTRAIN__IN_MODEL,
+    DTRAIN__IN_SETTINGS,
     DTRAIN__MEMBERS
 };
 static const char *const dtrain__members[DTRAIN__MEMBERS] = {
-    "format",       "version", "library", "step",    "ranks", "strategy",
-    "hierarchical", "block",   "scalars", "tensors", "files", "metric_bits"};
+    "format", "version", "library", "step",  "ranks",       "strategy", "hierarchical",
+    "block",  "scalars", "tensors", "files", "metric_bits", "model",    "settings"};
+
+/* Keep the place of an object in the text. */
+static bool dtrain__read_object(dtrain__json *json, const char **object, size_t *bytes)
+{
+    (void)dtrain__json_peek(json);
+    *object = json->at;
+    if (!dtrain__json_skip(json)) return false;
+    *bytes = (size_t)(json->at - *object);
+    return true;
+}
 
 /* Read a member that is one value, and check it. */
 static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int member)
@@ -356,6 +382,8 @@ static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int memb
         if (!dtrain__json_u64(json, &number)) return false;
         memcpy(&m->metric, &number, sizeof number);
         return m->has_metric = true;
+    case DTRAIN__IN_MODEL: return dtrain__read_object(json, &m->model, &m->model_bytes);
+    case DTRAIN__IN_SETTINGS: return dtrain__read_object(json, &m->settings, &m->settings_bytes);
     case DTRAIN__IN_BLOCK:
         return dtrain__json_u64(json, &number) &&
                (number == DTRAIN__BLOCK ||

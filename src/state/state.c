@@ -29,7 +29,8 @@ DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype)
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind)
 {
     static const char *const names[DTRAIN_STATE_KINDS] = {
-        "value", "exp_avg", "exp_avg_sq", "momentum", "residual", "velocity", "q", "host"};
+        "value",    "exp_avg", "exp_avg_sq", "momentum", "residual",
+        "velocity", "q",       "host",       "lion",     "muon"};
     return kind < DTRAIN_STATE_KINDS ? names[kind] : "?";
 }
 
@@ -84,9 +85,9 @@ static dtrain_state_kind dtrain__state_class(const dtrain_optimizer_desc *desc, 
 {
     if ((size_t)class_ > dtrain__states_of(desc)) return DTRAIN_STATE_KINDS;
     if (class_ == 2) return DTRAIN_STATE_EXP_AVG_SQ;
-    return desc->kind == DTRAIN_OPTIMIZER_ADAMW || desc->kind == DTRAIN_OPTIMIZER_LION
-               ? DTRAIN_STATE_EXP_AVG
-               : DTRAIN_STATE_MOMENTUM;
+    if (desc->kind == DTRAIN_OPTIMIZER_ADAMW) return DTRAIN_STATE_EXP_AVG;
+    if (desc->kind == DTRAIN_OPTIMIZER_LION) return DTRAIN_STATE_LION;
+    return desc->kind == DTRAIN_OPTIMIZER_MUON ? DTRAIN_STATE_MUON : DTRAIN_STATE_MOMENTUM;
 }
 
 /* Append the values of all parameters. An offloaded update has a master copy of values that are on
@@ -268,6 +269,21 @@ DTRAIN__PRIVATE void dtrain__scalar_set(const dtrain_state_scalar *scalar, uint6
     else memcpy(scalar->memory, &bits, sizeof bits);
 }
 
+/* Refuse settings that are no pairs, or that no manifest could give back. */
+static dtrain_result dtrain__settings_check(const char *call, const char *const *pairs)
+{
+    size_t count = 0;
+    for (; pairs && pairs[count]; count++)
+        if (strlen(pairs[count]) >= DTRAIN__SETTING)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: a setting is \"%.60s...\", expected at most %d bytes", call,
+                               pairs[count], DTRAIN__SETTING - 1);
+    if (count % 2 == 0) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: settings have %zu strings before their NULL, expected pairs", call,
+                       count);
+}
+
 /* ---- Life -------------------------------------------------------------------------------------*/
 
 DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_state_desc *desc,
@@ -283,6 +299,8 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
                           desc->trainer->desc.strategy != desc->strategy))
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: the trainer has another strategy or optimizer than desc", call);
+    DTRAIN__TRY(dtrain__settings_check(call, desc->model));
+    DTRAIN__TRY(dtrain__settings_check(call, desc->settings));
     dtrain_state *state =
         (dtrain_state *)dtrain__alloc(&world->allocator, 1, sizeof *state, "a list of state");
     if (!state) return DTRAIN_ERROR_MEMORY;

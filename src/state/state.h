@@ -28,14 +28,16 @@ typedef struct dtrain_state dtrain_state;
 
 typedef enum dtrain_state_kind {
     DTRAIN_STATE_VALUE = 0,      /* of a parameter */
-    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments, Lion's */
+    DTRAIN_STATE_EXP_AVG = 1,    /* AdamW's first moments */
     DTRAIN_STATE_EXP_AVG_SQ = 2, /* AdamW's second moments */
-    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer, Muon's */
+    DTRAIN_STATE_MOMENTUM = 3,   /* SGD's buffer */
     DTRAIN_STATE_RESIDUAL = 4,   /* compression: what was not sent; every rank has its own */
     DTRAIN_STATE_VELOCITY = 5,   /* top-k with momentum; every rank has its own */
     DTRAIN_STATE_Q = 6,          /* PowerSGD */
     DTRAIN_STATE_HOST = 7,       /* added by the program */
-    DTRAIN_STATE_KINDS = 8
+    DTRAIN_STATE_LION = 8,       /* Lion's momentum: no optimizer goes on with another's state */
+    DTRAIN_STATE_MUON = 9,       /* Muon's */
+    DTRAIN_STATE_KINDS = 10
 } dtrain_state_kind;
 
 #define DTRAIN_STATE_BYTES 5u /* besides dtrain_dtype: a blob, of bytes */
@@ -75,6 +77,12 @@ typedef struct dtrain_state_desc {
     dtrain_trainer *trainer;
     dtrain_loss_scaler *scaler; /* of a loop without trainer */
     dtrain_loader *loader;      /* of the training data */
+    /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none. Checkpoints
+     * hold them, and a load compares texts whose key both sides have: another text in `model`, which
+     * is what shapes do not show of what values mean (heads, activation, epsilon), is an error; in
+     * `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
+    const char *const *model;
+    const char *const *settings;
 } dtrain_state_desc;
 
 /* Make the list. Local. */

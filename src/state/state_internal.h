@@ -6,6 +6,8 @@
 #include "core/log.h"
 #include "state/state.h"
 
+#define DTRAIN__SETTING 256 /* bytes of a key or its text, the 0 included */
+
 struct dtrain_state {
     dtrain_world *world;
     dtrain_allocator allocator;

@@ -44,6 +44,30 @@ if [ "$full" != 0 ]; then
         $many --ranks 64 --steps 8 --resume "$tmp/many/step-000000000006"
 fi
 
+# ---- what has changed is said, what cannot be meant is refused ----
+base=$gpt
+changed=$tmp/changed
+$base --steps 4 --checkpoint "$changed" >/dev/null 2>&1
+cp "$tmp/data" "$tmp/data2"
+$base --steps 8 --resume "$changed" >"$tmp/out" 2>&1
+grep -q -x '        --steps was 4 and is 8' "$tmp/out"; result "more steps" $? "$tmp/out"
+$base --steps 4 --resume "$changed" >"$tmp/out" 2>&1
+! grep -q ' was .* and is ' "$tmp/out"; result "nothing has changed, and nothing is said" $? "$tmp/out"
+for changes in "--seed 2|--seed was 1337 and is 2" "--data $tmp/data2|--data was $tmp/data and is $tmp/data2" \
+    "--batch 4|--global-batch was 4 and is 8" "--ranks 1|--global-batch was 4 and is 2" "--lr 0.5|--lr was 0.002 and is 0.5, --min-lr was 0.0002 and is 0.05" \
+    "--precision bf16 --clip 2|--clip was 1 and is 2, --precision was fp32 and is bf16" "--dropout 0.5|--dropout was 0 and is 0.5"; do
+    good "${changes%%|*}" "${changes#*|}" $base --steps 6 --resume "$changed" ${changes%%|*}
+done
+good "an old seed stays" 'the order of data and dropout stay with the old --seed' $base --steps 6 --resume "$changed" --seed 2
+bad "AdamW's moments are not Lion's" 'does not fit this run \(.*--optimizer was adamw and is lion.*missing in it: lion' $base --steps 6 --resume "$changed" --optimizer lion
+bad "other heads" 'is of another model: --heads was 2 and is 4' $base --steps 6 --resume "$changed" --heads 4
+bad "another vocabulary under the same padding" 'is of another model: --vocab was 257 and is 300' \
+    sh -c "$gpt --vocab 257 --steps 2 --checkpoint '$tmp/padded' >/dev/null 2>&1; exec $gpt --vocab 300 --steps 4 --resume '$tmp/padded'"
+write="$build/train_gpt --threads 1 --layers 1 --channels 16 --seq 16 --resume $changed --generate 4"
+good "text from a checkpoint" 'generated' $write --heads 2
+bad "with other heads" 'is of another model: --heads was 2 and is 1' $write --heads 1
+bad "with another activation and epsilon" '--activation was gelu_new and is relu, --norm-epsilon was 1e-05 and is 0.01' $write --heads 2 --activation relu --norm-epsilon 0.01
+
 # ---- the same of ResNet, whose running averages are no parameters of the optimizer ----
 images="$build/resnet_cifar --threads 1 --ranks 2 --batch 4 --timeout 20 --deterministic"
 mkdir "$tmp/cifar"

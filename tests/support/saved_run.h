@@ -28,7 +28,9 @@ typedef struct saved_run {
     dtrain_strategy_desc strategy;
     dtrain_compression_desc compression;
     uint32_t micro, tape_flags, checkpoint_every;
-    int batch;                  /* of a rank and micro-batch */
+    int batch;                                  /* of a rank and micro-batch */
+    bool lion;                                  /* in place of AdamW */
+    const char *const *model, *const *settings; /* of the state */
     bool sgd, background, muon; /* muon: of the matrices of units 1 and 2; others by sgd or AdamW */
     float dropout, momentum;
     int mine; /* elements of each rank's own array; 0 = 3, -1 = there is none */
@@ -172,7 +174,9 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     saved_run *r = s->r;
     dtrain_dataset_desc data = {0};
     dtrain_loader_desc window = {0};
-    dtrain_optimizer_desc how = r->sgd ? dtrain_sgd_defaults() : dtrain_adamw_defaults();
+    dtrain_optimizer_desc how = r->sgd    ? dtrain_sgd_defaults()
+                                : r->lion ? dtrain_lion_defaults()
+                                          : dtrain_adamw_defaults();
     dtrain_optimizer_desc groups[2] = {dtrain_muon_defaults(), dtrain_lion_defaults()};
     dtrain_trainer_desc trainer;
     dtrain_state_desc state = {0};
@@ -197,7 +201,7 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     how.group_count = r->muon ? 2 : 0;
     SAVED_TRY(dtrain_strategy_create(world, s->params, SAVED_PARAMS, &where, &s->strategy));
     if (r->sgd) how.momentum = r->momentum;
-    else how.epsilon = 1e-3f;
+    else if (!r->lion) how.epsilon = 1e-3f;
     SAVED_TRY(dtrain_optimizer_create(world, s->strategy, &how, &s->optimizer));
     trainer.micro_batches = r->micro;
     trainer.tokens = (uint32_t)(r->batch * SAVED_SEQ);
@@ -220,6 +224,8 @@ static inline dtrain_result saved_create(dtrain_world *world, saved_rank *s)
     state.optimizer = s->optimizer;
     state.trainer = s->trainer;
     state.loader = s->loader;
+    state.model = r->model;
+    state.settings = r->settings;
     SAVED_TRY(dtrain_state_create(world, &state, &s->state));
     const dtrain_state_item items[] = {
         {"counter", DTRAIN_DTYPE_I64, 1, &s->counter, false},

@@ -280,6 +280,78 @@ static void test_does_not_fit(void)
 
 /* ---- what stays in a directory ---- */
 
+/* What no shape shows is compared: of the model it must be the same, of the run it is said. */
+static void test_settings(void)
+{
+    static const char *const model[] = {"heads", "4", "activation", "gelu", NULL};
+    static const char *const other[] = {"heads", "8", "activation", "gelu", "epsilon", "1", NULL};
+    static const char *const run[] = {"seed", "1", "data", "a \"b\" \\ \xc3\xa9\n",
+                                      "old",  "",  NULL};
+    static const char *const later[] = {"seed", "2", "new", "3", "old", "5", NULL};
+    static const struct {
+        const char *const *model, *const *settings, *says;
+        bool partial, values_only, fails;
+    } list[] = {
+        {model, run, NULL, false, false, false},
+        {NULL, NULL, NULL, false, false, false},
+        {other, run, "is of another model: heads was 4 and is 8", false, false, true},
+        {other, run, "is of another model: heads was 4 and is 8", false, true, true},
+        {other, run, "heads was 4 and is 8", true, false, false},
+        {model, later, "seed was 1 and is 2, old was not given and is 5", false, false, false},
+        {model, later, NULL, false, true, false},
+    };
+    variant v = {"ddp", DTRAIN_STRATEGY_DDP, 2, 1, 0, 0, 0, 0, false, true, false, 0, false};
+    saved_run *r;
+    folder_make();
+    r = variant_run(&v);
+    r->steps = r->save_every = 2;
+    r->save = folder;
+    r->model = model, r->settings = run;
+    saved_go(r, "settings");
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        r = variant_run(&v);
+        r->steps = 2;
+        r->load = folder;
+        r->model = list[i].model, r->settings = list[i].settings;
+        r->how.partial = list[i].partial, r->how.values_only = list[i].values_only;
+        saved_launch(r);
+        const char *found = list[i].fails ? r->error[1] : r->loaded[1].note;
+        CHECK_MSG((r->ended[1] == DTRAIN_OK) == !list[i].fails, "%zu: %s", i, r->error[1]);
+        CHECK_MSG(list[i].says ? strstr(found, list[i].says) != NULL : !*found, "%zu: %s", i,
+                  found);
+    }
+    folder_remove();
+}
+
+/* No optimizer goes on with another's state without a word. */
+static void test_other_optimizers(void)
+{
+    static const char *const missing[4] = {"missing in it: exp_avg \"", "missing in it: lion \"",
+                                           "missing in it: momentum \"", NULL};
+    variant v = {"ddp", DTRAIN_STRATEGY_DDP, 2, 1, 0, 0, 0, 0, false, true, false, 0, false};
+    for (int from = 0; from < 4; from++) { /* AdamW, Lion, SGD, SGD without momentum */
+        folder_make();
+        for (int to = -1; to < 4; to++) {
+            const int kind = to < 0 ? from : to;
+            saved_run *r = variant_run(&v);
+            r->steps = 2;
+            r->save_every = to < 0 ? 2 : 0;
+            if (to < 0) r->save = folder;
+            else r->load = folder;
+            r->lion = kind == 1, r->sgd = kind >= 2, r->momentum = kind == 2 ? 0.9f : 0;
+            saved_launch(r);
+            const bool goes = to < 0 || to == from || to == 3;
+            CHECK_MSG((r->ended[0] == DTRAIN_OK) == goes, "%d to %d: %s", from, to, r->error[0]);
+            if (!goes)
+                CHECK_MSG(strstr(r->error[0], missing[to]), "%d to %d: %s", from, to, r->error[0]);
+            if (to == 3 && from < 3)
+                CHECK_MSG(strstr(r->loaded[0].note, "was left out: this optimizer keeps none"),
+                          "%d to %d: %s", from, to, r->loaded[0].note);
+        }
+        folder_remove();
+    }
+}
+
 static int steps_of(int64_t *steps, int room)
 {
     struct dirent **names;
@@ -630,6 +702,8 @@ int main(int argc, char **argv)
     RUN(test_reshard);
     RUN(test_residuals);
     RUN(test_does_not_fit);
+    RUN(test_settings);
+    RUN(test_other_optimizers);
     RUN(test_retention);
     RUN(test_foreign_files);
     RUN(test_lock);

@@ -4,6 +4,7 @@
 #define RUN_JOB_H
 
 #include "tools/run/monitor.h"
+#include "tools/run/recorded.h"
 #include "tools/run/settings.h"
 
 /* Leave a function that has a result and a label for what it must free. */
@@ -47,6 +48,9 @@ struct run_job {
     size_t param_count;
     int64_t sample_things; /* tokens of a sample, or 1 */
     int64_t steps;         /* of the whole run */
+    const char *const
+        *model; /* open_model's: what no shape shows, for dtrain_state_desc; or NULL */
+    run_record record;
     dtrain_comm *comm;     /* NULL: the world's; a forecast has one without peers */
     uint64_t memory_limit; /* of a forecast, whose device has none; 0: the device's */
     uint32_t batch, accum;
@@ -324,6 +328,9 @@ static dtrain_result resume_job(dtrain_world *world, run_job *j)
     all.optimizer = j->optimizer;
     all.trainer = j->trainer;
     all.loader = j->loader;
+    record_settings(&j->record, (int64_t)j->batch * j->accum * job_ranks(world, j));
+    all.model = j->model;
+    all.settings = j->record.pairs;
     j->resumed.step = j->rolled_back = -1;
     TRY(dtrain_state_create(world, &all, &j->state));
     if (j->program->import) TRY(j->program->import(world, j));

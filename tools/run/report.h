@@ -125,6 +125,8 @@ static void show_resumed(const run_job *j, int ranks)
         printf("        saved by %d ranks of %s, resharded to %d of %s\n", from->ranks,
                from->strategy, ranks, info.name);
     if (from->note[0]) printf("        %s\n", from->note);
+    if (strstr(from->note, "--seed was"))
+        printf("        the order of data and dropout stay with the old --seed\n");
 }
 
 /* Print what was sent, averaged over all steps, those without compression included. */

@@ -128,7 +128,9 @@ static int check_data(settings *s)
         dtrain_loader_destroy(loader);
     }
 cleanup:
-    if (!dataset) return BAD("--data: %s; --data-format bytes, bin or u16 says what it is", dtrain_last_error());
+    if (!dataset)
+        return BAD("--data: %s; --data-format bytes, bin or u16 says what it is",
+                   dtrain_last_error());
     dtrain_dataset_close(dataset);
     return result == DTRAIN_OK ? 0 : BAD("%s", dtrain_last_error());
 }

@@ -80,11 +80,28 @@ typedef struct gpt_run {
     source train, held_out;
     const settings *s;
     gpt model;
+    char texts[4][32]; /* of settings: what of the model no shape shows */
+    const char *settings[9];
     dtrain_dataset *dataset;
     dtrain_tape *tape; /* without a trainer */
 } gpt_run;
 
 static gpt_run *own_part(const run_job *j) { return (gpt_run *)j->own; }
+
+/* Say what no shape shows: padding hides the vocabulary. */
+static void describe_model(gpt_run *own)
+{
+    static const char *const names[] = {"--heads", "--vocab", "--activation", "--norm-epsilon"};
+    const gpt_config *c = &own->model.config;
+    snprintf(own->texts[0], sizeof own->texts[0], "%ld", c->heads);
+    snprintf(own->texts[1], sizeof own->texts[1], "%ld", c->vocab);
+    snprintf(own->texts[2], sizeof own->texts[2], "%s", gpt_activations[gpt_activation(c)]);
+    (void)hf_float(c->epsilon, own->texts[3]);
+    for (int i = 0; i < COUNT(names); i++) {
+        own->settings[2 * i] = names[i];
+        own->settings[2 * i + 1] = own->texts[i];
+    }
+}
 
 static dtrain_result open_gpt(dtrain_world *world, run_job *j)
 {
@@ -93,6 +110,8 @@ static dtrain_result open_gpt(dtrain_world *world, run_job *j)
     own->s = &flags;
     own->train.batch.model = own->held_out.batch.model = &own->model;
     const dtrain_result result = create_model(own->s, &own->model);
+    describe_model(own);
+    j->model = own->settings;
     j->params = own->model.params;
     j->param_count = own->model.param_count;
     j->sample_things = own->s->seq;
@@ -168,6 +187,7 @@ static dtrain_result open_model(dtrain_world *world, run_job *j)
     TRY(open_gpt(world, j));
     TRY(dtrain_strategy_create(world, j->params, j->param_count, &strategy, &j->strategy));
     values.strategy = j->strategy;
+    values.model = j->model;
     load.values_only = true;
     TRY(dtrain_state_create(world, &values, &j->state));
     TRY(dtrain_tape_create(world, j->strategy, NULL, &own->tape));
