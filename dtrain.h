@@ -736,7 +736,7 @@ typedef struct dtrain_emulation {
  * is an error of the rank, and one that later cannot be written a warning: training goes on. */
 typedef struct dtrain_trace_desc {
     const char *path;     /* NULL = no trace */
-    uint64_t first_step;  /* of a trainer: what is before it is left out */
+    uint64_t first_step;  /* of a trainer, from 1: what is before it is left out; 0 = all counts */
     uint64_t step_count;  /* so many of a trainer's steps; 0 = all */
     uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
     uint32_t event_count; /* held in memory until they are written; 0 = 8192 */
@@ -2385,7 +2385,7 @@ typedef struct dtrain_spread {
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
-    int64_t step;     /* from 0 */
+    int64_t step;     /* from 1: how many are done with this one */
     double loss;      /* mean over micro-batches and ranks */
     double val_loss;  /* NaN unless the host evaluated and set it */
     double grad_norm; /* before clipping */
@@ -2890,7 +2890,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  * units. What was not measured is left out, and what is measured and not finite is null in JSON,
  * nan or inf elsewhere. The keys of a JSON line, in this order:
  *
- *     step             from 0
+ *     step             from 1
  *     loss             mean over micro-batches and ranks
  *     val_loss         of the steps in which the host has evaluated
  *     grad_norm, lr
@@ -2999,7 +2999,7 @@ typedef struct dtrain_metrics_event {
 typedef struct dtrain_metrics_run {
     int rank, size;
     const char *name;    /* desc.run_name */
-    int64_t first_step;  /* of a run that goes on; 0 */
+    int64_t first_step;  /* desc.first_step */
     bool append;         /* to what an earlier run has written */
     const char *config;  /* or NULL */
     const char *hparams; /* lines of NAME=VALUE, or NULL */
@@ -3048,8 +3048,8 @@ typedef struct dtrain_metrics_desc {
     const char *run_name;        /* a label; NULL = "dtrain" */
     const char *config;          /* text for TensorBoard, such as the configuration file; NULL */
     const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;          /* of a run that goes on: TensorBoard drops later steps of the
-                                     run before; 0 = from the start */
+    int64_t first_step;          /* that a run that goes on will report: TensorBoard drops what
+                                     the run before has of it and of later ones; 0 = all */
     double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned
@@ -5434,7 +5434,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
         return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
                            strerror(errno));
     trace->first_step = desc->first_step;
-    trace->end_step = desc->step_count ? desc->first_step + desc->step_count : UINT64_MAX;
+    trace->end_step = desc->step_count
+                          ? desc->first_step + desc->step_count + (desc->first_step == 0)
+                          : UINT64_MAX;
     trace->file_bytes = desc->file_bytes ? desc->file_bytes : UINT64_C(256) << 20;
     trace->written_ns = dtrain__now_ns();
     world->timeline.traced = desc->first_step == 0;
@@ -23789,7 +23791,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     dtrain__step_mark before, after;
     float own[DTRAIN__WORD_COUNT];
     memset(&full, 0, sizeof full);
-    full.step = trainer->step;
+    full.step = trainer->step + 1;
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
     dtrain__trainer_mark(trainer, &before);
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
@@ -23822,9 +23824,9 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     if (!trainer || !trainer->desc.optimizer)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
                            trainer ? "optimizer: this trainer can only evaluate" : "trainer");
-    dtrain__trace_step(trainer->world, trainer->step);
+    dtrain__trace_step(trainer->world, trainer->step + 1);
     const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
     const dtrain_result result = dtrain__trainer_step(trainer, record);
     dtrain__span_end(trainer->world, span);
     return result;
@@ -23926,7 +23928,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
         trainer->skipped++;
         if (trainer->in_a_row == 1 && trainer->rank == 0)
             dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
-                       "step %lld is skipped: the gradient's norm is %g", (long long)trainer->step,
+                       "step %lld is skipped: the gradient's norm is %g", (long long)record->step,
                        record->grad_norm);
         return DTRAIN_OK;
     }
@@ -23935,14 +23937,14 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
         if (!dtrain_is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
+                               (long long)record->step, dtrain__world_rank(trainer->comm, r),
                                (double)loss, advice);
     }
     if (!overflow || trainer->scaling) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                        "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
                        "every loss is finite: %s",
-                       (long long)trainer->step, record->grad_norm, advice);
+                       (long long)record->step, record->grad_norm, advice);
 }
 
 /* Note where the clock, the communicators and the spans are. */
@@ -31593,8 +31595,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__records_close(dtrain__records *file)
 
 /* Progress for people
  *
- * One live line on a terminal, a table elsewhere. People are shown steps done, 1 to total; files
- * have the record's step, from 0.
+ * One live line on a terminal, a table elsewhere.
  *
  *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
  *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
@@ -31619,7 +31620,7 @@ static void dtrain__line_rate(dtrain__line *text, double value)
 /* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
 static void dtrain__line_time_left(dtrain__line *text, const dtrain_metrics *metrics)
 {
-    const int64_t steps = metrics->desc.total_steps - (metrics->last.step + 1);
+    const int64_t steps = metrics->desc.total_steps - metrics->last.step;
     const double seconds =
         metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
     if (steps < 0 || metrics->desc.total_steps <= 0 || !(seconds <= 1e9)) {
@@ -31655,7 +31656,7 @@ static dtrain_result dtrain__console_write(dtrain__console *console, const char 
 static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
 {
     const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step + 1, total = metrics->desc.total_steps;
+    const int64_t done = r->step, total = metrics->desc.total_steps;
     dtrain__console *console = &metrics->console;
     char bytes[DTRAIN__LINE_ROOM];
     dtrain__line line = {bytes, 0, sizeof bytes};
@@ -31702,7 +31703,7 @@ static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
     dtrain_result result = DTRAIN_OK;
     if (dtrain__finite(r->val_loss))
         result = dtrain__console_write(console, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                                       (long long)r->step + 1, r->loss, r->val_loss);
+                                       (long long)r->step, r->loss, r->val_loss);
     else if (now < console->redraw_at) return DTRAIN_OK;
     console->redraw_at = now + 0.1;
     const dtrain_result drawn = dtrain__console_draw(metrics);
@@ -31714,7 +31715,7 @@ static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
 static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
 {
     const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step + 1;
+    const int64_t done = r->step;
     const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
     char words[3][64];
     dtrain__line rate = {words[0], 0, sizeof words[0]}, left = {words[1], 0, sizeof words[1]},
@@ -32115,7 +32116,7 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
     dtrain__prometheus_one(metrics, p, "steps_total", "Steps that this run has made.", true,
                            p->steps);
     if (p->steps > 0) {
-        dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 0.", false,
+        dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 1.", false,
                                (double)metrics->last.step);
         dtrain__prometheus_one(metrics, p, "last_step_timestamp_seconds",
                                "When the last step was reported, in whole seconds.", false,

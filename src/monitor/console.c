@@ -1,7 +1,6 @@
 /* Progress for people
  *
- * One live line on a terminal, a table elsewhere. People are shown steps done, 1 to total; files
- * have the record's step, from 0.
+ * One live line on a terminal, a table elsewhere.
  *
  *     terminal   step 120/2000 [>         ] loss 3.4121  |g| 0.914  lr 9.8e-04  41.2k tok/s ...
  *     elsewhere      step      loss  val_loss grad_norm        lr    tok/s ...
@@ -35,7 +34,7 @@ static void dtrain__line_rate(dtrain__line *text, double value)
 /* Add the time until total_steps at the pace so far: "0:12", "1:02:03", "-" when unknown. */
 static void dtrain__line_time_left(dtrain__line *text, const dtrain_metrics *metrics)
 {
-    const int64_t steps = metrics->desc.total_steps - (metrics->last.step + 1);
+    const int64_t steps = metrics->desc.total_steps - metrics->last.step;
     const double seconds =
         metrics->summary.seconds / (double)metrics->summary.steps * (double)steps;
     if (steps < 0 || metrics->desc.total_steps <= 0 || !(seconds <= 1e9)) {
@@ -71,7 +70,7 @@ static dtrain_result dtrain__console_write(dtrain__console *console, const char 
 static dtrain_result dtrain__console_draw(dtrain_metrics *metrics)
 {
     const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step + 1, total = metrics->desc.total_steps;
+    const int64_t done = r->step, total = metrics->desc.total_steps;
     dtrain__console *console = &metrics->console;
     char bytes[DTRAIN__LINE_ROOM];
     dtrain__line line = {bytes, 0, sizeof bytes};
@@ -118,7 +117,7 @@ static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
     dtrain_result result = DTRAIN_OK;
     if (dtrain__finite(r->val_loss))
         result = dtrain__console_write(console, "\r\033[Kstep %lld  loss %.4f  val_loss %.4f\n",
-                                       (long long)r->step + 1, r->loss, r->val_loss);
+                                       (long long)r->step, r->loss, r->val_loss);
     else if (now < console->redraw_at) return DTRAIN_OK;
     console->redraw_at = now + 0.1;
     const dtrain_result drawn = dtrain__console_draw(metrics);
@@ -130,7 +129,7 @@ static dtrain_result dtrain__console_live(dtrain_metrics *metrics)
 static dtrain_result dtrain__console_table(dtrain_metrics *metrics)
 {
     const dtrain_step_record *r = &metrics->last;
-    const int64_t done = r->step + 1;
+    const int64_t done = r->step;
     const bool first = metrics->summary.steps == 1, evaluated = dtrain__finite(r->val_loss);
     char words[3][64];
     dtrain__line rate = {words[0], 0, sizeof words[0]}, left = {words[1], 0, sizeof words[1]},

@@ -9,7 +9,7 @@
  * units. What was not measured is left out, and what is measured and not finite is null in JSON,
  * nan or inf elsewhere. The keys of a JSON line, in this order:
  *
- *     step             from 0
+ *     step             from 1
  *     loss             mean over micro-batches and ranks
  *     val_loss         of the steps in which the host has evaluated
  *     grad_norm, lr
@@ -125,7 +125,7 @@ typedef struct dtrain_metrics_event {
 typedef struct dtrain_metrics_run {
     int rank, size;
     const char *name;    /* desc.run_name */
-    int64_t first_step;  /* of a run that goes on; 0 */
+    int64_t first_step;  /* desc.first_step */
     bool append;         /* to what an earlier run has written */
     const char *config;  /* or NULL */
     const char *hparams; /* lines of NAME=VALUE, or NULL */
@@ -174,8 +174,8 @@ typedef struct dtrain_metrics_desc {
     const char *run_name;        /* a label; NULL = "dtrain" */
     const char *config;          /* text for TensorBoard, such as the configuration file; NULL */
     const char *hparams;         /* lines of NAME=VALUE for its HPARAMS tab; NULL = none */
-    int64_t first_step;          /* of a run that goes on: TensorBoard drops later steps of the
-                                     run before; 0 = from the start */
+    int64_t first_step;          /* that a run that goes on will report: TensorBoard drops what
+                                     the run before has of it and of later ones; 0 = all */
     double peak_flops;           /* FLOP/s that one rank's device can do at most; 0 = unknown */
     dtrain_trainer *trainer; /* whose records are reported; it must outlive the metrics. Figures of
                                 each rank, histograms, and what ranks hold; its loss is planned

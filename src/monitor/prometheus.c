@@ -118,7 +118,7 @@ static void dtrain__prometheus_version(dtrain_metrics *metrics, bool finished)
     dtrain__prometheus_one(metrics, p, "steps_total", "Steps that this run has made.", true,
                            p->steps);
     if (p->steps > 0) {
-        dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 0.", false,
+        dtrain__prometheus_one(metrics, p, "step", "Number of the last step, from 1.", false,
                                (double)metrics->last.step);
         dtrain__prometheus_one(metrics, p, "last_step_timestamp_seconds",
                                "When the last step was reported, in whole seconds.", false,

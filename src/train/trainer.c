@@ -70,7 +70,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     dtrain__step_mark before, after;
     float own[DTRAIN__WORD_COUNT];
     memset(&full, 0, sizeof full);
-    full.step = trainer->step;
+    full.step = trainer->step + 1;
     full.lr = (double)dtrain_schedule_lr(&trainer->desc.schedule, trainer->step);
     dtrain__trainer_mark(trainer, &before);
     if (trainer->queue) DTRAIN__TRY(dtrain__queue_step(trainer, &full));
@@ -103,9 +103,9 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
     if (!trainer || !trainer->desc.optimizer)
         return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_trainer_step: there is no %s",
                            trainer ? "optimizer: this trainer can only evaluate" : "trainer");
-    dtrain__trace_step(trainer->world, trainer->step);
+    dtrain__trace_step(trainer->world, trainer->step + 1);
     const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step);
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "step", trainer->step + 1);
     const dtrain_result result = dtrain__trainer_step(trainer, record);
     dtrain__span_end(trainer->world, span);
     return result;
@@ -207,7 +207,7 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
         trainer->skipped++;
         if (trainer->in_a_row == 1 && trainer->rank == 0)
             dtrain_log(trainer->world, DTRAIN_LOG_WARNING,
-                       "step %lld is skipped: the gradient's norm is %g", (long long)trainer->step,
+                       "step %lld is skipped: the gradient's norm is %g", (long long)record->step,
                        record->grad_norm);
         return DTRAIN_OK;
     }
@@ -216,14 +216,14 @@ static dtrain_result dtrain__check_finite(dtrain_trainer *trainer, const dtrain_
         if (!dtrain_is_finite(loss))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                                "dtrain_trainer_step: at step %lld the loss of rank %d is %g: %s",
-                               (long long)trainer->step, dtrain__world_rank(trainer->comm, r),
+                               (long long)record->step, dtrain__world_rank(trainer->comm, r),
                                (double)loss, advice);
     }
     if (!overflow || trainer->scaling) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_NUMERIC,
                        "dtrain_trainer_step: at step %lld the gradient's norm is %g although "
                        "every loss is finite: %s",
-                       (long long)trainer->step, record->grad_norm, advice);
+                       (long long)record->step, record->grad_norm, advice);
 }
 
 /* Note where the clock, the communicators and the spans are. */

@@ -103,7 +103,7 @@ typedef struct dtrain_spread {
 
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
-    int64_t step;     /* from 0 */
+    int64_t step;     /* from 1: how many are done with this one */
     double loss;      /* mean over micro-batches and ranks */
     double val_loss;  /* NaN unless the host evaluated and set it */
     double grad_norm; /* before clipping */

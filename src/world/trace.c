@@ -336,7 +336,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__trace_create(dtrain_world *world,
         return dtrain_fail(DTRAIN_ERROR_FILE, "the trace %s cannot be written: %s", trace->path,
                            strerror(errno));
     trace->first_step = desc->first_step;
-    trace->end_step = desc->step_count ? desc->first_step + desc->step_count : UINT64_MAX;
+    trace->end_step = desc->step_count
+                          ? desc->first_step + desc->step_count + (desc->first_step == 0)
+                          : UINT64_MAX;
     trace->file_bytes = desc->file_bytes ? desc->file_bytes : UINT64_C(256) << 20;
     trace->written_ns = dtrain__now_ns();
     world->timeline.traced = desc->first_step == 0;

@@ -78,7 +78,7 @@ typedef struct dtrain_emulation {
  * is an error of the rank, and one that later cannot be written a warning: training goes on. */
 typedef struct dtrain_trace_desc {
     const char *path;     /* NULL = no trace */
-    uint64_t first_step;  /* of a trainer: what is before it is left out */
+    uint64_t first_step;  /* of a trainer, from 1: what is before it is left out; 0 = all counts */
     uint64_t step_count;  /* so many of a trainer's steps; 0 = all */
     uint64_t file_bytes;  /* a rank's file ends when it has so many; 0 = 256 MiB */
     uint32_t event_count; /* held in memory until they are written; 0 = 8192 */

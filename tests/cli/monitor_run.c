@@ -3,7 +3,7 @@
  *
  *     monitor_run DIRECTORY RANKS threads|processes STRATEGY FIRST END
  *
- * Steps FIRST to END - 1; with FIRST > 0 everything is appended to. After the steps that are divisible by HISTOGRAMS
+ * Steps FIRST + 1 to END; with FIRST > 0 everything is appended to. After the steps that are divisible by HISTOGRAMS
  * rank 0 writes DIRECTORY/weights-STEP-NAME, and every rank that holds gradients that no lower rank holds
  * DIRECTORY/gradients-STEP-NAME-OFFSET: raw fp32. With MONITOR_LOCALE the program runs under that locale. */
 #include "dtrain.h"
@@ -160,7 +160,7 @@ static dtrain_result train(dtrain_world *world, job *j)
     report.prometheus_path = prom;
     report.tensorboard_dir = tensorboard;
     report.append = s->first > 0;
-    report.first_step = s->first;
+    report.first_step = s->first ? s->first + 1 : 0;
     report.histogram_every = HISTOGRAMS;
     report.run_name = "a \"run\" \\ of\ntwo lines";
     report.config = "# configuration\nlr = 0.01\n";
@@ -170,11 +170,11 @@ static dtrain_result train(dtrain_world *world, job *j)
     report.sinks = &sink;
     report.sink_count = 1;
     TRY(dtrain_metrics_create(world, &report, &metrics));
-    for (int64_t step = 0; step < s->end; step++) {
+    for (int64_t step = 1; step <= s->end; step++) {
         dtrain_step_record record;
         TRY(dtrain_trainer_step(trainer, &record));
-        if (step < s->first) continue; /* as a run that loads a checkpoint comes back to it */
-        if (step % 5 == 4)
+        if (step <= s->first) continue; /* as a run that loads a checkpoint comes back to it */
+        if (step % 5 == 0)
             TRY(dtrain_trainer_evaluate(trainer, next_batch, j, 2, &record.val_loss));
         TRY(dtrain_metrics_step(metrics, &record));
         if (step % HISTOGRAMS == 0) TRY(dump_all(j, strategy, step));
@@ -187,7 +187,7 @@ static dtrain_result train(dtrain_world *world, job *j)
         if (!(fabs(forward - mean) < 1e-6 * (1 + mean)))
             return dtrain_fail(DTRAIN_ERROR_NUMERIC, "%g is not %g", forward, mean);
     }
-    TRY(dtrain_metrics_text(metrics, s->end - 1, "sample", "a text at the end"));
+    TRY(dtrain_metrics_text(metrics, s->end, "sample", "a text at the end"));
     if (j->custom_calls != s->end - s->first)
         return dtrain_fail(DTRAIN_ERROR_NUMERIC, "%ld calls", j->custom_calls);
     if (j->rank == 0) dtrain_metrics_print_summary(metrics, stdout);

@@ -30,7 +30,7 @@ def fail(text): sys.exit(f"{directory}: {text}")
 lines = [json.loads(l, parse_constant=lambda x: fail(f"{x} in JSON")) for l in open(f"{directory}/log.jsonl")]
 steps = [l for l in lines if "final" not in l]
 finals = [l for l in lines if "final" in l]
-if [l["step"] for l in steps] != list(range(end)) or len(finals) != (2 if first else 1): fail("JSON lines have other steps")
+if [l["step"] for l in steps] != list(range(1, end + 1)) or len(finals) != (2 if first else 1): fail("JSON lines have other steps")
 with open(f"{directory}/table.csv", newline="") as file:
     raw = file.read()
     if raw.count("\r\n") != end + 1 or raw.count("\n") != end + 1: fail("CSV lines do not all end in CR LF")
@@ -75,7 +75,7 @@ for tag in tags["scalars"]:
     group[name] = tag
     got = {e.step: e.value for e in events.Scalars(tag)}
     if not any(name in l for l in steps): # fixed: with the first step of each start
-        if got != {start: np.float32(final[name]) for start, final in zip((0, first), finals)}: fail(f"{tag}: {got}")
+        if got != {start: np.float32(final[name]) for start, final in zip((1, first + 1), finals)}: fail(f"{tag}: {got}")
         continue
     want = {l["step"]: np.float32(l[name]) for l in steps if name in l}
     if got.keys() != want.keys(): fail(f"{tag} has steps {sorted(got)}, not {sorted(want)}")
@@ -104,7 +104,7 @@ for name, count in (("wte", 192), ("up.weight", 288), ("up.bias", 24), ("head.we
                 if not np.array_equal(np.histogram(wide, edges)[0], np.array(h.bucket)): fail(f"{what}/{name} at {e.step}: not NumPy's")
             for mine, theirs in ((h.min, wide.min()), (h.max, wide.max()), (h.sum, wide.sum()), (h.sum_squares, (wide ** 2).sum())):
                 if abs(mine - theirs) > 1e-12 * max(1, np.abs(wide).sum()): fail(f"{what}/{name} at {e.step}: {mine}, not {theirs}")
-if histograms != 10 * len([s for s in range(end) if s % 4 == 0]): fail(f"{histograms} histograms")
+if histograms != 10 * len([s for s in range(1, end + 1) if s % 4 == 0]): fail(f"{histograms} histograms")
 text = events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
 if text != b"# configuration\nlr = 0.01\n": fail(text)
 if events.Tensors("sample/text_summary")[-1].tensor_proto.string_val[0] != b"a text at the end": fail("sample")

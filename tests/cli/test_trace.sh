@@ -23,6 +23,8 @@ for ranks in 2 4; do
         result "$how, $ranks ranks: buckets in flight inside of backward: $hides" $? "$tmp/said"
     done
 done
+check steps 1 6 "$tmp/t.rank1.json" && [ "$(sed -n 's/^{"step": \([0-9]*\),.*/\1/p' "$tmp/t.log" | tr '\n' ' ')" = "1 2 3 4 5 6 " ]
+result "steps 1 to 6, in trace and log" $? "$tmp/said"
 "$build/trace" show "$tmp"/t.rank*.json >"$tmp/table" 2>&1 && check shown "$tmp/table" "$tmp/t.log"
 result "trace show: exposed communication as in the log" $? "$tmp/table"
 good "trace merge" "files in" "$build/trace" merge "$tmp/all.json" "$tmp"/t.rank*.json

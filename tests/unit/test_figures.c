@@ -230,7 +230,7 @@ static void test_figures(void)
                         ranks * 2 * 2.0 * ROWS * IN * OUT / r->figures[DTRAIN_FIGURE_STEP].max,
                         1e-6 * t->flops);
             CHECK_MSG(t->events == 2 * 2 * 2, "%llu events",
-                      (unsigned long long)t->events); /* steps 0, 2; w, b; both */
+                      (unsigned long long)t->events); /* steps 2, 4; w, b; both */
             CHECK(t->gpu_result == DTRAIN_ERROR_UNSUPPORTED &&
                   strstr(t->no_gpu, "compute on the CPU"));
             munmap(t, sizeof *t);

@@ -354,7 +354,7 @@ static int table_rank(dtrain_world *world, void *user)
     desc.total_steps = 34;
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
     for (int64_t step = 0; step < 34; step++) {
-        dtrain_step_record r = record_of(step);
+        dtrain_step_record r = record_of(step + 1);
         if (step == 14) r.val_loss = 1.5;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
     }
@@ -405,6 +405,7 @@ static int live_rank(dtrain_world *world, void *user)
     if (!CHECK(dtrain_metrics_create(world, &desc, &metrics) == DTRAIN_OK)) return 1;
     for (int64_t step = 0; step < 1000; step++) {
         dtrain_step_record r = record_of(step);
+        r.step = step + 1;
         if (step == 500) r.val_loss = 1.5;
         CHECK(dtrain_metrics_step(metrics, &r) == DTRAIN_OK);
     }

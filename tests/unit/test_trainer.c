@@ -330,7 +330,7 @@ static void test_record(void)
     for (int step = 0; step < 12; step++) {
         const dtrain_step_record *a = &r->records[0][step];
         double bytes = 2.0 * 2 / 3 * PARAMS * 4; /* one all-reduce by the ring formula */
-        CHECK(a->step == step);
+        CHECK(a->step == step + 1);
         CHECK(a->tokens == (uint64_t)(step + 1) * GLOBAL_BATCH);
         CHECK_CLOSE(a->tokens_per_second, GLOBAL_BATCH / (a->step_ms * 1e-3), 1e-6);
         CHECK(isnan(a->val_loss));
@@ -396,7 +396,7 @@ static void test_nan_of_one_rank(void)
     CHECK(run_launch(r) == DTRAIN_OK);
     for (int rank = 0; rank < 3; rank++) {
         CHECK(r->ended[rank] == DTRAIN_ERROR_NUMERIC);
-        CHECK_MSG(strstr(r->error[rank], "at step 3 the loss of rank 1 is") != NULL, "%s",
+        CHECK_MSG(strstr(r->error[rank], "at step 4 the loss of rank 1 is") != NULL, "%s",
                   r->error[rank]);
         CHECK(memcmp(r->before[rank], r->after[rank], sizeof r->before[rank]) == 0);
         for (int i = 0; i < PARAMS; i++) CHECK(isfinite(r->after[rank][i]));
@@ -414,7 +414,7 @@ static void test_nan_is_skipped(void)
     for (int rank = 0; rank < 3; rank++)
         for (int step = 0; step < 8; step++) {
             const dtrain_step_record *record = &r->records[rank][step];
-            CHECK(record->skipped_steps == (step >= 3) && record->step == step);
+            CHECK(record->skipped_steps == (step >= 3) && record->step == step + 1);
             CHECK(!isfinite(record->grad_norm) == (step == 3) &&
                   !isfinite(record->loss) == (step == 3));
         }
@@ -431,7 +431,7 @@ static void test_nan_is_skipped(void)
     CHECK(run_launch(stuck) == DTRAIN_OK);
     for (int rank = 0; rank < 2; rank++)
         CHECK_MSG(stuck->ended[rank] == DTRAIN_ERROR_NUMERIC &&
-                      strstr(stuck->error[rank], "at step 7 the loss of rank 0"),
+                      strstr(stuck->error[rank], "at step 8 the loss of rank 0"),
                   "%s", stuck->error[rank]);
 }
 

@@ -389,7 +389,7 @@ static dtrain_result open_metrics(dtrain_world *world, run_job *j)
     if (!texts) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for the text of the flags");
     dtrain_metrics_desc desc = metrics_desc(j->s, texts);
     desc.append = j->resumed.step >= 0;
-    desc.first_step = j->resumed.step > 0 ? j->resumed.step : 0;
+    desc.first_step = j->resumed.step > 0 ? j->resumed.step + 1 : 0;
     desc.total_steps = j->steps;
     desc.progress = j->program->own_table ? NULL : stdout;
     desc.progress_every = j->steps >= 200 ? (uint32_t)(j->steps / 20) : 1;

@@ -5,7 +5,7 @@
 #include "tools/run/job.h"
 
 enum {
-    LINKS_STEP = 3
+    LINKS_STEP = 4
 }; /* the step whose time the forecast uses: the first ones touch cold memory */
 
 /* Print what pairs of one kind have measured. */

@@ -41,12 +41,12 @@ static dtrain_result roll_back(dtrain_world *world, run_job *j, int64_t *step)
     TRY(load_newest(world, j, &from));
     if (from.step < 0)
         TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC, "step %lld is not finite, and nothing is saved yet",
-                        (long long)*step));
+                        (long long)*step + 1));
     if (from.step == j->rolled_back)
         TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC,
                         "step %lld is not finite again after a roll-back to step %lld: lower the "
                         "learning rate, clip gradients or look at the data",
-                        (long long)*step, (long long)from.step));
+                        (long long)*step + 1, (long long)from.step));
     dtrain_loader_seek(j->loader, data.position);
     j->rolled_back = from.step;
     *step = from.step - 1; /* the loop adds one */
