@@ -2715,7 +2715,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
 /* Save the state as the checkpoint of a step, between two steps. Collective. metric: for keep_best,
- * the same on every rank; NaN: none. A checkpoint of the same step is replaced.
+ * the same on every rank; NaN: none. A checkpoint of the same step is replaced. A directory that
+ * was removed since it was opened is made again, with a warning.
  *
  * In the background, this waits for the save before, if that is still being written, and reports
  * its failure. */
@@ -25775,6 +25776,7 @@ static dtrain_result dtrain__save_settle(dtrain_checkpoint *c, bool last);
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c);
 static void dtrain__save_run(dtrain_checkpoint *c);
 static dtrain_result dtrain__publish(dtrain_checkpoint *c);
+static dtrain_result dtrain__directory_take(dtrain_checkpoint *c);
 
 /* ---- Save -------------------------------------------------------------------------------------*/
 
@@ -25841,6 +25843,23 @@ DTRAIN_API dtrain_result dtrain_checkpoint_save(dtrain_checkpoint *checkpoint, i
     return result;
 }
 
+/* Rank 0: clear away what a failed save has left; or make the directory again, if somebody has
+ * removed it, with a lock: the one that is held is that of the old one. */
+static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
+{
+    const dtrain_storage *storage = c->desc.storage;
+    char path[DTRAIN__PATH];
+    snprintf(path, sizeof path, "%s/lock", c->desc.directory);
+    const int file = dtrain__storage_try(storage, path, DTRAIN_STORAGE_READ);
+    if (file >= 0) (void)storage->close(storage->user, file);
+    if (file != -ENOENT)
+        return dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory);
+    dtrain_log(c->world, DTRAIN_LOG_WARNING,
+               "%s was removed while the run saves to it; it is made again", c->desc.directory);
+    if (c->lock >= 0) (void)storage->close(storage->user, c->lock);
+    return dtrain__directory_take(c);
+}
+
 /* Do what comes before the first byte is written: plan, snapshot, and on rank 0 the directory and
  * the beginning of the manifest. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
@@ -25854,7 +25873,7 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
     dtrain__manifest_head(&c->head, c->desc.state, c->step, c->metric, c->desc.config,
                           c->desc.commit);
     if (c->head.failed) return DTRAIN_ERROR_MEMORY;
-    DTRAIN__TRY(dtrain__remove_unfinished(c->desc.storage, &c->allocator, c->desc.directory));
+    DTRAIN__TRY(dtrain__directory_ready(c));
     dtrain__step_path(path, c->desc.directory, c->step, ".tmp");
     const int code = c->desc.storage->make_directory(c->desc.storage->user, path);
     if (code >= 0) return DTRAIN_OK;

@@ -197,7 +197,8 @@ if [ "$(id -u)" = 0 ] && have ip && ip netns add dtrain_$$_a 2>/dev/null; then
         wait_for 10 sh -c "[ \$(pgrep -f -x -c 'sleep 60') -ge 4 ]"
         pkill -9 -P $other; wait $other 2>/dev/null # of timeout
         wait $launcher
-        [ $? -eq 1 ] && grep -q 'node 1 is gone' "$tmp/0.out" && grep -q '1 of 2 nodes have not come: 1' "$tmp/0.out"
+        [ $? -eq 1 ] && grep -q 'node 1 is gone' "$tmp/0.out" && grep -q '1 of 2 nodes have not come: 1' "$tmp/0.out" &&
+            grep -q 'to go on from the last checkpoint, start this command on all nodes again, or with --nnodes 1' "$tmp/0.out"
         result "a host that is gone for good: the other ends at its deadline" $? "$tmp/0.out"
     else skip "hosts in network namespaces" "$(head -n 1 "$tmp/err")" 4; fi
 else skip "hosts in network namespaces" "needs root and ip netns" 4; fi
@@ -212,6 +213,7 @@ wait_for 60 test -e "$tmp/nodes/latest"
 kill -9 $one
 wait $one 2>/dev/null
 node 1 >"$tmp/1.out" 2>&1 & one=$!
-wait $zero && wait $one && [ "$(parameters "$tmp/0.out")" = "${expected:-none}" ] && grep -q 'dtrain-run of node 1 is gone' "$tmp/0.out"
+wait $zero && wait $one && [ "$(parameters "$tmp/0.out")" = "${expected:-none}" ] && grep -q 'dtrain-run of node 1 is gone' "$tmp/0.out" &&
+    grep -q 'the others wait 15 s (--timeout) for node 1: start the same command there, or on another host' "$tmp/0.out"
 result "a node is lost and comes again: the bits of an undisturbed run" $? "$tmp/0.out"
 finish

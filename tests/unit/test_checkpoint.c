@@ -1,6 +1,8 @@
 /* test_checkpoint.c: what is saved is loaded: exactly when a run goes on as it was, resharded under any other number
  * of ranks, strategy and precision; retention, locks, damage, refusals. Faults of the disk: test_storage_faults.c. */
 #include "test.h"
+#include <fcntl.h>
+#include <sys/file.h>
 #include "dtrain.h"
 #include "ranks.h"
 #include "saved_run.h"
@@ -568,6 +570,43 @@ static void test_links(void)
     folder_remove();
 }
 
+/* Rank 0 removes the directory before step 3; before step 6, when step 4 is saved, it is there again, and locked. */
+static int removes_directory(dtrain_world *world, saved_run *r, int64_t step)
+{
+    char lock[300];
+    if (step != 2 && step != 5) return 0;
+    if (dtrain_world_all_gather(world, NULL, 0, NULL) != DTRAIN_OK) return 1;
+    if (dtrain_world_rank(world) == 0) {
+        snprintf(lock, sizeof lock, "%s/lock", r->save);
+        const int file = open(lock, O_RDWR | O_CLOEXEC);
+        CHECK_MSG(file >= 0 && flock(file, LOCK_EX | LOCK_NB) != 0, "step %d: no lock", (int)step);
+        if (file >= 0) close(file);
+        if (step == 2) shell("mv %s %s.gone", r->save, r->save);
+    }
+    return dtrain_world_all_gather(world, NULL, 0, NULL) != DTRAIN_OK;
+}
+
+static void test_removed_directory(void)
+{
+    for (int background = 0; background < 2; background++) {
+        saved_run *r = saved_new(2, DTRAIN_STRATEGY_ZERO1);
+        char path[256];
+        folder_make();
+        snprintf(path, sizeof path, "%s/runs/a", folder);
+        r->steps = 8;
+        r->save_every = 2;
+        r->save = path;
+        r->background = background;
+        r->keep.failures = 1; /* of the save that may be under way */
+        r->during = removes_directory;
+        saved_go(r, "removed");
+        shell("test -f %s/step-000000000004/manifest.json", path);
+        shell("test -f %s/step-000000000008/manifest.json", path);
+        folder_remove();
+        munmap(r, sizeof *r);
+    }
+}
+
 /* ---- damage ---- */
 
 /* Damage the newest of two checkpoints: it is passed over, with a warning and a note; by its own path it is an error
@@ -709,6 +748,7 @@ int main(int argc, char **argv)
     RUN(test_lock);
     RUN(test_directories);
     RUN(test_links);
+    RUN(test_removed_directory);
     RUN(test_damage);
     RUN(test_torn);
     RUN(test_own_arrays);

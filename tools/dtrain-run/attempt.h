@@ -58,10 +58,12 @@ static void run_hear_nodes(run_watch *w)
         if (strstr(mark, ", stopped]") && !w->stopped_by) w->stopped_by = SIGTERM;
         snprintf(failure->sentence, sizeof failure->sentence, "%.*s", (int)(mark - begin - 2),
                  begin + 2);
-    } else if (sscanf(text, "rank %*d: rank %d", &node) == 1)
+    } else if (sscanf(text, "rank %*d: rank %d", &node) == 1) {
+        failure->lost = 1 + node;
         snprintf(failure->sentence, sizeof failure->sentence,
                  "the dtrain-run of node %d is gone: it was killed, or its host was lost", node);
-    else snprintf(failure->sentence, sizeof failure->sentence, "another node failed: %.200s", text);
+    } else
+        snprintf(failure->sentence, sizeof failure->sentence, "another node failed: %.200s", text);
     w->stops = w->settled = true;
     w->fail_ns = run_now();
 }

@@ -219,6 +219,7 @@ static int run_nodes(run_job *job)
             char text[1024];
             as_nodes(dtrain_last_error(), text, sizeof text);
             fprintf(stderr, "dtrain-run: node %d: %s\n", o->node_rank, text);
+            if (before) run_print_advice(o, false, 0);
             job->code = before ? before : 1;
         }
     } while (job->again);

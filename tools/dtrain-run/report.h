@@ -10,6 +10,7 @@ enum { RUN_SENTENCE = 500, RUN_LAST_LINES = 10 };
 typedef struct run_failure {
     bool any, here;  /* here: of a rank of this node, which is at `local` */
     int local, code; /* code: 128 + signal, or an exit status */
+    int lost;        /* 1 + the node that is gone; 0: none is */
     char sentence[RUN_SENTENCE];
 } run_failure;
 
@@ -154,6 +155,23 @@ static void run_describe(const run_node *node, int first, uint64_t start_ns, run
              node->size, host, (int)rank->was, how, 1e-9 * (double)(rank->ended_ns - start_ns));
 }
 
+/* Say how a run that has lost nodes goes on: this one, while the others wait for the lost one, or another. */
+static void run_print_advice(const run_options *o, bool waits, int lost)
+{
+    if (waits)
+        fprintf(stderr,
+                "dtrain-run: the others wait %g s (--timeout) for node %d: start the same command "
+                "there%s\n",
+                o->timeout, lost, lost ? ", or on another host" : " again");
+    else
+        fprintf(stderr,
+                "dtrain-run: to go on from the last checkpoint, start this command on all nodes "
+                "again, or with --nnodes "
+                "%d on those that are left%s\n",
+                o->nnodes - 1,
+                o->restarts ? "" : "; with --restarts they would wait for a node that comes back");
+}
+
 /* Print the first failure, with what its rank said when it is one of this node. */
 static void run_print_failure(const run_node *node, const run_failure *failure)
 {
@@ -162,6 +180,8 @@ static void run_print_failure(const run_node *node, const run_failure *failure)
     fprintf(stderr, "dtrain-run: %s", failure->sentence);
     if (!failure->here) {
         fprintf(stderr, "\n");
+        if (failure->lost)
+            run_print_advice(node->options, node->options->restarts > 0, failure->lost - 1);
         return;
     }
     for (int i = 0; i < node->count; i++)
