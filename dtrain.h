@@ -1267,7 +1267,8 @@ typedef struct dtrain_param {
     float *value;     /* (count); NULL: the library owns it and initialises it */
     float *grad;      /* (count); NULL: it lives inside a bucket and this becomes its
                                       address; the host's own is copied at ready and back */
-    int64_t count;    /* elements; 0 = product of shape. Both are completed in place */
+    int64_t count;    /* elements; 0 = product of shape. Both are completed in place; where
+                                      neither is given, an alias takes its target's */
     int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count */
     uint32_t unit;    /* which unit (transformer block) it belongs to */
     uint32_t flags;   /* DTRAIN_PARAM_* */
@@ -1451,7 +1452,7 @@ typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } d
  * another pass. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
                                                 dtrain_pass pass);
-/* Release a unit's parameters after its forward or backward. Local. */
+/* Release a unit's parameters after its forward or backward, if they are gathered. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
 /* Mark params[index]'s gradient final for this backward; communication of its bucket may start.
@@ -13853,7 +13854,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 }
 
 /* Report parameters that ready has not seen in this step, at most eight by name; a warning names
- * one once, and an empty tensor misses nothing. All buckets have been launched: whatever this rank
+ * one once. All buckets have been launched: whatever this rank
  * lacks, the others are not left waiting. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
@@ -13865,7 +13866,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || entry->seen || !p->count || (entry->warned && !strict)) continue;
+        if (!entry->trainable || entry->seen || (entry->warned && !strict)) continue;
         entry->warned = true;
         if (count++ < 8) /* 64 bytes each: there is room for them */
             used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
@@ -14429,7 +14430,7 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                 ? "call dtrain_strategy_finish between two"
                 : "to make activations of more than two units again, gather the last "
                   "of them for backward before");
-    if (pass == DTRAIN_PASS_BACKWARD || at <= due) return DTRAIN_OK;
+    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
                        "order in which their first parameters are registered",
@@ -14532,9 +14533,9 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                                                 dtrain_pass pass)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
 }
 
@@ -14543,7 +14544,6 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -16192,6 +16192,8 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
     size_t product = dims ? 1 : (size_t)p->count, bytes;
     bool fits = true;
     if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
+    if (!dims && !p->count && !p->alias_of)
+        return dtrain__param_fail(p, index, "count and shape are 0; give one of them");
     for (int d = 0; d < 4; d++) {
         if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
             return dtrain__param_fail(p, index,
@@ -16913,7 +16915,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
     for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || strategy->layout.entries[i].lends_value || !p->count) continue;
+        if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
         DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
                                      0, NULL));
     }

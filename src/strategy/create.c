@@ -201,7 +201,7 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
     for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
         const dtrain_param *p = &strategy->params[i];
-        if (p->state.storage != p || strategy->layout.entries[i].lends_value || !p->count) continue;
+        if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
         DTRAIN__TRY(dtrain_broadcast(strategy->comm, p->value, (size_t)p->count, DTRAIN_DTYPE_F32,
                                      0, NULL));
     }

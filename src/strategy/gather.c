@@ -219,7 +219,7 @@ static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32
                 ? "call dtrain_strategy_finish between two"
                 : "to make activations of more than two units again, gather the last "
                   "of them for backward before");
-    if (pass == DTRAIN_PASS_BACKWARD || at <= due) return DTRAIN_OK;
+    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
                        "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
                        "order in which their first parameters are registered",
@@ -322,9 +322,9 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
                                                 dtrain_pass pass)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
 }
 
@@ -333,7 +333,6 @@ DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint3
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
 {
     DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
     const uint32_t at = dtrain__find_unit(strategy, unit);
     if (at == DTRAIN__NONE)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,

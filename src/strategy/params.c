@@ -59,6 +59,8 @@ static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
     size_t product = dims ? 1 : (size_t)p->count, bytes;
     bool fits = true;
     if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
+    if (!dims && !p->count && !p->alias_of)
+        return dtrain__param_fail(p, index, "count and shape are 0; give one of them");
     for (int d = 0; d < 4; d++) {
         if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
             return dtrain__param_fail(p, index,

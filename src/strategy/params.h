@@ -39,7 +39,8 @@ typedef struct dtrain_param {
     float *value;     /* (count); NULL: the library owns it and initialises it */
     float *grad;      /* (count); NULL: it lives inside a bucket and this becomes its
                                       address; the host's own is copied at ready and back */
-    int64_t count;    /* elements; 0 = product of shape. Both are completed in place */
+    int64_t count;    /* elements; 0 = product of shape. Both are completed in place; where
+                                      neither is given, an alias takes its target's */
     int64_t shape[4]; /* leading non-zero entries; all zero = 1-D of count */
     uint32_t unit;    /* which unit (transformer block) it belongs to */
     uint32_t flags;   /* DTRAIN_PARAM_* */

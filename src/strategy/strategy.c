@@ -456,7 +456,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 }
 
 /* Report parameters that ready has not seen in this step, at most eight by name; a warning names
- * one once, and an empty tensor misses nothing. All buckets have been launched: whatever this rank
+ * one once. All buckets have been launched: whatever this rank
  * lacks, the others are not left waiting. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
@@ -468,7 +468,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     for (size_t i = 0; i < strategy->param_count; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || entry->seen || !p->count || (entry->warned && !strict)) continue;
+        if (!entry->trainable || entry->seen || (entry->warned && !strict)) continue;
         entry->warned = true;
         if (count++ < 8) /* 64 bytes each: there is room for them */
             used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",

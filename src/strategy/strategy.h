@@ -172,7 +172,7 @@ typedef enum dtrain_pass { DTRAIN_PASS_FORWARD = 0, DTRAIN_PASS_BACKWARD = 1 } d
  * another pass. */
 DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
                                                 dtrain_pass pass);
-/* Release a unit's parameters after its forward or backward. Local. */
+/* Release a unit's parameters after its forward or backward, if they are gathered. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit);
 
 /* Mark params[index]'s gradient final for this backward; communication of its bucket may start.

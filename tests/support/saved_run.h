@@ -102,7 +102,7 @@ static inline void saved_param(saved_rank *s, int at, uint32_t unit, const char 
     p->init_scale = columns ? 0.3f : 0.1f;
 }
 
-/* Two blocks between a tied embedding; a frozen tensor, one that gets no gradient, an empty one. */
+/* Two blocks between a tied embedding; a frozen tensor, one that gets no gradient, one of one element. */
 static inline void saved_model(saved_rank *s)
 {
     saved_param(s, 0, 0, "wte", 256, SAVED_WIDTH);
@@ -114,7 +114,7 @@ static inline void saved_model(saved_rank *s)
     saved_param(s, 6, 2, "b.up", SAVED_INNER, SAVED_WIDTH);
     saved_param(s, 7, 2, "b.up.bias", SAVED_INNER, 0);
     saved_param(s, 8, 2, "b.down", SAVED_WIDTH, SAVED_INNER);
-    saved_param(s, 9, 2, "b.empty", 0, 0);
+    saved_param(s, 9, 2, "b.tiny", 1, 0);
     saved_param(s, 10, 2, "b.one", 1, 0);
     saved_param(s, 11, 3, "norm", SAVED_WIDTH, 0);
     saved_param(s, 12, 3, "norm.bias", SAVED_WIDTH, 0);

@@ -49,14 +49,14 @@ enum {
 };
 
 /* Unit 0: WTE, WPE; units 1 to 3: a block each, UNUSED in the first, where buffers that take turns
- * hold another unit's gradients, and EMPTY in the second; unit 4: the rest. */
+ * hold another unit's gradients, and TINY in the second; unit 4: the rest. */
 enum {
     WTE,
     WPE,
     UNUSED,
     BLOCK_0,
     BLOCK_1 = BLOCK_0 + BLOCK_PARAMS,
-    EMPTY = BLOCK_1 + BLOCK_PARAMS,
+    TINY = BLOCK_1 + BLOCK_PARAMS,
     BLOCK_2,
     LNF_W = BLOCK_2 + BLOCK_PARAMS,
     LNF_B,
@@ -186,7 +186,7 @@ static inline void gpt_create(strategy_job *job)
     model_param(job, UNUSED, 1, "unused", 5, 7);
     model_block(job, BLOCK_0, 1, 1);
     model_block(job, BLOCK_1, 2, 3);
-    model_param(job, EMPTY, 2, "empty", 0, 0);
+    model_param(job, TINY, 2, "tiny", 1, 0)->flags = DTRAIN_PARAM_FROZEN;
     model_block(job, BLOCK_2, 3, 2);
     model_norm(job, LNF_W, last, "lnf");
     model_param(job, HEAD, last, "head", 0, 0)->alias_of = &job->params[WTE];

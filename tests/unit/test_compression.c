@@ -34,7 +34,7 @@
 
 /* ---- the field ---- */
 
-enum { WIDE, BIAS, HOLLOW, TIED, STILL, SMALL, DEEP, LONG, LOST, SHY, ROW, TIED_TOO, FIELD_PARAMS };
+enum { WIDE, BIAS, SINGLE, TIED, STILL, SMALL, DEEP, LONG, LOST, SHY, ROW, TIED_TOO, FIELD_PARAMS };
 enum { FIELD_STEPS = 8, FIELD_RANKS = 8, FIELD_TOTAL = 9000, FIELD_Q = 700 };
 
 /* TIED is full of equal magnitudes and zeros, ROW has one magnitude; TIED_TOO is TIED once more; LOST
@@ -43,7 +43,7 @@ static const struct {
     const char *name;
     int64_t shape[4];
 } field_tensors[FIELD_PARAMS] = {
-    {"wide", {37, 41, 0, 0}}, {"bias", {41, 0, 0, 0}},   {"hollow", {0, 0, 0, 0}},
+    {"wide", {37, 41, 0, 0}}, {"bias", {41, 0, 0, 0}},   {"single", {1, 0, 0, 0}},
     {"tied", {30, 50, 0, 0}}, {"still", {20, 20, 0, 0}}, {"small", {5, 9, 0, 0}},
     {"deep", {7, 11, 13, 0}}, {"long", {2000, 0, 0, 0}}, {"lost", {16, 40, 0, 0}},
     {"shy", {25, 33, 0, 0}},  {"row", {1, 300, 0, 0}},   {"head", {0, 0, 0, 0}},
@@ -158,7 +158,7 @@ static float field_own(const field_case *c, int p, int rank, int step, int64_t i
     return sum;
 }
 
-static bool field_trained(int p) { return p != HOLLOW && p != STILL && p != TIED_TOO; }
+static bool field_trained(int p) { return p != STILL && p != TIED_TOO; }
 
 /* ---- oracles ---- */
 

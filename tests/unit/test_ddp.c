@@ -7,8 +7,8 @@
 /* ---- The model: y = s W^T tanh(W x + b1) + b2 + f, loss = |y - x|^2 / 2 + 0.0005 x0^2 |big|^2 ---- */
 
 enum { IN = 6, HID = 5, BIG = 4100, MOST_STEPS = 6 };
-enum { ENC, B1, EMPTY, SIGMA, DEC, BIGP, B2, FIXED, PARAMS };
-enum { VALUES = IN * HID + HID + 1 + BIG + IN + IN };
+enum { ENC, B1, TINY, SIGMA, DEC, BIGP, B2, FIXED, PARAMS };
+enum { VALUES = IN * HID + HID + 2 + BIG + IN + IN };
 
 typedef struct model {
     dtrain_param p[PARAMS];
@@ -42,9 +42,9 @@ static float noise(uint64_t stream, uint64_t index)
 /* Host values differ from rank to rank: creation must bring rank 0's everywhere. */
 static void model_init(model *m, const config *c, int rank)
 {
-    static const char *const names[PARAMS] = {"enc", "b1",  "empty", "sigma",
-                                              "dec", "big", "b2",    "fixed"};
-    static const int64_t shapes[PARAMS][2] = {{HID, IN}, {HID, 0},  {0, 0},  {1, 0},
+    static const char *const names[PARAMS] = {"enc", "b1",  "tiny", "sigma",
+                                              "dec", "big", "b2",   "fixed"};
+    static const int64_t shapes[PARAMS][2] = {{HID, IN}, {HID, 0},  {1, 0},  {1, 0},
                                               {IN, HID}, {41, 100}, {IN, 0}, {IN, 0}};
     bool copy = c->copying == 1 || (c->copying == 2 && rank % 2);
     int i, at = 0;
@@ -468,7 +468,7 @@ static int owned_main(dtrain_world *world, void *user)
     CHECK(m->p[DEC].value == m->p[ENC].value && m->p[DEC].grad == m->p[ENC].grad);
     CHECK(m->p[DEC].state.storage == &m->p[ENC] && m->p[ENC].state.storage == &m->p[ENC] &&
           m->p[B2].state.index == B2);
-    CHECK(m->p[FIXED].grad == NULL && m->p[FIXED].value != NULL && m->p[EMPTY].value != NULL);
+    CHECK(m->p[FIXED].grad == NULL && m->p[FIXED].value != NULL && m->p[TINY].value != NULL);
     for (i = 0; i < PARAMS; i++)
         aligned |= (int64_t)((uintptr_t)m->p[i].value | (uintptr_t)m->p[i].grad) & 63;
     CHECK(aligned == 0);
@@ -479,7 +479,7 @@ static int owned_main(dtrain_world *world, void *user)
     CHECK(info.total_elements == VALUES && info.trainable_elements == VALUES - IN);
     CHECK(info.value_bytes == VALUES * 4 && info.param_count == PARAMS && info.sync_count == 0);
     CHECK(info.grad_bytes == info.bucket_bytes &&
-          info.bucket_bytes == 4 * (32 + 16 + 16 + 4112 + 16));
+          info.bucket_bytes == 4 * (32 + 16 + 16 + 16 + 4112 + 16));
     if (dtrain_world_rank(world) == 0) memcpy(expected, m->p[BIGP].value, BIG * sizeof(float));
     dtrain_strategy_destroy(ddp);
     for (i = 0; i < PARAMS; i++) CHECK(!m->p[i].value && !m->p[i].grad);
@@ -596,17 +596,17 @@ static void differ(model *m, dtrain_strategy_desc *desc, size_t *count, int what
     case 8: m->p[BIGP].value = NULL; break;
     case 9: desc->bucket_bytes = 4096; break;
     case 11: m->p[B2].name = LONG_NAME "y"; break;
-    default: m->p[EMPTY].count = 7, m->p[EMPTY].shape[0] = 7; break;
+    default: m->p[TINY].count = 7, m->p[TINY].shape[0] = 7; break;
     }
 }
 
 static int mismatch_main(dtrain_world *world, void *user)
 {
     static const mismatch cases[] = {
-        {"parameter 1 differs", 0}, {"\"b3\"", 1},     {"\"big\" shape (100, 41", 2},
-        {"parameter 5 differs", 3}, {"\"sigma\"", 4},  {"unit 9", 5},
-        {"only 7 parameters", 6},   {"\"dec\"", 7},    {"init 2 scale 0.2", 8},
-        {"4096 bytes", 9},          {"\"empty\"", 10}, {"parameter 6 differs", 11}};
+        {"parameter 1 differs", 0}, {"\"b3\"", 1},    {"\"big\" shape (100, 41", 2},
+        {"parameter 5 differs", 3}, {"\"sigma\"", 4}, {"unit 9", 5},
+        {"only 7 parameters", 6},   {"\"dec\"", 7},   {"init 2 scale 0.2", 8},
+        {"4096 bytes", 9},          {"\"tiny\"", 10}, {"parameter 6 differs", 11}};
     config c = usual(0);
     size_t i;
     int odd = *(int *)user, usual_rank = odd == 0 ? 1 : 0;
@@ -687,7 +687,7 @@ static int arguments_main(dtrain_world *world, void *user)
     dtrain_param p[3];
     int i;
     (void)user;
-    for (i = 0; i < 17; i++) {
+    for (i = 0; i < 18; i++) {
         size_t count = 2;
         p[0] = ranks_param("a", memory, NULL, 2, 3);
         p[1] = ranks_param("b", memory + 8, NULL, 4, 0);
@@ -711,12 +711,13 @@ static int arguments_main(dtrain_world *world, void *user)
             break; /* own value */
         case 14: p[1].flags = 8; break;
         case 15: p[1].init = 4; break;
+        case 16: p[1].count = p[1].shape[0] = 0; break;
         default: desc.missing_gradient = 2; break;
         }
         CHECK_MSG(dtrain_strategy_create(world, p, count, &desc, &ddp) == DTRAIN_ERROR_ARGUMENT &&
                       !ddp,
                   "case %d passes", i);
-        CHECK_MSG(i == 16 || strstr(dtrain_last_error(), "parameter 1 "), "case %d: %s", i,
+        CHECK_MSG(i == 17 || strstr(dtrain_last_error(), "parameter 1 "), "case %d: %s", i,
                   dtrain_last_error());
     }
     CHECK(dtrain_strategy_create(NULL, p, 1, NULL, &ddp) == DTRAIN_ERROR_ARGUMENT);
@@ -998,13 +999,13 @@ static int overlap_main(dtrain_world *world, void *user)
         CHECK(between.operation_count == before.operation_count + (overlap ? 2u : 0u));
         RANKS_TRY(dtrain_strategy_ready(ddp, DEC)); /* the tied pair waits for its other half */
         RANKS_TRY(dtrain_strategy_ready(ddp, SIGMA));
-        RANKS_TRY(dtrain_strategy_ready(ddp, EMPTY));
+        RANKS_TRY(dtrain_strategy_ready(ddp, TINY));
         RANKS_TRY(dtrain_strategy_ready(ddp, B1));
         dtrain_comm_query(dtrain_world_comm(world), &between);
-        CHECK(between.operation_count == before.operation_count + (overlap ? 4u : 0u));
+        CHECK(between.operation_count == before.operation_count + (overlap ? 5u : 0u));
         RANKS_TRY(dtrain_strategy_ready(ddp, ENC));
         dtrain_comm_query(dtrain_world_comm(world), &between);
-        CHECK(between.operation_count == before.operation_count + (overlap ? 5u : 0u));
+        CHECK(between.operation_count == before.operation_count + (overlap ? 6u : 0u));
         RANKS_TRY(dtrain_strategy_finish(ddp));
         dtrain_strategy_destroy(ddp);
     }

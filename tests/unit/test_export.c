@@ -26,7 +26,7 @@ enum {
     UP,
     UP_BIAS,
     DOWN,
-    EMPTY,
+    TINY,
     ONE,
     LARGE,
     NORM,
@@ -87,7 +87,7 @@ static void model_param(dtrain_param *p, uint32_t unit, const char *name, int64_
     p->init_scale = 0.5f;
 }
 
-/* Tied weights, a frozen tensor, an empty one, one of one element, sizes that divide by nothing. */
+/* Tied weights, a frozen tensor, two of one element, sizes that divide by nothing. */
 static void model_create(dtrain_param params[PARAMS], bool large)
 {
     memset(params, 0, PARAMS * sizeof *params);
@@ -96,7 +96,7 @@ static void model_create(dtrain_param params[PARAMS], bool large)
     model_param(&params[UP], 1, "up", 18, WIDTH);
     model_param(&params[UP_BIAS], 1, "up.bias", 18, 0);
     model_param(&params[DOWN], 1, "down", WIDTH, 18);
-    model_param(&params[EMPTY], 1, "empty", 0, 0);
+    model_param(&params[TINY], 1, "tiny", 1, 0);
     model_param(&params[ONE], 1, "one", 1, 0);
     model_param(&params[LARGE], 2, "large", large ? 1103 : 11, large ? 601 : 6);
     model_param(&params[NORM], 2, "norm", WIDTH, 0);
@@ -331,8 +331,8 @@ static bool same_bits(float a, float b) { return memcmp(&a, &b, sizeof a) == 0; 
 static void check_file(const job *j, const char *path, const dtrain_export_name *names,
                        uint32_t dtype)
 {
-    static const char *const own[PARAMS] = {"wte",   "wpe", "up",    "up.bias", "down",
-                                            "empty", "one", "large", "norm",    "head"};
+    static const char *const own[PARAMS] = {"wte",  "wpe", "up",    "up.bias", "down",
+                                            "tiny", "one", "large", "norm",    "head"};
     for (int i = 0; i < HEAD; i++) {
         const dtrain_export_name *how = names ? &names[i] : NULL;
         const char *name = how && how->name ? how->name : own[i];
@@ -531,13 +531,13 @@ static void test_files(void)
     CHECK_MSG(
         index &&
             strcmp((char *)index,
-                   "{\n  \"metadata\": {\n    \"total_size\": 3500\n  },\n  \"weight_map\": {\n"
+                   "{\n  \"metadata\": {\n    \"total_size\": 3504\n  },\n  \"weight_map\": {\n"
                    "    \"wte\": \"model-00001-of-00004.safetensors\",\n"
                    "    \"wpe\": \"model-00002-of-00004.safetensors\",\n"
                    "    \"up\": \"model-00002-of-00004.safetensors\",\n"
                    "    \"up.bias\": \"model-00002-of-00004.safetensors\",\n"
                    "    \"down\": \"model-00003-of-00004.safetensors\",\n"
-                   "    \"empty\": \"model-00003-of-00004.safetensors\",\n"
+                   "    \"tiny\": \"model-00003-of-00004.safetensors\",\n"
                    "    \"one\": \"model-00003-of-00004.safetensors\",\n"
                    "    \"large\": \"model-00003-of-00004.safetensors\",\n"
                    "    \"norm\": \"model-00004-of-00004.safetensors\"\n  }\n}\n") == 0,
@@ -602,10 +602,10 @@ static void test_header(void)
     "\"up\":{\"dtype\":\"F32\",\"shape\":[18,10],\"data_offsets\":[1680,2400]},"   \
     "\"up.bias\":{\"dtype\":\"F32\",\"shape\":[18],\"data_offsets\":[2400,2472]}," \
     "\"down\":{\"dtype\":\"F32\",\"shape\":[10,18],\"data_offsets\":[2472,3192]}," \
-    "\"empty\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[3192,3192]},"    \
-    "\"one\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[3192,3196]},"      \
-    "\"large\":{\"dtype\":\"F32\",\"shape\":[11,6],\"data_offsets\":[3196,3460]}"
-#define HEADER_NORM ",\"norm\":{\"dtype\":\"F32\",\"shape\":[10],\"data_offsets\":[3460,3500]}"
+    "\"tiny\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[3192,3196]},"     \
+    "\"one\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[3196,3200]},"      \
+    "\"large\":{\"dtype\":\"F32\",\"shape\":[11,6],\"data_offsets\":[3200,3464]}"
+#define HEADER_NORM ",\"norm\":{\"dtype\":\"F32\",\"shape\":[10],\"data_offsets\":[3464,3504]}"
 
 static void test_fit(void)
 {
@@ -618,43 +618,43 @@ static void test_fit(void)
         const char *prefix;
         const char *const *ignore;
     } list[] = {
-        {"{" HEADER_WTE "," HEADER_REST HEADER_NORM "}", 3500, NULL, "", NULL, NULL},
-        {"{" HEADER_WTE "," HEADER_REST "}", 3460,
+        {"{" HEADER_WTE "," HEADER_REST HEADER_NORM "}", 3504, NULL, "", NULL, NULL},
+        {"{" HEADER_WTE "," HEADER_REST "}", 3464,
          "does not fit this model: missing in it: \"norm\"", "missing in it: \"norm\"", NULL, NULL},
         {"{" HEADER_WTE "," HEADER_REST
-         ",\"norm\":{\"dtype\":\"F32\",\"shape\":[5,2],\"data_offsets\":[3460,3500]}}",
-         3500, "not F32, BF16 or F16: \"norm\" is F32 [5, 2], expected [10]",
+         ",\"norm\":{\"dtype\":\"F32\",\"shape\":[5,2],\"data_offsets\":[3464,3504]}}",
+         3504, "not F32, BF16 or F16: \"norm\" is F32 [5, 2], expected [10]",
          "\"norm\" is F32 [5, 2], expected [10]", NULL, NULL},
         {"{" HEADER_WTE "," HEADER_REST
-         ",\"norm\":{\"dtype\":\"F64\",\"shape\":[10],\"data_offsets\":[3460,3540]}}",
-         3540, "\"norm\" is F64 [10], expected [10]", "\"norm\" is F64 [10]", NULL, NULL},
+         ",\"norm\":{\"dtype\":\"F64\",\"shape\":[10],\"data_offsets\":[3464,3544]}}",
+         3544, "\"norm\" is F64 [10], expected [10]", "\"norm\" is F64 [10]", NULL, NULL},
         {"{" HEADER_WTE "," HEADER_REST
-         ",\"norm\":{\"dtype\":\"I16\",\"shape\":[10],\"data_offsets\":[3460,3480]}}",
-         3480, "\"norm\" is ? [10], expected [10]", "\"norm\" is ? [10]", NULL, NULL},
+         ",\"norm\":{\"dtype\":\"I16\",\"shape\":[10],\"data_offsets\":[3464,3484]}}",
+         3484, "\"norm\" is ? [10], expected [10]", "\"norm\" is ? [10]", NULL, NULL},
         {"{" HEADER_WTE "," HEADER_REST HEADER_NORM
-         ",\"h.0.mask\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[3500,3504]}}",
-         3504, "only in it: \"h.0.mask\"", "only in it: \"h.0.mask\"", NULL, NULL},
+         ",\"h.0.mask\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[3504,3508]}}",
+         3508, "only in it: \"h.0.mask\"", "only in it: \"h.0.mask\"", NULL, NULL},
         {"{" HEADER_WTE "," HEADER_REST HEADER_NORM
-         ",\"h.0.mask\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[3500,3504]}}",
-         3504, NULL, "", NULL, masks},
+         ",\"h.0.mask\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[3504,3508]}}",
+         3508, NULL, "", NULL, masks},
         {"{" HEADER_WTE "," HEADER_REST
-         ",\"model.norm\":{\"dtype\":\"F32\",\"shape\":[10],\"data_offsets\":[3460,3500]}}",
-         3500, "missing in it: \"norm\"; only in it: \"model.norm\"",
+         ",\"model.norm\":{\"dtype\":\"F32\",\"shape\":[10],\"data_offsets\":[3464,3504]}}",
+         3504, "missing in it: \"norm\"; only in it: \"model.norm\"",
          "missing in it: \"norm\"; only in it: \"model.norm\"", "other.", NULL},
         {"{" HEADER_WTE "," HEADER_REST
-         ",\"model.norm\":{\"dtype\":\"F32\",\"shape\":[10],\"data_offsets\":[3460,3500]}}",
-         3500, NULL, "", "model.", NULL},
+         ",\"model.norm\":{\"dtype\":\"F32\",\"shape\":[10],\"data_offsets\":[3464,3504]}}",
+         3504, NULL, "", "model.", NULL},
         /* tied weights: by either name, and by both if they are the same */
         {"{\"head\":{\"dtype\":\"F32\",\"shape\":[37,10],\"data_offsets\":[0,1480]}," HEADER_REST
              HEADER_NORM "}",
-         3500, NULL, "", NULL, NULL},
+         3504, NULL, "", NULL, NULL},
         {"{" HEADER_WTE "," HEADER_REST HEADER_NORM
-         ",\"head\":{\"dtype\":\"F32\",\"shape\":[37,10],\"data_offsets\":[3500,4980]}}",
-         4980, NULL, "", NULL, NULL},
+         ",\"head\":{\"dtype\":\"F32\",\"shape\":[37,10],\"data_offsets\":[3504,4984]}}",
+         4984, NULL, "", NULL, NULL},
         {"{" HEADER_WTE "," HEADER_REST HEADER_NORM
-         ",\"head\":{\"dtype\":\"F32\",\"shape\":[36,10],\"data_offsets\":[3500,4940]}}",
-         4940, "\"wte\" and \"head\" differ", "!", NULL, head},
-        {"{}", 0, "missing in it: \"wte\", \"wpe\", \"up\", \"up.bias\", \"down\", \"empty\", ...",
+         ",\"head\":{\"dtype\":\"F32\",\"shape\":[36,10],\"data_offsets\":[3504,4944]}}",
+         4944, "\"wte\" and \"head\" differ", "!", NULL, head},
+        {"{}", 0, "missing in it: \"wte\", \"wpe\", \"up\", \"up.bias\", \"down\", \"tiny\", ...",
          "!as no parameter is in it", NULL, NULL},
     };
     folder_make();
@@ -685,8 +685,8 @@ static void test_fit(void)
     job *j = job_new(DTRAIN_STRATEGY_DDP, 2);
     file_of("f",
             "{" HEADER_WTE "," HEADER_REST HEADER_NORM
-            ",\"head\":{\"dtype\":\"F32\",\"shape\":[37,10],\"data_offsets\":[3500,4980]}}",
-            4980);
+            ",\"head\":{\"dtype\":\"F32\",\"shape\":[37,10],\"data_offsets\":[3504,4984]}}",
+            4984);
     all = slurp(in_folder("f"), &bytes);
     all[bytes - 1] = 1;
     spill(in_folder("f"), all, bytes);
@@ -718,7 +718,7 @@ static void test_refusals(void)
         j->how_to.names = refused;
         if (i == 0) says = "two parameters are called \"norm\"", refused[UP].name = "norm";
         if (i == 1) says = "is to be transposed and has 1 dim", refused[UP_BIAS].transpose = true;
-        if (i == 2) says = "is to be transposed and has 0 dim", refused[EMPTY].transpose = true;
+        if (i == 2) says = "is to be transposed and has 1 dim", refused[TINY].transpose = true;
         if (i == 3) says = "38 rows of parameter \"wte\"", refused[WTE].rows = 38;
         if (i == 4) says = "expected 0 (all) to 37", refused[WTE].rows = -1;
         if (i == 5) says = "19 rows of parameter \"up.bias\"", refused[UP_BIAS].rows = 19;

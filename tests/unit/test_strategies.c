@@ -1125,13 +1125,10 @@ static int wrong_hook_rank(dtrain_world *world, void *user)
 static void test_wrong_hooks(void)
 {
     hook_case c;
-    for (c.kind = DTRAIN_STRATEGY_SHARD_GRAD_OP; c.kind <= DTRAIN_STRATEGY_HYBRID_SHARD; c.kind++)
+    for (c.kind = DTRAIN_STRATEGY_DDP; c.kind <= DTRAIN_STRATEGY_HYBRID_SHARD; c.kind++)
         for (c.wrong = 0; c.wrong < 6; c.wrong++)
-            if (c.kind >= DTRAIN_STRATEGY_FULL_SHARD || c.wrong >= 4)
+            if (c.kind >= DTRAIN_STRATEGY_SHARD_GRAD_OP || c.wrong >= 2)
                 ranks_run(2, DTRAIN_LAUNCH_THREADS, wrong_hook_rank, &c);
-    for (c.kind = DTRAIN_STRATEGY_DDP; c.kind <= DTRAIN_STRATEGY_ZERO1; c.kind++)
-        for (c.wrong = 4; c.wrong < 6; c.wrong++)
-            ranks_run(2, DTRAIN_LAUNCH_THREADS, wrong_hook_rank, &c);
 }
 
 /* Parameters outside their unit, on the tape: the sentence names the parameter and its unit. */
