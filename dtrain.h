@@ -2695,6 +2695,8 @@ typedef struct dtrain_checkpoint_desc {
     uint32_t keep_best;    /* besides, the n best by the metric given to save; 0 = none */
     uint64_t keep_every;   /* besides, those of steps that this divides; 0 = none */
     bool larger_is_better; /* of the metric; false: smaller, as of a loss */
+    bool set_aside;        /* checkpoints of another run in the directory are moved to one below it,
+                                aside-1; false: they are an error of open */
     bool background;       /* save copies to host memory, and a thread writes while training goes
                                 on; false: save returns when the checkpoint is there */
     uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
@@ -2711,7 +2713,14 @@ typedef struct dtrain_checkpoint_desc {
 /* Open a directory to save to. Collective. Every rank writes and removes a small file, so that a
  * directory that is missing, read-only, full or not shared is an error before training starts. A
  * second run that saves to the same directory is refused. What an earlier run left half-written is
- * removed. */
+ * removed.
+ *
+ * A directory has one history: one run, from its first checkpoint to the newest. A state that was
+ * loaded from one of its checkpoints goes on with it; those of later steps, if it was not the
+ * newest, are moved to a directory aside-N, out of which nothing is removed and nothing is loaded
+ * unless it is named. So they are before a save, when the state has gone back since. Where others
+ * were saved than the state's run has, it is DTRAIN_ERROR_DATA: load the newest of them before and
+ * go on, save elsewhere, or set them aside. */
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
@@ -2746,7 +2755,10 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 typedef struct dtrain_load_desc {
     bool partial; /* values that the checkpoint lacks, or has in another shape, stay as they are,
                      and extra ones are left out; false: either is an error that names them */
-    bool values_only;              /* nothing but values of parameters */
+    bool values_only; /* nothing but values of parameters; the state is that of a new run */
+    bool this_job;    /* a checkpoint that this call of dtrain_launch has saved, or an attempt
+                         before of the launcher around it (dtrain-run; torchrun with --rdzv-id,
+                         Slurm): DTRAIN_ERROR_NOT_FOUND when the newest is another's */
     const dtrain_storage *storage; /* NULL = the file system */
 } dtrain_load_desc;
 
@@ -4779,6 +4791,7 @@ struct dtrain_world {
     uint32_t naps;       /* turns of waits to sleep through: others want this core */
     bool catches;        /* signals that ask the run to stop */
     uint32_t restart_count;
+    uint64_t job;        /* a number that all attempts of this run have, and no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
     uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
     uint64_t timeout_ns, join_ns;
@@ -7744,6 +7757,7 @@ typedef struct dtrain__launch {
     dtrain__region region;
     dtrain__kept *kept; /* or NULL */
     uint32_t cores;
+    uint64_t job;                 /* see dtrain_world */
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
     pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */
@@ -7880,6 +7894,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
+    world->job = launch->job;
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
@@ -8351,6 +8366,22 @@ static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_
     return result;
 }
 
+/* Make the number of this run: of ours it is drawn, once for all attempts; of another launcher's it
+ * comes from that one's name for the run, which torchrun calls "none" when it has not been told.
+ * Without a name it is another one in every rank, and rank 0's counts. */
+static uint64_t dtrain__job_number(const dtrain__launch *launch)
+{
+    static const char *const names[] = {"DTRAIN_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"};
+    static const uint64_t named[2] = {0, 0};
+    const uint64_t drawn[2] = {launch->start_ns, (uint64_t)getpid()};
+    for (int i = 0; i < 3 && launch->joins; i++) {
+        const char *name = dtrain__env_text(getenv, names[i]);
+        if (name && strcmp(name, "none") != 0)
+            return dtrain__siphash(named, name, strlen(name)) | 1;
+    }
+    return dtrain__siphash(drawn, &launch, sizeof launch) | 1; /* where the stack is, besides */
+}
+
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info)
 {
@@ -8370,6 +8401,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
     dtrain__explain_launch(&launch, result);
+    launch.job = dtrain__job_number(&launch);
     if (result == DTRAIN_OK && !launch.joins)
         result = dtrain__map_kept(launch.desc.kept_bytes, &launch.kept);
     if (result == DTRAIN_OK) {
@@ -24733,6 +24765,11 @@ struct dtrain_state {
     size_t tensor_count, tensor_room;
     dtrain_state_scalar scalars[16];
     size_t scalar_count;
+
+    /* Its history, as rank 0 knows it: the run of the checkpoint that was loaded or saved last, 0 =
+     * unknown, and the step, -1 = there was none. */
+    uint64_t run;
+    int64_t step;
 };
 
 /* state/state.c */
@@ -25032,6 +25069,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
     state->comm = desc->strategy->comm;
     state->device = desc->strategy->device;
+    state->step = -1;
     dtrain__state_list_scalars(state);
     dtrain_result result = dtrain__state_values(state);
     if (result == DTRAIN_OK) result = dtrain__state_moments(state);
@@ -25233,6 +25271,7 @@ typedef struct dtrain__manifest {
     double metric;
     const char *model, *settings; /* objects in the text; NULL: none ... */
     size_t model_bytes, settings_bytes;
+    uint64_t run, job; /* 0: unknown */
     dtrain__saved_scalar scalars[32];
     size_t scalar_count;
     dtrain__saved_tensor *tensors;  /* (tensor_room) */
@@ -25286,6 +25325,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain_storage *storage,
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *storage,
                                                         const dtrain_allocator *allocator,
                                                         const char *directory);
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain_storage *storage,
+                                                const dtrain_allocator *allocator,
+                                                const char *directory, int64_t above, char *folder);
 DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *storage,
                                                         const dtrain_allocator *allocator,
                                                         const char *directory, int64_t step);
@@ -25321,7 +25363,8 @@ struct dtrain_checkpoint {
     size_t texts_bytes;
     dtrain_comm *comm;
     int rank, ranks;
-    int lock; /* rank 0: the file; -1: none */
+    int lock;     /* rank 0: the file; -1: none */
+    uint64_t run; /* rank 0: whose history the directory has */
 
     /* The save under way. */
     int64_t step;
@@ -25862,6 +25905,53 @@ static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
     return dtrain__directory_take(c);
 }
 
+/* Rank 0: make the checkpoint that the state comes from the newest of the directory, and the state's
+ * run its run. */
+static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
+{
+    const dtrain_state *state = c->desc.state;
+    const int64_t above = state->run == c->run ? dtrain__min(state->step, next) : -1;
+    char folder[DTRAIN__PATH];
+    c->run = state->run;
+    DTRAIN__TRY(
+        dtrain__set_aside(c->desc.storage, &c->allocator, c->desc.directory, above, folder));
+    if (folder[0])
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "checkpoints that this run does not go on from were set aside, in %s", folder);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: find out whether the directory has the history of the state's run; a run that begins is
+ * given the number of its job. */
+static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
+{
+    dtrain_state *state = c->desc.state;
+    const char *directory = c->desc.directory;
+    dtrain__steps list;
+    dtrain__manifest manifest;
+    char path[DTRAIN__PATH];
+    DTRAIN__TRY(dtrain__steps_list(c->desc.storage, &c->allocator, directory, "", &list));
+    bool ours = list.count == 0;
+    for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
+        dtrain__step_path(path, directory, list.steps[i], "");
+        if (dtrain__manifest_read(c->desc.storage, &c->allocator, path, &manifest) != DTRAIN_OK)
+            continue;
+        ours = manifest.run == state->run;
+        dtrain__manifest_free(&manifest);
+    }
+    const int64_t newest = list.count ? list.steps[0] : -1;
+    dtrain__steps_free(&list);
+    if (!ours && !c->desc.set_aside)
+        return dtrain_fail(
+            DTRAIN_ERROR_DATA,
+            "%s has checkpoints of another run, the newest of step %lld: load it and "
+            "go on, save to another directory, or set them aside",
+            directory, (long long)newest);
+    if (!state->run) state->run = c->world->job;
+    c->run = ours ? state->run : 0;
+    return dtrain__history_turn(c, INT64_MAX);
+}
+
 /* Do what comes before the first byte is written: plan, snapshot, and on rank 0 the directory and
  * the beginning of the manifest. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
@@ -25876,6 +25966,8 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
                           c->desc.commit);
     if (c->head.failed) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__directory_ready(c));
+    DTRAIN__TRY(dtrain__history_turn(c, c->step));
+    c->desc.state->step = c->step;
     dtrain__step_path(path, c->desc.directory, c->step, ".tmp");
     const int code = c->desc.storage->make_directory(c->desc.storage->user, path);
     if (code >= 0) return DTRAIN_OK;
@@ -26252,7 +26344,8 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
                            c->desc.directory);
     if (c->lock < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path, strerror(-c->lock));
-    return dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory);
+    DTRAIN__TRY(dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory));
+    return dtrain__history_join(c);
 }
 
 /* Write a small file, look whether rank 0's is there too, and remove it again. */
@@ -26441,6 +26534,7 @@ typedef struct dtrain__load {
     uint32_t opened; /* ... which */
     bool same_cuts;  /* own tensors are as this rank has saved them, on all ranks */
     uint64_t bytes, values;
+    uint64_t job; /* rank 0's */
     char note[600];
 } dtrain__load;
 
@@ -26543,6 +26637,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     const dtrain_state *state = load->state;
     dtrain__name_list missing, different, extra;
     char model[400], settings[400];
+    if (load->desc.this_job && m->job != load->job)
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job", load->directory);
     dtrain__settings_compare(m->model, m->model_bytes, state->desc.model, model, sizeof model);
     dtrain__settings_compare(m->settings, m->settings_bytes, state->desc.settings, settings,
                              sizeof settings);
@@ -26884,7 +26980,11 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     dtrain__scalars_load(load);
     if (!load->desc.values_only) dtrain__note_moments(load);
     if (!load->desc.values_only) dtrain__note_residuals(load);
-    if (!load->desc.values_only) dtrain__note_arrays(load);
+    if (!load->desc.values_only) {
+        dtrain__note_arrays(load);
+        load->state->step = load->manifest.step;
+        if (load->manifest.run) load->state->run = load->manifest.run;
+    }
     return dtrain_state_changed(load->state);
 }
 
@@ -27001,11 +27101,12 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     }
     if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
         result = dtrain__find_checkpoints(&load, path, &is_one, &steps);
-    int32_t one = is_one;
+    int64_t from[2] = {is_one, (int64_t)state->world->job};
     result = dtrain__agree(state->comm, result);
     if (result == DTRAIN_OK)
-        result = dtrain_broadcast(state->comm, &one, 1, DTRAIN_DTYPE_I32, 0, NULL);
-    if (result == DTRAIN_OK && one) {
+        result = dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL);
+    load.job = (uint64_t)from[1];
+    if (result == DTRAIN_OK && from[0]) {
         snprintf(load.directory, sizeof load.directory, "%s", path);
         result = dtrain__load_one(&load, &differs);
     } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);
@@ -28034,6 +28135,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
  *     step-000000001000.tmp    one that is being written, or removed: nobody reads it
  *     step-000000001000.old    one that is being replaced: the checkpoint, while there is no other
  *     latest                   the name of the newest
+ *     aside-1                  checkpoints that are not of the history that goes on here
  *
  * The order of a save makes it safe against the loss of power at any moment: a rename is made when
  * all that it leads to is on the disk, and counts when the directory above is. Whatever is removed
@@ -28279,6 +28381,44 @@ static dtrain_result dtrain__write_latest(const dtrain_storage *storage, const c
     return dtrain__storage_sync_directory(storage, directory);
 }
 
+/* Move the checkpoints of later steps than `above`, which a run that goes on from there leaves
+ * behind, to a new folder; its path, or "" when there are none. The newest goes last: until then a
+ * crash leaves it the newest, and afterwards what is at `above` or before is. */
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain_storage *storage,
+                                                const dtrain_allocator *allocator,
+                                                const char *directory, int64_t above, char *folder)
+{
+    char path[DTRAIN__PATH], to[2 * DTRAIN__PATH], latest[DTRAIN__PATH];
+    dtrain__steps list;
+    size_t later = 0;
+    int code = 0, number = 0;
+    folder[0] = 0;
+    DTRAIN__TRY(dtrain__steps_list(storage, allocator, directory, "", &list));
+    while (later < list.count && list.steps[later] > above) later++;
+    const int64_t newest = later < list.count ? list.steps[later] : -1;
+    do {
+        if (!later) break;
+        snprintf(folder, DTRAIN__PATH, "%s/aside-%d", directory, ++number);
+        code = storage->make_directory(storage->user, folder);
+    } while (code == -EEXIST);
+    dtrain_result result = DTRAIN_OK;
+    if (code < 0)
+        result = dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", folder,
+                             strerror(-code));
+    for (size_t i = later; i-- > 0 && result == DTRAIN_OK;) {
+        dtrain__step_path(path, directory, list.steps[i], "");
+        snprintf(to, sizeof to, "%s%s", folder, path + strlen(directory));
+        result = dtrain__storage_rename(storage, path, to);
+    }
+    dtrain__steps_free(&list);
+    if (result != DTRAIN_OK || !later) return result;
+    DTRAIN__TRY(dtrain__storage_sync_directory(storage, folder));
+    if (newest >= 0) return dtrain__write_latest(storage, directory, newest);
+    snprintf(latest, sizeof latest, "%s/latest", directory);
+    DTRAIN__TRY(dtrain__storage_remove(storage, latest));
+    return dtrain__storage_sync_directory(storage, directory);
+}
+
 /* Make step-N.tmp, whose files are on the disk, the checkpoint of its step. One that is there
  * already goes, and comes back when a crash prevents the rename. */
 DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *storage,
@@ -28308,7 +28448,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  *
  *     {"format": "dtrain checkpoint", "version": 1, "library": "0.2.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
- *      "commit": "...", "config": "...", "block": 1048576,
+ *      "run": 83, "job": 83, "parent": 900, "commit": "...", "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
  *      "scalars": [{"name": "optimizer.step", "type": "u64", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
@@ -28318,7 +28458,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *st
  *      "crc32c": "e3069283"}
  *
  * A piece is: tensor (its place in the list), first element, elements, first byte in the file, and
- * the checksum of each block of DTRAIN__BLOCK bytes. A float is given by its bits. The last member
+ * the checksum of each block of DTRAIN__BLOCK bytes. A float is given by its bits. The run
+ * is that whose history this checkpoint is a part of, behind that of step "parent" (-1: it began
+ * anew), and the job what a launcher has started, restarts included; both are 0 where they are not
+ * known, as of version 0.2. The last member
  * is the checksum of all bytes before its comma: the seal. A rank's part of the list is sealed in
  * the same way. What has its seal is still checked like any input. */
 
@@ -28413,6 +28556,9 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
                      strategy->layout.node_ranks > 1 ? "true" : "false", DTRAIN__BLOCK);
     if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
         dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
+    dtrain__text_add(text, ",\n \"run\": %llu, \"job\": %llu, \"parent\": %lld",
+                     (unsigned long long)state->run, (unsigned long long)state->world->job,
+                     (long long)state->step);
     dtrain__text_add(text, ",\n \"commit\": ");
     dtrain__text_add_string(text, commit ? commit : "");
     dtrain__text_add(text, ",\n \"config\": ");
@@ -28633,11 +28779,13 @@ enum {
     DTRAIN__IN_METRIC = DTRAIN__REQUIRED,
     DTRAIN__IN_MODEL,
     DTRAIN__IN_SETTINGS,
+    DTRAIN__IN_RUN,
+    DTRAIN__IN_JOB,
     DTRAIN__MEMBERS
 };
 static const char *const dtrain__members[DTRAIN__MEMBERS] = {
-    "format", "version", "library", "step",  "ranks",       "strategy", "hierarchical",
-    "block",  "scalars", "tensors", "files", "metric_bits", "model",    "settings"};
+    "format",  "version", "library", "step",        "ranks", "strategy", "hierarchical", "block",
+    "scalars", "tensors", "files",   "metric_bits", "model", "settings", "run",          "job"};
 
 /* Keep the place of an object in the text. */
 static bool dtrain__read_object(dtrain__json *json, const char **object, size_t *bytes)
@@ -28671,6 +28819,8 @@ static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int memb
     case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, word, sizeof word); /* for people */
     case DTRAIN__IN_STRATEGY: return dtrain__json_string(json, m->strategy, sizeof m->strategy);
     case DTRAIN__IN_STEP: return dtrain__json_i64(json, &m->step);
+    case DTRAIN__IN_RUN: return dtrain__json_u64(json, &m->run);
+    case DTRAIN__IN_JOB: return dtrain__json_u64(json, &m->job);
     case DTRAIN__IN_HIERARCHICAL: return dtrain__json_bool(json, &m->hierarchical);
     case DTRAIN__IN_METRIC:
         if (!dtrain__json_u64(json, &number)) return false;

@@ -47,6 +47,8 @@ typedef struct dtrain_checkpoint_desc {
     uint32_t keep_best;    /* besides, the n best by the metric given to save; 0 = none */
     uint64_t keep_every;   /* besides, those of steps that this divides; 0 = none */
     bool larger_is_better; /* of the metric; false: smaller, as of a loss */
+    bool set_aside;        /* checkpoints of another run in the directory are moved to one below it,
+                                aside-1; false: they are an error of open */
     bool background;       /* save copies to host memory, and a thread writes while training goes
                                 on; false: save returns when the checkpoint is there */
     uint32_t failures;     /* saves in a row that may fail with a warning; the next one is the
@@ -63,7 +65,14 @@ typedef struct dtrain_checkpoint_desc {
 /* Open a directory to save to. Collective. Every rank writes and removes a small file, so that a
  * directory that is missing, read-only, full or not shared is an error before training starts. A
  * second run that saves to the same directory is refused. What an earlier run left half-written is
- * removed. */
+ * removed.
+ *
+ * A directory has one history: one run, from its first checkpoint to the newest. A state that was
+ * loaded from one of its checkpoints goes on with it; those of later steps, if it was not the
+ * newest, are moved to a directory aside-N, out of which nothing is removed and nothing is loaded
+ * unless it is named. So they are before a save, when the state has gone back since. Where others
+ * were saved than the state's run has, it is DTRAIN_ERROR_DATA: load the newest of them before and
+ * go on, save elsewhere, or set them aside. */
 DTRAIN_API dtrain_result dtrain_checkpoint_open(dtrain_world *world,
                                                 const dtrain_checkpoint_desc *desc,
                                                 dtrain_checkpoint **out);
@@ -98,7 +107,10 @@ DTRAIN_API void dtrain_checkpoint_query(const dtrain_checkpoint *checkpoint,
 typedef struct dtrain_load_desc {
     bool partial; /* values that the checkpoint lacks, or has in another shape, stay as they are,
                      and extra ones are left out; false: either is an error that names them */
-    bool values_only;              /* nothing but values of parameters */
+    bool values_only; /* nothing but values of parameters; the state is that of a new run */
+    bool this_job;    /* a checkpoint that this call of dtrain_launch has saved, or an attempt
+                         before of the launcher around it (dtrain-run; torchrun with --rdzv-id,
+                         Slurm): DTRAIN_ERROR_NOT_FOUND when the newest is another's */
     const dtrain_storage *storage; /* NULL = the file system */
 } dtrain_load_desc;
 

@@ -67,6 +67,7 @@ typedef struct dtrain__manifest {
     double metric;
     const char *model, *settings; /* objects in the text; NULL: none ... */
     size_t model_bytes, settings_bytes;
+    uint64_t run, job; /* 0: unknown */
     dtrain__saved_scalar scalars[32];
     size_t scalar_count;
     dtrain__saved_tensor *tensors;  /* (tensor_room) */
@@ -120,6 +121,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_is_old(const dtrain_storage *storage,
 DTRAIN__PRIVATE dtrain_result dtrain__remove_unfinished(const dtrain_storage *storage,
                                                         const dtrain_allocator *allocator,
                                                         const char *directory);
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain_storage *storage,
+                                                const dtrain_allocator *allocator,
+                                                const char *directory, int64_t above, char *folder);
 DTRAIN__PRIVATE dtrain_result dtrain__directory_publish(const dtrain_storage *storage,
                                                         const dtrain_allocator *allocator,
                                                         const char *directory, int64_t step);
@@ -155,7 +159,8 @@ struct dtrain_checkpoint {
     size_t texts_bytes;
     dtrain_comm *comm;
     int rank, ranks;
-    int lock; /* rank 0: the file; -1: none */
+    int lock;     /* rank 0: the file; -1: none */
+    uint64_t run; /* rank 0: whose history the directory has */
 
     /* The save under way. */
     int64_t step;

@@ -4,6 +4,7 @@
  *     step-000000001000.tmp    one that is being written, or removed: nobody reads it
  *     step-000000001000.old    one that is being replaced: the checkpoint, while there is no other
  *     latest                   the name of the newest
+ *     aside-1                  checkpoints that are not of the history that goes on here
  *
  * The order of a save makes it safe against the loss of power at any moment: a rename is made when
  * all that it leads to is on the disk, and counts when the directory above is. Whatever is removed
@@ -253,6 +254,44 @@ static dtrain_result dtrain__write_latest(const dtrain_storage *storage, const c
     DTRAIN__TRY(dtrain__storage_remove(storage, tmp)); /* of a save that was cut off */
     DTRAIN__TRY(dtrain__storage_put(storage, tmp, name, strlen(name)));
     DTRAIN__TRY(dtrain__storage_rename(storage, tmp, latest));
+    return dtrain__storage_sync_directory(storage, directory);
+}
+
+/* Move the checkpoints of later steps than `above`, which a run that goes on from there leaves
+ * behind, to a new folder; its path, or "" when there are none. The newest goes last: until then a
+ * crash leaves it the newest, and afterwards what is at `above` or before is. */
+DTRAIN__PRIVATE dtrain_result dtrain__set_aside(const dtrain_storage *storage,
+                                                const dtrain_allocator *allocator,
+                                                const char *directory, int64_t above, char *folder)
+{
+    char path[DTRAIN__PATH], to[2 * DTRAIN__PATH], latest[DTRAIN__PATH];
+    dtrain__steps list;
+    size_t later = 0;
+    int code = 0, number = 0;
+    folder[0] = 0;
+    DTRAIN__TRY(dtrain__steps_list(storage, allocator, directory, "", &list));
+    while (later < list.count && list.steps[later] > above) later++;
+    const int64_t newest = later < list.count ? list.steps[later] : -1;
+    do {
+        if (!later) break;
+        snprintf(folder, DTRAIN__PATH, "%s/aside-%d", directory, ++number);
+        code = storage->make_directory(storage->user, folder);
+    } while (code == -EEXIST);
+    dtrain_result result = DTRAIN_OK;
+    if (code < 0)
+        result = dtrain_fail(DTRAIN_ERROR_FILE, "the directory %s cannot be made: %s", folder,
+                             strerror(-code));
+    for (size_t i = later; i-- > 0 && result == DTRAIN_OK;) {
+        dtrain__step_path(path, directory, list.steps[i], "");
+        snprintf(to, sizeof to, "%s%s", folder, path + strlen(directory));
+        result = dtrain__storage_rename(storage, path, to);
+    }
+    dtrain__steps_free(&list);
+    if (result != DTRAIN_OK || !later) return result;
+    DTRAIN__TRY(dtrain__storage_sync_directory(storage, folder));
+    if (newest >= 0) return dtrain__write_latest(storage, directory, newest);
+    snprintf(latest, sizeof latest, "%s/latest", directory);
+    DTRAIN__TRY(dtrain__storage_remove(storage, latest));
     return dtrain__storage_sync_directory(storage, directory);
 }
 

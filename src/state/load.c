@@ -35,6 +35,7 @@ typedef struct dtrain__load {
     uint32_t opened; /* ... which */
     bool same_cuts;  /* own tensors are as this rank has saved them, on all ranks */
     uint64_t bytes, values;
+    uint64_t job; /* rank 0's */
     char note[600];
 } dtrain__load;
 
@@ -137,6 +138,8 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     const dtrain_state *state = load->state;
     dtrain__name_list missing, different, extra;
     char model[400], settings[400];
+    if (load->desc.this_job && m->job != load->job)
+        return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s was not saved by this job", load->directory);
     dtrain__settings_compare(m->model, m->model_bytes, state->desc.model, model, sizeof model);
     dtrain__settings_compare(m->settings, m->settings_bytes, state->desc.settings, settings,
                              sizeof settings);
@@ -478,7 +481,11 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     dtrain__scalars_load(load);
     if (!load->desc.values_only) dtrain__note_moments(load);
     if (!load->desc.values_only) dtrain__note_residuals(load);
-    if (!load->desc.values_only) dtrain__note_arrays(load);
+    if (!load->desc.values_only) {
+        dtrain__note_arrays(load);
+        load->state->step = load->manifest.step;
+        if (load->manifest.run) load->state->run = load->manifest.run;
+    }
     return dtrain_state_changed(load->state);
 }
 
@@ -595,11 +602,12 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     }
     if (result == DTRAIN_OK && dtrain_comm_rank(state->comm) == 0)
         result = dtrain__find_checkpoints(&load, path, &is_one, &steps);
-    int32_t one = is_one;
+    int64_t from[2] = {is_one, (int64_t)state->world->job};
     result = dtrain__agree(state->comm, result);
     if (result == DTRAIN_OK)
-        result = dtrain_broadcast(state->comm, &one, 1, DTRAIN_DTYPE_I32, 0, NULL);
-    if (result == DTRAIN_OK && one) {
+        result = dtrain_broadcast(state->comm, from, 2, DTRAIN_DTYPE_I64, 0, NULL);
+    load.job = (uint64_t)from[1];
+    if (result == DTRAIN_OK && from[0]) {
         snprintf(load.directory, sizeof load.directory, "%s", path);
         result = dtrain__load_one(&load, &differs);
     } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);

@@ -2,7 +2,7 @@
  *
  *     {"format": "dtrain checkpoint", "version": 1, "library": "0.2.0", "step": 1000, "ranks": 2,
  *      "strategy": "zero1", "hierarchical": false, "metric_bits": 4611686018427387904,
- *      "commit": "...", "config": "...", "block": 1048576,
+ *      "run": 83, "job": 83, "parent": 900, "commit": "...", "config": "...", "block": 1048576,
  *      "model": {"heads": "4", ...}, "settings": {"seed": "1337", ...},
  *      "scalars": [{"name": "optimizer.step", "type": "u64", "value": 1000}, ...],
  *      "tensors": [{"name": "wte", "kind": "value", "dtype": "F32", "shape": [256, 128],
@@ -12,7 +12,10 @@
  *      "crc32c": "e3069283"}
  *
  * A piece is: tensor (its place in the list), first element, elements, first byte in the file, and
- * the checksum of each block of DTRAIN__BLOCK bytes. A float is given by its bits. The last member
+ * the checksum of each block of DTRAIN__BLOCK bytes. A float is given by its bits. The run
+ * is that whose history this checkpoint is a part of, behind that of step "parent" (-1: it began
+ * anew), and the job what a launcher has started, restarts included; both are 0 where they are not
+ * known, as of version 0.2. The last member
  * is the checksum of all bytes before its comma: the seal. A rank's part of the list is sealed in
  * the same way. What has its seal is still checked like any input. */
 
@@ -119,6 +122,9 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
                      strategy->layout.node_ranks > 1 ? "true" : "false", DTRAIN__BLOCK);
     if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
         dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
+    dtrain__text_add(text, ",\n \"run\": %llu, \"job\": %llu, \"parent\": %lld",
+                     (unsigned long long)state->run, (unsigned long long)state->world->job,
+                     (long long)state->step);
     dtrain__text_add(text, ",\n \"commit\": ");
     dtrain__text_add_string(text, commit ? commit : "");
     dtrain__text_add(text, ",\n \"config\": ");
@@ -339,11 +345,13 @@ enum {
     DTRAIN__IN_METRIC = DTRAIN__REQUIRED,
     DTRAIN__IN_MODEL,
     DTRAIN__IN_SETTINGS,
+    DTRAIN__IN_RUN,
+    DTRAIN__IN_JOB,
     DTRAIN__MEMBERS
 };
 static const char *const dtrain__members[DTRAIN__MEMBERS] = {
-    "format", "version", "library", "step",  "ranks",       "strategy", "hierarchical",
-    "block",  "scalars", "tensors", "files", "metric_bits", "model",    "settings"};
+    "format",  "version", "library", "step",        "ranks", "strategy", "hierarchical", "block",
+    "scalars", "tensors", "files",   "metric_bits", "model", "settings", "run",          "job"};
 
 /* Keep the place of an object in the text. */
 static bool dtrain__read_object(dtrain__json *json, const char **object, size_t *bytes)
@@ -377,6 +385,8 @@ static bool dtrain__read_plain(dtrain__manifest *m, dtrain__json *json, int memb
     case DTRAIN__IN_LIBRARY: return dtrain__json_string(json, word, sizeof word); /* for people */
     case DTRAIN__IN_STRATEGY: return dtrain__json_string(json, m->strategy, sizeof m->strategy);
     case DTRAIN__IN_STEP: return dtrain__json_i64(json, &m->step);
+    case DTRAIN__IN_RUN: return dtrain__json_u64(json, &m->run);
+    case DTRAIN__IN_JOB: return dtrain__json_u64(json, &m->job);
     case DTRAIN__IN_HIERARCHICAL: return dtrain__json_bool(json, &m->hierarchical);
     case DTRAIN__IN_METRIC:
         if (!dtrain__json_u64(json, &number)) return false;

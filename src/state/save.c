@@ -116,6 +116,53 @@ static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
     return dtrain__directory_take(c);
 }
 
+/* Rank 0: make the checkpoint that the state comes from the newest of the directory, and the state's
+ * run its run. */
+static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
+{
+    const dtrain_state *state = c->desc.state;
+    const int64_t above = state->run == c->run ? dtrain__min(state->step, next) : -1;
+    char folder[DTRAIN__PATH];
+    c->run = state->run;
+    DTRAIN__TRY(
+        dtrain__set_aside(c->desc.storage, &c->allocator, c->desc.directory, above, folder));
+    if (folder[0])
+        dtrain_log(c->world, DTRAIN_LOG_WARNING,
+                   "checkpoints that this run does not go on from were set aside, in %s", folder);
+    return DTRAIN_OK;
+}
+
+/* Rank 0: find out whether the directory has the history of the state's run; a run that begins is
+ * given the number of its job. */
+static dtrain_result dtrain__history_join(dtrain_checkpoint *c)
+{
+    dtrain_state *state = c->desc.state;
+    const char *directory = c->desc.directory;
+    dtrain__steps list;
+    dtrain__manifest manifest;
+    char path[DTRAIN__PATH];
+    DTRAIN__TRY(dtrain__steps_list(c->desc.storage, &c->allocator, directory, "", &list));
+    bool ours = list.count == 0;
+    for (size_t i = 0; i < list.count && !ours && state->step >= 0; i++) {
+        dtrain__step_path(path, directory, list.steps[i], "");
+        if (dtrain__manifest_read(c->desc.storage, &c->allocator, path, &manifest) != DTRAIN_OK)
+            continue;
+        ours = manifest.run == state->run;
+        dtrain__manifest_free(&manifest);
+    }
+    const int64_t newest = list.count ? list.steps[0] : -1;
+    dtrain__steps_free(&list);
+    if (!ours && !c->desc.set_aside)
+        return dtrain_fail(
+            DTRAIN_ERROR_DATA,
+            "%s has checkpoints of another run, the newest of step %lld: load it and "
+            "go on, save to another directory, or set them aside",
+            directory, (long long)newest);
+    if (!state->run) state->run = c->world->job;
+    c->run = ours ? state->run : 0;
+    return dtrain__history_turn(c, INT64_MAX);
+}
+
 /* Do what comes before the first byte is written: plan, snapshot, and on rank 0 the directory and
  * the beginning of the manifest. */
 static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
@@ -130,6 +177,8 @@ static dtrain_result dtrain__save_begin(dtrain_checkpoint *c)
                           c->desc.commit);
     if (c->head.failed) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__directory_ready(c));
+    DTRAIN__TRY(dtrain__history_turn(c, c->step));
+    c->desc.state->step = c->step;
     dtrain__step_path(path, c->desc.directory, c->step, ".tmp");
     const int code = c->desc.storage->make_directory(c->desc.storage->user, path);
     if (code >= 0) return DTRAIN_OK;
@@ -506,7 +555,8 @@ static dtrain_result dtrain__directory_take(dtrain_checkpoint *c)
                            c->desc.directory);
     if (c->lock < 0)
         return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be opened: %s", path, strerror(-c->lock));
-    return dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory);
+    DTRAIN__TRY(dtrain__remove_unfinished(storage, &c->allocator, c->desc.directory));
+    return dtrain__history_join(c);
 }
 
 /* Write a small file, look whether rank 0's is there too, and remove it again. */

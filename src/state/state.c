@@ -310,6 +310,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
     state->comm = desc->strategy->comm;
     state->device = desc->strategy->device;
+    state->step = -1;
     dtrain__state_list_scalars(state);
     dtrain_result result = dtrain__state_values(state);
     if (result == DTRAIN_OK) result = dtrain__state_moments(state);

@@ -18,6 +18,11 @@ struct dtrain_state {
     size_t tensor_count, tensor_room;
     dtrain_state_scalar scalars[16];
     size_t scalar_count;
+
+    /* Its history, as rank 0 knows it: the run of the checkpoint that was loaded or saved last, 0 =
+     * unknown, and the step, -1 = there was none. */
+    uint64_t run;
+    int64_t step;
 };
 
 /* state/state.c */

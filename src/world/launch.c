@@ -107,6 +107,7 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->log.level = (dtrain_log_level)desc->log_level;
     world->log.rank = rank;
     world->restart_count = launch->place.restart_count + launch->restart_count;
+    world->job = launch->job;
     world->catches = desc->catch_signals;
     DTRAIN__TRY(dtrain__world_mark(world));
     DTRAIN__TRY(dtrain__flight_create(world, desc->flight_directory));
@@ -578,6 +579,22 @@ static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_
     return result;
 }
 
+/* Make the number of this run: of ours it is drawn, once for all attempts; of another launcher's it
+ * comes from that one's name for the run, which torchrun calls "none" when it has not been told.
+ * Without a name it is another one in every rank, and rank 0's counts. */
+static uint64_t dtrain__job_number(const dtrain__launch *launch)
+{
+    static const char *const names[] = {"DTRAIN_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"};
+    static const uint64_t named[2] = {0, 0};
+    const uint64_t drawn[2] = {launch->start_ns, (uint64_t)getpid()};
+    for (int i = 0; i < 3 && launch->joins; i++) {
+        const char *name = dtrain__env_text(getenv, names[i]);
+        if (name && strcmp(name, "none") != 0)
+            return dtrain__siphash(named, name, strlen(name)) | 1;
+    }
+    return dtrain__siphash(drawn, &launch, sizeof launch) | 1; /* where the stack is, besides */
+}
+
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
                                        void *user, dtrain_launch_info *info)
 {
@@ -597,6 +614,7 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     launch.start_ns = dtrain__now_ns();
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
     dtrain__explain_launch(&launch, result);
+    launch.job = dtrain__job_number(&launch);
     if (result == DTRAIN_OK && !launch.joins)
         result = dtrain__map_kept(launch.desc.kept_bytes, &launch.kept);
     if (result == DTRAIN_OK) {

@@ -21,6 +21,7 @@ typedef struct dtrain__launch {
     dtrain__region region;
     dtrain__kept *kept; /* or NULL */
     uint32_t cores;
+    uint64_t job;                 /* see dtrain_world */
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */
     pid_t launcher;               /* that forks; 0 when nobody does */
     pid_t pids[DTRAIN_MAX_RANKS]; /* 0: not started, or reaped */

@@ -135,6 +135,7 @@ struct dtrain_world {
     uint32_t naps;       /* turns of waits to sleep through: others want this core */
     bool catches;        /* signals that ask the run to stop */
     uint32_t restart_count;
+    uint64_t job;        /* a number that all attempts of this run have, and no other run */
     pid_t launcher;      /* the process that forked this rank, or 0 */
     uint64_t base_bytes; /* the process before the model; 0 in threads mode: it is everybody's */
     uint64_t timeout_ns, join_ns;

@@ -185,6 +185,44 @@ for blocking in "" --save-blocking; do
     [ $status -ne 7 ]; result "and its status is not that of a stop $blocking" $?
 done
 
+# ---- one history ----
+dir=$tmp/history
+$gpt --steps 40 --checkpoint "$dir" --save-every 10 --keep 9 >/dev/null 2>&1
+bad "another run in a used directory" "newest of step 40.*resume auto, another --checkpoint, --set-aside" \
+    $gpt --steps 40 --checkpoint "$dir"
+bad_lines=9 bad "nor is it gone on with after a restart" "newest of step 40.*resume auto" \
+    $gpt --steps 40 --checkpoint "$dir" --restarts 1
+cp -r "$dir" "$tmp/whole"
+cp -r "$dir" "$tmp/back"
+rm -r "$tmp"/back/step-*[34]0
+$long --checkpoint "$tmp/back" --resume auto >"$tmp/out" 2>&1
+expected=$(hash_of "$tmp/out")
+# until_killed FILE COMMAND...: a rank is killed when FILE is there; the run ends by itself
+until_killed() {
+    file=$1; shift
+    "$@" >"$tmp/out" 2>&1 &
+    launcher=$!
+    wait_for 60 test -e "$file"
+    kill -KILL "$(ranks_of $launcher | tail -n 1)"
+    wait $launcher
+    grep -q 'restart 1 of 3' "$tmp/out"
+}
+until_killed "$dir/aside-1" $long --checkpoint "$dir" --resume "$dir/step-000000000020" --restarts 3
+result "back to step 20, and a rank is killed: started again" $? "$tmp/out"
+same "and not from what was left behind"
+[ "$(echo "$dir"/aside-1/*)" = "$(echo "$dir"/aside-1/step-0000000000[34]0)" ]
+result "which was set aside" $?
+$long >"$tmp/out" 2>&1
+expected=$(hash_of "$tmp/out")
+for start in "" "$build/dtrain-run --nproc 2 --restarts 3"; do
+    dir=$tmp/anew
+    rm -rf "$dir" && cp -r "$tmp/whole" "$dir"
+    if [ -n "$start" ]; then until_killed "$dir/new/latest" $start $long --checkpoint "$dir/new"
+    else until_killed "$dir/aside-1" $long --checkpoint "$dir" --set-aside --restarts 3; fi
+    result "a run of its own, and a rank is killed: started again${start:+ by dtrain-run}" $? "$tmp/out"
+    same "and it goes on with its own"
+done
+
 # ---- a save is killed at a system call ----
 if have strace; then
     dir=$tmp/kill

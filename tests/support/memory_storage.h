@@ -212,13 +212,19 @@ static inline int disk_rename(void *user, const char *from, const char *to)
     disk_names *names = d->nodes[in].names;
     disk_entry *entry = disk_find(names, name, strlen(name));
     disk_entry *old = disk_find(d->nodes[out].names, new_name, strlen(new_name));
-    if (!entry || in != out) DISK_LEAVE(-ENOENT);
+    if (!entry) DISK_LEAVE(-ENOENT);
     if (old && d->nodes[old->node].directory && d->nodes[old->node].names->count)
         DISK_LEAVE(-ENOTEMPTY);
-    if (old) {
-        old->node = entry->node;
-        *entry = names->entries[--names->count];
-    } else snprintf(entry->name, sizeof entry->name, "%s", new_name);
+    const int node = entry->node;
+    if (old) old->node = node;
+    else if (in == out) snprintf(entry->name, sizeof entry->name, "%s", new_name);
+    else {
+        disk_names *to = d->nodes[out].names;
+        if (to->count == DISK_ENTRIES) DISK_LEAVE(-ENOSPC);
+        snprintf(to->entries[to->count].name, sizeof to->entries[0].name, "%s", new_name);
+        to->entries[to->count++].node = node;
+    }
+    if (old || in != out) *entry = names->entries[--names->count];
     DISK_LEAVE(0);
 }
 

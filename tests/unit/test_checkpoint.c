@@ -460,6 +460,110 @@ static void test_foreign_files(void)
     folder_remove();
 }
 
+/* ---- one history ---- */
+
+static saved_run *part_of_run(int steps, const char *load)
+{
+    saved_run *r = saved_new(2, DTRAIN_STRATEGY_ZERO1);
+    r->steps = steps;
+    r->save_every = 1;
+    r->save = folder;
+    r->load = load;
+    return r;
+}
+
+/* Another run is refused, or sets aside what is there; one that goes back leaves later steps behind, whatever their
+ * numbers; nothing that was set aside is removed, or taken for the newest. */
+static void test_history(void)
+{
+    static const int64_t first[] = {3, 4, 5}, back[] = {2, 3}, anew[] = {1};
+    char path[128];
+    folder_make();
+    saved_run *r = part_of_run(5, NULL);
+    saved_go(r, "a run");
+    const uint64_t hash = r->hash[0];
+    check_steps("a run", first, 3);
+
+    saved_run *other = part_of_run(1, NULL);
+    CHECK(saved_launch(other) == DTRAIN_ERROR_RANK_FAILED && other->ended[1] == DTRAIN_ERROR_DATA);
+    CHECK_MSG(strstr(other->error[0], "of another run, the newest of step 5"), "%s",
+              other->error[0]);
+    check_steps("refused", first, 3);
+    other->load = folder; /* its values alone are no history */
+    other->how.values_only = true;
+    CHECK(saved_launch(other) != DTRAIN_OK && other->ended[0] == DTRAIN_ERROR_DATA);
+
+    snprintf(path, sizeof path, "%s/step-000000000003", folder);
+    r = part_of_run(3, path); /* goes back, and ends before it saves */
+    saved_go(r, "back");
+    shell("grep -qx step-000000000003 %s/latest", folder);
+    r->load = folder;
+    r->keep.keep = 1;
+    r->steps = 4;
+    if (saved_go(r, "and on from there")) CHECK(r->from[0] == 3 && r->from[1] == 3);
+    shell("cd %s && test \"$(echo step-* aside-*/*)\" = 'step-000000000004 "
+          "aside-1/step-000000000004 aside-1/step-000000000005'",
+          folder);
+    snprintf(path, sizeof path, "%s/aside-1/step-000000000005", folder);
+    r = part_of_run(5, path); /* what was set aside is a checkpoint, of this run */
+    r->save = NULL;
+    if (saved_go(r, "aside")) CHECK(r->from[0] == 5 && r->hash[0] == hash);
+
+    r = part_of_run(1, NULL);
+    r->keep.set_aside = true;
+    saved_go(r, "anew");
+    check_steps("anew", anew, 1);
+    shell("test -d %s/aside-2/step-000000000004", folder);
+    r->load = folder;
+    r->steps = 3;
+    r->keep.keep = 2;
+    if (saved_go(r, "on, with nothing to set aside")) CHECK(r->from[0] == 1);
+    check_steps("anew", back, 2);
+    shell("test ! -e %s/aside-3", folder);
+    folder_remove();
+}
+
+/* Make a checkpoint of step 2 one of version 0.2, which knew of no runs, and seal it. */
+static void forget_run(void)
+{
+    static char text[1 << 20];
+    char path[128];
+    snprintf(path, sizeof path, "%s/step-000000000002/manifest.json", folder);
+    FILE *file = fopen(path, "r");
+    if (!CHECK(file != NULL)) return;
+    size_t bytes = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    char *from = strstr(text, ",\n \"run\""), *to = strstr(text, ",\n \"commit\"");
+    if (!CHECK(from && to && bytes > 24)) return;
+    memmove(from, to, (size_t)(text + bytes - to));
+    bytes -= (size_t)(to - from) + 24; /* of the seal */
+    uint32_t crc = ~0u;
+    for (size_t i = 0; i < bytes; i++) {
+        crc ^= (unsigned char)text[i];
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+    }
+    file = fopen(path, "w");
+    if (!CHECK(file != NULL)) return;
+    fwrite(text, 1, bytes, file);
+    fprintf(file, ", \"crc32c\": \"%08x\"}\n", ~crc);
+    fclose(file);
+}
+
+static void test_without_run(void)
+{
+    static const int64_t steps[] = {2, 3, 4};
+    folder_make();
+    saved_run *r = part_of_run(2, NULL);
+    saved_go(r, "an old run");
+    shell("rm -r %s/step-000000000001", folder);
+    forget_run();
+    CHECK(saved_launch(r) != DTRAIN_OK && r->ended[0] == DTRAIN_ERROR_DATA);
+    for (r = part_of_run(3, folder); r->steps < 5; r->steps++)
+        if (saved_go(r, "goes on")) CHECK(r->from[0] == r->steps - 1 && !r->loaded[0].note[0]);
+    check_steps("goes on", steps, 3);
+    folder_remove();
+}
+
 /* ---- two runs, and directories that will not do ---- */
 
 /* Wait until the other run has been refused, at most ten seconds. */
@@ -745,6 +849,8 @@ int main(int argc, char **argv)
     RUN(test_other_optimizers);
     RUN(test_retention);
     RUN(test_foreign_files);
+    RUN(test_history);
+    RUN(test_without_run);
     RUN(test_lock);
     RUN(test_directories);
     RUN(test_links);

@@ -16,7 +16,8 @@ static disk *disk_with_two(uint32_t kind, int ranks, uint64_t hashes[2])
         saved_run *r = saved_new(ranks, kind);
         r->steps = r->save_every = 2 * (i + 1);
         r->save = "/run";
-        r->keep.storage = &d->table;
+        r->load = i ? "/run" : NULL;
+        r->how.storage = r->keep.storage = &d->table;
         saved_go(r, "a good disk");
         hashes[i] = r->hash[0];
         munmap(r, sizeof *r);

@@ -25,6 +25,7 @@ typedef struct run_state {
     uint32_t failed; /* the last attempt failed */
     int32_t nproc, restarts, code;
     char key[40]; /* of the next attempt, from node 0 */
+    char run[40]; /* of all attempts */
 } run_state;
 
 typedef struct run_job {
@@ -53,7 +54,10 @@ static run_state run_merge(const run_state *all, int count)
     run_state merged = all[0];
     for (int i = 1; i < count; i++) {
         const run_state *s = &all[i];
-        if (s->attempt > merged.attempt) merged.attempt = s->attempt;
+        if (s->attempt > merged.attempt) {
+            merged.attempt = s->attempt;
+            memcpy(merged.run, s->run, sizeof merged.run); /* node 0's dtrain-run is a new one */
+        }
         if (s->in_a_row > merged.in_a_row) merged.in_a_row = s->in_a_row;
         if (s->best > merged.best) merged.best = s->best;
         if (s->announced > merged.announced) merged.announced = s->announced;
@@ -133,6 +137,7 @@ static void run_agreed(run_job *job, dtrain_world *world)
     node->attempt = (int)job->state.attempt;
     snprintf(node->key, sizeof node->key, "%s%.100s%s", job->state.key, job->secret ? "/" : "",
              job->secret ? job->secret : "");
+    memcpy(node->run, job->state.run, sizeof node->run);
     *node->progress = 0;
     memset(w, 0, sizeof *w);
     w->node = node;
@@ -175,6 +180,7 @@ static int run_node_main(dtrain_world *world, void *user)
     job->state.nproc = job->options->nproc;
     job->state.restarts = job->options->restarts;
     run_make_key(job->state.key, sizeof job->state.key);
+    if (!job->state.run[0]) memcpy(job->state.run, job->state.key, sizeof job->state.run);
     if (!world) all[0] = job->state;
     else if (dtrain_world_all_gather(world, &job->state, sizeof job->state, all) != DTRAIN_OK)
         return 1;

@@ -38,6 +38,7 @@ typedef struct run_node {
     const char *address;    /* of rank 0 */
     int port;
     char key[160];            /* of this attempt */
+    char run[40];             /* of all attempts */
     int progress_file, guard; /* guard: the pipe to it */
     pid_t guard_pid;
     uint64_t *progress;
@@ -118,6 +119,7 @@ static void run_environment(const run_node *node, int local)
     unsetenv("DTRAIN_PORT");
     run_set("DTRAIN_RESTART_COUNT", node->restarts_before + node->attempt);
     setenv("DTRAIN_JOB_KEY", node->key, 1);
+    setenv("DTRAIN_RUN_ID", node->run, 0); /* another launcher's, around this one, stays */
     snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)getppid(), node->progress_file);
     setenv("DTRAIN_PROGRESS_FILE", path, 1);
     snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)getppid(), node->ranks[local].error_file);

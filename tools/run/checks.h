@@ -161,7 +161,8 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
 static int check_checkpoints(const run_settings *s)
 {
     static const char *const needing[] = {"--save-every",    "--keep",     "--keep-best",
-                                          "--save-blocking", "--restarts", "--snapshot-every"};
+                                          "--save-blocking", "--restarts", "--snapshot-every",
+                                          "--set-aside"};
     for (size_t i = 0; i < sizeof needing / sizeof needing[0]; i++)
         if (given(needing[i]) && !s->checkpoints)
             return BAD("%s does nothing without --checkpoint DIR", needing[i]);
@@ -170,6 +171,8 @@ static int check_checkpoints(const run_settings *s)
     if (s->resume && strcmp(s->resume, "auto") == 0 && !s->checkpoints)
         return BAD(
             "--resume auto looks into --checkpoint DIR, which is not given; or name a checkpoint");
+    if (s->resume && strcmp(s->resume, "auto") == 0 && s->set_aside)
+        return BAD("--resume auto goes on from what --set-aside moves away: use one of them");
     if (s->nonfinite == ROLLBACK && !s->checkpoints)
         return BAD("--nonfinite rollback needs --checkpoint DIR");
     return 0;

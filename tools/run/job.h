@@ -297,11 +297,14 @@ cleanup:
 
 /* Load what was saved last: to memory, if there is a snapshot that can be read, because what goes to the disk goes
  * there too; or to the disk. *from has step -1 when there is nothing yet. */
-static dtrain_result load_newest(dtrain_world *world, const run_job *j, dtrain_load_info *from)
+static dtrain_result load_newest(dtrain_world *world, const run_job *j, bool this_job,
+                                 dtrain_load_info *from)
 {
-    dtrain_load_desc memory;
+    dtrain_load_desc memory, disk;
     dtrain_result result = DTRAIN_OK;
     memset(&memory, 0, sizeof memory);
+    memory.this_job = this_job;
+    disk = memory;
     from->step = -1;
     if (j->s->snapshot_every) {
         TRY(dtrain_kept_storage(world, &memory.storage));
@@ -310,7 +313,7 @@ static dtrain_result load_newest(dtrain_world *world, const run_job *j, dtrain_l
             result != DTRAIN_ERROR_DATA)
             return result;
     }
-    result = dtrain_checkpoint_load(j->state, j->s->checkpoints, NULL, from);
+    result = dtrain_checkpoint_load(j->state, j->s->checkpoints, &disk, from);
     if (result == DTRAIN_ERROR_NOT_FOUND) result = DTRAIN_OK;
 cleanup:
     return result;
@@ -335,10 +338,12 @@ static dtrain_result resume_job(dtrain_world *world, run_job *j)
     TRY(dtrain_state_create(world, &all, &j->state));
     if (j->program->import) TRY(j->program->import(world, j));
     dtrain_world_query(world, &info);
-    const bool again = s->checkpoints && info.restart_count;
-    const bool newest = again || (s->resume && strcmp(s->resume, "auto") == 0);
-    if (newest) result = load_newest(world, j, &j->resumed);
-    else if (s->resume) result = dtrain_checkpoint_load(j->state, s->resume, NULL, &j->resumed);
+    const bool newest = s->resume && strcmp(s->resume, "auto") == 0;
+    if (s->checkpoints && info.restart_count && !newest)
+        TRY(load_newest(world, j, true, &j->resumed)); /* an attempt may have ended before a save */
+    if (newest) result = load_newest(world, j, false, &j->resumed);
+    else if (s->resume && j->resumed.step < 0)
+        result = dtrain_checkpoint_load(j->state, s->resume, NULL, &j->resumed);
 cleanup:
     return result;
 }
@@ -370,7 +375,14 @@ static dtrain_result open_checkpoints(dtrain_world *world, run_job *j)
     desc.directory = s->checkpoints;
     desc.config = s->command;
     desc.state = j->state;
-    if (s->checkpoints) TRY(dtrain_checkpoint_open(world, &desc, &j->checkpoint));
+    desc.set_aside = s->set_aside;
+    if (s->checkpoints) result = dtrain_checkpoint_open(world, &desc, &j->checkpoint);
+    if (result == DTRAIN_ERROR_DATA) {
+        const char *why = strstr(dtrain_last_error(), ": "); /* behind this rank's number */
+        result = dtrain_fail(result, "%s (--resume auto, another --checkpoint, --set-aside)",
+                             why ? why + 2 : dtrain_last_error());
+    }
+    TRY(result);
     if (dtrain_world_rank(world) == 0) TRY(write_configs(world, j));
     if (!s->snapshot_every) return DTRAIN_OK;
     TRY(dtrain_kept_storage(world, &desc.storage));

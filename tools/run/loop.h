@@ -38,7 +38,7 @@ static dtrain_result roll_back(dtrain_world *world, run_job *j, int64_t *step)
     dtrain_result result = DTRAIN_OK;
     (void)dtrain_checkpoint_wait(j->checkpoint); /* not saved: an older one is loaded */
     dtrain_loader_query(j->loader, &data);
-    TRY(load_newest(world, j, &from));
+    TRY(load_newest(world, j, false, &from));
     if (from.step < 0)
         TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC, "step %lld is not finite, and nothing is saved yet",
                         (long long)*step + 1));

@@ -31,8 +31,8 @@ typedef struct run_settings {
     long compression, exchange, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
         hierarchical;
     double topk_ratio, topk_momentum, warmup_ratio;
-    long save_every, snapshot_every, keep, keep_best, save_blocking, restarts, stop_status,
-        nonfinite, verify_every;
+    long save_every, snapshot_every, keep, keep_best, save_blocking, set_aside, restarts,
+        stop_status, nonfinite, verify_every;
     dtrain_emulation emulation; /* what --emulate says */
 } run_settings;
 
@@ -257,6 +257,10 @@ static const flag checkpoint_flags[] = {
      "wait until a checkpoint is on the disk, instead of writing it while training goes on", NULL},
     {"--resume", 's', &run_flags.resume, 0, 0,
      "auto: go on from the newest checkpoint of --checkpoint, if there is one; or the path of one",
+     NULL},
+    {"--set-aside", 'b', &run_flags.set_aside, 0, 0,
+     "move the checkpoints of another run in --checkpoint to a directory aside-N in there, and "
+     "begin anew",
      NULL},
     {"--restarts", 'i', &run_flags.restarts, 0, 1e6,
      "start the ranks again from the last checkpoint when one fails, so many times without "
