@@ -24,7 +24,10 @@ typedef struct hf_rule {
     const char *key, *values;
 } hf_rule;
 
-enum { HF_VALUE = 256 /* bytes of a value that is looked at, its 0 included */ };
+enum {
+    HF_NAME = 512, /* bytes of a key, its 0 included ... */
+    HF_VALUE = 256 /* ... and of a value that is looked at */
+};
 
 /* Write the file of weights that a path means: of a directory, that in it. */
 static inline dtrain_result hf_weights(const char *path, char *weights, size_t room)
@@ -56,6 +59,7 @@ static inline bool hf_is_model(const char *weights)
 static inline dtrain_result hf_open(hf_config *c, const char *weights)
 {
     const char *slash = strrchr(weights, '/');
+    char name[HF_NAME];
     struct stat about;
     memset(c, 0, sizeof *c);
     snprintf(c->path, sizeof c->path, "%.*sconfig.json", slash ? (int)(slash - weights) + 1 : 0,
@@ -64,8 +68,8 @@ static inline dtrain_result hf_open(hf_config *c, const char *weights)
     dtrain_result result = read_file(c->path, &c->text, &c->bytes);
     if (result != DTRAIN_OK) return result;
     json_reader json = json_begin(c->path, c->text, c->bytes);
-    if (json_peek(&json) != '{') (void)json_expected(&json, "'{'");
-    (void)json_skip(&json);
+    (void)json_enter(&json, '{');
+    while (json_member(&json, name, sizeof name)) (void)json_skip(&json);
     return json_end(&json);
 }
 
@@ -80,7 +84,7 @@ static inline void hf_close(hf_config *c)
 static inline const char *hf_find(const hf_config *c, const char *key, size_t *bytes)
 {
     const char *dot = strchr(key, '.'), *found = NULL;
-    char name[512];
+    char name[HF_NAME];
     hf_config inner = *c;
     json_reader json = json_begin(c->path, c->text, c->bytes);
     if (json_peek(&json) != '{' || !json_enter(&json, '{')) return NULL;
@@ -142,22 +146,25 @@ static inline long hf_size(const hf_config *c, const char *key, long otherwise)
     return size >= 1 && size < 1e9 && size == floor(size) ? (long)size : 0;
 }
 
+/* Tell whether a value is one of those of a rule. */
+static inline bool hf_one_of(const char *value, const char *values)
+{
+    for (size_t length;; values += length + 1) {
+        length = strcspn(values, "|");
+        if (strlen(value) == length && memcmp(values, value, length) == 0) return true;
+        if (!values[length]) return false;
+    }
+}
+
 /* Refuse what a model does not compute. rules: up to one without a key. */
 static inline dtrain_result hf_check(const hf_config *c, const hf_rule *rules)
 {
     char value[HF_VALUE];
-    for (; rules->key; rules++) {
-        const char *at = rules->values;
-        if (!hf_value(c, rules->key, value)) continue;
-        for (size_t length; *at; at += length + (at[length] == '|')) {
-            length = strcspn(at, "|");
-            if (strlen(value) == length && memcmp(at, value, length) == 0) break;
-        }
-        if (!*at)
+    for (; rules->key; rules++)
+        if (hf_value(c, rules->key, value) && !hf_one_of(value, rules->values))
             return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                                "%s: \"%s\" is %.80s, and this model computes nothing but %s",
                                c->path, rules->key, value, *rules->values ? rules->values : "null");
-    }
     return DTRAIN_OK;
 }
 

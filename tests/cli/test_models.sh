@@ -155,6 +155,52 @@ good "speed is told" 'generated +30 tokens with a cache.* tokens/s' "$gpt" --imp
 bad "a prompt that is no number" 'takes numbers of tokens, 0 to 299' "$gpt" --import "$tmp/a.bin" --generate 5 --prompt "5 x"
 bad "a prompt outside the vocabulary" 'takes numbers of tokens, 0 to 299' "$gpt" --import "$tmp/a.bin" --generate 5 --prompt 300
 
+# ---- tokenizer.json: read, or refused by the name of what is another kind ----
+mkdir "$tmp/json"
+cat >"$tmp/tokenizer" <<'JSON'
+{"version": "1.0", "truncation": null, "padding": null,
+ "added_tokens": [{"id": 5, "content": "<|endoftext|>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true}],
+ "normalizer": null,
+ "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+ "post_processor": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false, "use_regex": true}, "decoder": {"type": "ByteLevel"},
+ "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "", "end_of_word_suffix": null, "fuse_unk": false,
+  "byte_fallback": false, "ignore_merges": false, "vocab": {"a": 0, "b": 1, "\u0120": 2, "ab": 3, "\u0120ab": 4}, "merges": ["a b", ["\u0120", "ab"]]}}
+JSON
+cp "$tmp/tokenizer" "$tmp/json/tokenizer.json"
+for path in "$tmp/json" "$tmp/json/tokenizer.json"; do
+    ids=$(printf 'ab abab<|endoftext|>a' | "$tokenize" "$path" encode | od -An -td4 | tr -s ' \n' ' ')
+    [ "$ids" = " 3 4 3 5 0 " ]; result "encoded: $ids" $?
+done
+[ "$(printf 'ab abab<|endoftext|>a' | "$tokenize" "$tmp/json" encode | "$tokenize" "$tmp/json" decode)" = 'ab abab<|endoftext|>a' ]; result "decoded" $?
+# other NAME PATTERN SED: the file changed by SED is refused
+other() { sed "$3" "$tmp/tokenizer" >"$tmp/json/tokenizer.json"; bad "$1" "tokenizer.json: $2" "$tokenize" "$tmp/json" encode </dev/null; }
+other "a normalizer" '"normalizer" is NFC, expected none' 's/"normalizer": null/"normalizer": {"type": "NFC"}/'
+other "a Sequence of them" '"normalizer" is Sequence, expected none' 's/"normalizer": null/"normalizer": {"type": "Sequence", "normalizers": []}/'
+other "another model" '"type" of "model" is Unigram, expected BPE' 's/"type": "BPE"/"type": "Unigram"/'
+other "bytes behind characters" '"byte_fallback" of "model" is true, expected false' 's/"byte_fallback": false/"byte_fallback": true/'
+other "a prefix of words" '"continuing_subword_prefix" of "model" is ##' 's/_prefix": ""/_prefix": "##"/'
+other "dropout" '"dropout" of "model" is 0.1' 's/"dropout": null/"dropout": 0.1/'
+other "another cut" '"pre_tokenizer" is Metaspace, expected ByteLevel' 's/"type": "ByteLevel", "add_prefix_space": false/"type": "Metaspace"/'
+other "no cut" '"pre_tokenizer" is null, expected ByteLevel' '/"pre_tokenizer"/s/{.*}/null/'
+other "a blank before a text" '"add_prefix_space" of "pre_tokenizer" is true, expected false' 's/"add_prefix_space": false/"add_prefix_space": true/'
+other "bytes alone" '"pre_tokenizer" is no ByteLevel that cuts texts' '/"pre_tokenizer"/s/"use_regex": true/"use_regex": false/'
+other "another expression" 'the expression of "pre_tokenizer" is x\+, expected that of GPT-2, Llama 3 or Qwen 2' \
+    '/"pre_tokenizer"/s/{.*}/{"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": false}/'
+other "another behaviour" '"behavior" of "pre_tokenizer" is Removed' '/"pre_tokenizer"/s/{.*}/{"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Removed"}/'
+other "digits apart" '"pre_tokenizer" is Digits' '/"pre_tokenizer"/s/{.*}/{"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}/'
+other "blanks taken" '"lstrip" of an added token is true, expected false' 's/"lstrip": false/"lstrip": true/'
+other "an id twice" 'id [0-9] is there twice' 's/"b": 1/"b": 0/'
+other "an id too large" 'id 7 is there twice or beyond the 6 tokens' 's/"id": 5/"id": 7/'
+other "a merge of nothing" 'expected before it, two tokens that the vocabulary has, and their union' 's/"a b"/"b a"/'
+other "no merges" '"model" is without vocab or merges' 's/, "merges": .*/}}/'
+printf '\357\273\277' | cat - "$tmp/tokenizer" >"$tmp/json/tokenizer.json"
+bad "a BOM" 'tokenizer.json: expected UTF-8 without a byte order mark' "$tokenize" "$tmp/json" encode
+printf 'version https://git-lfs.github.com/spec/v1\n' >"$tmp/json/tokenizer.json"
+bad "a pointer of git-lfs" 'tokenizer.json is a pointer of git-lfs' "$tokenize" "$tmp/json" encode
+rm "$tmp/json/tokenizer.json"; touch "$tmp/json/tokenizer.model"
+bad "SentencePiece" "only SentencePiece's tokenizer.model" "$tokenize" "$tmp/json" encode
+bad "no tokenizer" 'has no tokenizer.json, and no vocab.json$' "$tokenize" "$tmp/said" encode
+
 # ---- Python ----
 python=$(BUILD=$build sh tests/scripts/python.sh 2>"$tmp/why")
 if [ -z "$python" ]; then
@@ -337,6 +383,47 @@ def encode(folder, program):
         count += len(ids)
     print("%d tokens are those of transformers" % count)
 
+def json_files(folder, program):
+    """tokenizer.json of GPT-2's, Llama 3's and Qwen 2's kind, as strings and as pairs: C and the tokenizers library."""
+    import json, subprocess
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    def run(path, act, data): return subprocess.run([program, path, act], input=data, stdout=subprocess.PIPE, check=True).stdout
+    llama = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    gpt2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    count = 0
+    for expression in ("", gpt2, llama % "{1,3}", llama % ""):
+        learned = Tokenizer(models.BPE())
+        learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False) if not expression else pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        learned.decoder = decoders.ByteLevel()
+        learned.train_from_iterator([corpus()], trainers.BpeTrainer(
+            vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|endoftext|>"], show_progress=False))
+        learned.add_special_tokens(["<|endof", "<|begin|>"])
+        learned.add_tokens([AddedToken("foo bar", normalized=True), AddedToken("oo b", normalized=False), AddedToken("\u4e2d\u6587x")])
+        os.makedirs(folder, exist_ok=True)
+        path = folder + "/tokenizer.json"
+        learned.save(path)
+        pairs = json.load(open(path))
+        pairs["model"]["merges"] = [list(merge) if isinstance(merge, list) else merge.split(" ") for merge in pairs["model"]["merges"]]
+        pairs["model"]["ignore_merges"] = False
+        os.makedirs(folder + "/pairs", exist_ok=True)
+        json.dump(pairs, open(folder + "/pairs/tokenizer.json", "w"), sort_keys=True)
+        more = ["foo bar foo b oo bar", "'S 'T\u017f '\u017f 'LL'll \u4e2d\u6587x<|begin|><|endofx", "a\r\n\r\n  b \t\n c\n", "1234567 12 \u0663"]
+        for text in [*texts(), *more]:
+            for place in (folder, folder + "/pairs"):
+                found = run(place, "encode", text.encode())
+                ids, expected = np.frombuffer(found, dtype="<i4").tolist(), learned.encode(text, add_special_tokens=False).ids
+                assert ids == expected, (expression, text, ids, expected)
+                assert run(place, "decode", found) == text.encode(), text
+            count += len(ids)
+    print("%d tokens are those of the tokenizers library" % count)
+
+def saved_tokenizer(folder, other):
+    """What transformers saves of GPT-2's files, and only that of it which 5 saves as well."""
+    fast = transformers.GPT2TokenizerFast.from_pretrained(folder)
+    fast.save_pretrained(other)
+    for name in ("vocab.json", "merges.txt"): os.remove(other + "/" + name)
+
 # ---- Llama ----
 def llama(folder, tied):
     """A random Llama with six heads of queries and two of keys; and one window of tokens for ten steps."""
@@ -442,7 +529,11 @@ good "the same text" . "$gpt" --threads 1 --tokenizer "$tmp/bpe" --resume "$tmp/
 bad "a tokenizer that cannot encode" 'can only decode' "$gpt" --tokenizer "$tmp/bpe/tokenizer.bin" --resume "$tmp/run" --generate 5 --prompt x
 bad "a larger vocabulary than the model's" 'has 1200 tokens, and the model a vocabulary of 300' "$gpt" --tokenizer "$tmp/bpe" --import "$tmp/f32.bin" --generate 5
 bad "several files of text" 'encodes one file of text' "$gpt" --tokenizer "$tmp/bpe" --data "$tmp"
-bad "no tokenizer there" 'vocab.json cannot be read: No such file' "$gpt" --tokenizer "$tmp/hf" --data README.md
+good "C and the tokenizers library: tokenizer.json" 'are those of the tokenizers library' "$python" "$tmp/models.py" json_files "$tmp/json2" "$tokenize"
+try "transformers saves a tokenizer.json" "$python" "$tmp/models.py" saved_tokenizer "$tmp/bpe" "$tmp/bpe2"
+good "text with it" . "$gpt" --threads 1 --tokenizer "$tmp/bpe2" --resume "$tmp/run" --generate 20 --temperature 0
+[ "$(grep -v tokens/s "$tmp/one")" = "$(grep -v tokens/s "$tmp/out")" ]; result "as with GPT-2's two files" $?
+bad "no tokenizer there" 'has no tokenizer.json, and no vocab.json' "$gpt" --tokenizer "$tmp/hf" --data README.md
 bad "a cut vocabulary" 'vocab.json: expected' sh -c "mkdir -p '$tmp/cut' && cp '$tmp/bpe/merges.txt' '$tmp/cut' &&
     head -c 500 '$tmp/bpe/vocab.json' >'$tmp/cut/vocab.json' && exec '$gpt' --tokenizer '$tmp/cut'"
 finish

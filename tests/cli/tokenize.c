@@ -1,10 +1,10 @@
-/* tokenize.c: tools/train_gpt/tokenizer.h for test_models.sh, which compares it with transformers.
+/* tokenize.c: the tokenizer of tools/train_gpt for test_models.sh, which compares it with transformers.
  *
  *     tokenize PATH encode <text >ids        ids are 32-bit numbers of this machine
  *     tokenize PATH decode <ids >text */
 #include "dtrain.h"
 
-#include "tools/train_gpt/tokenizer.h"
+#include "tools/train_gpt/tokenizer_files.h"
 
 static int fail(void)
 {

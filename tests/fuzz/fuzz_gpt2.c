@@ -1,4 +1,5 @@
-/* fuzz_gpt2.c: the files of a GPT-2 on hostile bytes: checkpoint and tokenizer of llm.c, vocab.json, merges.txt, text.
+/* fuzz_gpt2.c: the files of a GPT-2 on hostile bytes: checkpoint and tokenizer of llm.c, vocab.json, merges.txt,
+ * tokenizer.json, text, config.json.
  *
  *     clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz/fuzz_gpt2.c -o fuzz_gpt2 -lm -pthread
  *     ./fuzz_gpt2 -max_total_time=30
@@ -9,13 +10,24 @@
 #include "dtrain.h"
 
 #include "tools/train_gpt/llmc.h"
-#include "tools/train_gpt/tokenizer.h"
+#include "tools/train_gpt/tokenizer_files.h"
 
-enum { MODEL, LLMC, VOCABULARY, MERGES, TEXT, KINDS };
+enum { MODEL, LLMC, VOCABULARY, MERGES, TEXT, JSON, CONFIG, KINDS };
 
 static const char vocabulary[] = "{\"a\": 0, \"b\":1,\"\\u0120\": 2, \"ab\": 3, \"\\u0120ab\": 4, "
                                  "\"<|endoftext|>\": 5, \"'\": 6, \"\xc3\xa9\": 7}\n";
 static const char merges[] = "#version: 0.2\na b\n\xc4\xa0 ab\n";
+static const char json[] =
+    "{\"added_tokens\": [{\"id\": 5, \"content\": \"<|e|>\", \"normalized\": true}, {\"id\": 6, "
+    "\"content\": \"<|e\", "
+    "\"normalized\": false}], \"normalizer\": null, \"pre_tokenizer\": {\"type\": \"ByteLevel\", "
+    "\"use_regex\": true}, "
+    "\"model\": {\"type\": \"BPE\", \"ignore_merges\": false, \"vocab\": {\"a\": 0, \"b\": 1, "
+    "\"\\u0120\": 2, "
+    "\"ab\": 3, \"\\u0120ab\": 4}, \"merges\": [\"a b\", [\"\\u0120\", \"ab\"]]}}";
+static const char config[] =
+    "{\"n_layer\": 2, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 4, \"vocab_size\": 9, "
+    "\"activation_function\": \"relu\", \"layer_norm_epsilon\": 1e-3, \"x\": [{\"y\": null}]}";
 static const char text[] = "ab abab <|endoftext|> 'b \xe9";
 
 size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t room);
@@ -26,7 +38,8 @@ static size_t make_good(uint8_t *data, int kind)
 {
     static const int32_t model[8] = {LLMC_MAGIC, LLMC_F32, 2, 3, 1, 1, 2, 3};
     static const int32_t tokens[4] = {TOKENIZER_MAGIC, 2, 3, 2};
-    const char *of_kind = kind == VOCABULARY ? vocabulary : kind == MERGES ? merges : text;
+    static const char *const good[KINDS] = {NULL, NULL, vocabulary, merges, text, json, config};
+    const char *of_kind = good[kind];
     data[0] = (uint8_t)kind;
     if (kind > LLMC) {
         memcpy(data + 1, of_kind, strlen(of_kind));
@@ -36,7 +49,8 @@ static size_t make_good(uint8_t *data, int kind)
     memcpy(data + 1, kind == MODEL ? model : tokens, kind == MODEL ? sizeof model : sizeof tokens);
     memcpy(data + 1 + 1024, "\1a\2bc\0", 6);
     return 1 + 1024 +
-           (kind == MODEL ? (size_t)llmc__total(&(gpt_config){1, 1, 2, 0, 2, 3, 0, 0, 0}, 3) * 4 : 6);
+           (kind == MODEL ? (size_t)llmc__total(&(gpt_config){1, 1, 2, 0, 2, 3, 0, 0, 0}, 3) * 4
+                          : 6);
 }
 
 /* Begin from a good file when there is none, and now and then later. */
@@ -85,6 +99,20 @@ static void fuzz_text(const tokenizer *t, const uint8_t *data, size_t size)
     free(list.at);
 }
 
+/* A config.json that is accepted says sizes, and is written again as another type. */
+static void fuzz_config(char *data, size_t size)
+{
+    hf_config from = {"fuzz", data, size};
+    gpt_config found;
+    json_reader r = json_begin("fuzz", data, size);
+    (void)json_skip(&r);
+    if (json_end(&r) != DTRAIN_OK) return;
+    const dtrain_result result = gpt_read_config(&from, &found);
+    check(result);
+    if (result == DTRAIN_OK && (found.layers < 1 || found.heads < 1 || !(found.epsilon > 0)))
+        abort();
+}
+
 /* Every token has a text within the file. */
 static void fuzz_tokens(const tokenizer *t, size_t size)
 {
@@ -109,18 +137,26 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     dtrain_fail(DTRAIN_OK, "%s", "");
     dtrain_result result = DTRAIN_OK;
     if (kind == MODEL) fuzz_model(data + 1, size);
+    if (kind == CONFIG) fuzz_config(file, size);
+    if (kind == JSON) result = tokenizer_read_json(&t, "fuzz", file, size);
+    if (kind == JSON && result == DTRAIN_OK) {
+        fuzz_tokens(&t, size);
+        fuzz_text(&t, (const uint8_t *)text, sizeof text - 1);
+        fuzz_text(&t, (const uint8_t *)file, size);
+    }
     if (kind == LLMC) result = tokenizer_read_bin(&t, "fuzz", file, size);
-    if (kind >= VOCABULARY)
+    if (kind >= VOCABULARY && kind <= TEXT)
         result = kind == VOCABULARY
                      ? tokenizer_read_vocabulary(&t, "fuzz", file, size)
                      : tokenizer_read_vocabulary(&t, "fuzz", vocabulary, sizeof vocabulary - 1);
-    if (result == DTRAIN_OK && kind >= VOCABULARY)
+    if (result == DTRAIN_OK && kind >= VOCABULARY && kind <= TEXT)
         result = kind == MERGES ? tokenizer_read_merges(&t, "fuzz", file, size)
                                 : tokenizer_read_merges(&t, "fuzz", merges,
                                                         kind == TEXT ? sizeof merges - 1 : 0);
     check(result);
     if (result == DTRAIN_OK && (kind == LLMC || kind == VOCABULARY)) fuzz_tokens(&t, size);
-    if (result == DTRAIN_OK && kind >= MERGES) fuzz_text(&t, (const uint8_t *)file, size);
+    if (result == DTRAIN_OK && (kind == MERGES || kind == TEXT))
+        fuzz_text(&t, (const uint8_t *)file, size);
     tokenizer_close(&t);
     free(file);
     return 0;

@@ -5,7 +5,7 @@
 
 #include "tools/run/run.h"
 #include "gpt.h"
-#include "tokenizer.h"
+#include "tokenizer_files.h"
 
 typedef struct settings {
     run_settings *run; /* what all training programs have */
@@ -68,8 +68,10 @@ static const flag data_flags[] = {
      "any file as bytes, llm.c's .bin, or nanoGPT's .bin (u16); auto: bin by its magic, else bytes",
      data_formats},
     {"--tokenizer", 's', &flags.tokenizer_path, 0, 0,
-     "GPT-2's tokenizer, for text in --data, --prompt and what is written: a directory with "
-     "vocab.json and merges.txt, or gpt2_tokenizer.bin of llm.c, which cannot encode",
+     "for text in --data, --prompt and what is written: a directory with tokenizer.json "
+     "(byte-level "
+     "BPE, as of GPT-2 or Llama 3), or with vocab.json and merges.txt; or gpt2_tokenizer.bin of "
+     "llm.c, which cannot encode",
      NULL},
     {"--val-split", 'f', &flags.val_split, 0.0001, 0.9,
      "share of the data, at its end, that is held out for validation", NULL},

@@ -1,18 +1,15 @@
-/* tokenizer.h: GPT-2's tokenizer, byte-level byte pair encoding (Radford et al., 2019), from its files.
- *
- *     DIR/vocab.json, DIR/merges.txt     as Hugging Face has them: encodes and decodes
- *     gpt2_tokenizer.bin                 as llm.c has it: decodes
+/* tokenizer.h: byte-level byte pair encoding, the tokenizer of GPT-2 (Radford et al., 2019), Llama 3 and others.
  *
  * A text is cut into pieces (words with the blank before them, numbers, runs of symbols, runs of
  * blanks), and in each piece, from single bytes on, the pair of neighbours that stands first in the
  * list of merges becomes one token, again and again.
  *
  * Letters and numbers are those of the Unicode version in unicode_classes.h. A byte that is not UTF-8
- * is a symbol of its own. "<|endoftext|>" in a text is the token of that name, if there is one. */
+ * is a symbol of its own. Added tokens, as "<|endoftext|>", are found in the text before it is cut; none
+ * is put before or behind a text. tokenizer_files.h reads the files of others. */
 #ifndef TOKENIZER_H
 #define TOKENIZER_H
 
-#include "tools/files.h"
 #include "tools/json.h"
 #include "unicode_classes.h"
 
@@ -40,6 +37,10 @@ typedef struct tokenizer {
     int32_t bytes[256];      /* the tokens of single bytes; -1: there is none */
     tokenizer_merge *merges; /* (merge_room) by the hash of the pair; NULL: cannot encode */
     size_t merge_room;       /* as name_room */
+    int32_t *added; /* (added_count) ids of tokens that are found before a text is cut ... */
+    int32_t added_count, first_count; /* ... the first of them before the others */
+    int digits; /* 0: pieces are GPT-2's; otherwise Llama 3's, with so many digits in one, 3 or 1 */
+    bool whole; /* a piece that is a token stays one, whatever the merges say */
 } tokenizer;
 
 typedef struct token_list {
@@ -53,6 +54,7 @@ static inline void tokenizer_close(tokenizer *t)
     free(t->begin);
     free(t->names);
     free(t->merges);
+    free(t->added);
     memset(t, 0, sizeof *t);
 }
 
@@ -127,254 +129,6 @@ static inline dtrain_result tokenizer__index(tokenizer *t)
     return DTRAIN_OK;
 }
 
-/* ---- characters ----------------------------------------------------------------------------- */
-
-/* Vocabularies are text: each byte stands there as a character, itself where it is printed in Latin-1,
- * one from U+0100 on where it is not. Return the byte of a character, or -1. */
-static inline int tokenizer__byte(uint32_t code)
-{
-    uint32_t next = 256;
-    if ((code >= '!' && code <= '~') || (code >= 0xa1 && code <= 0xac) ||
-        (code >= 0xae && code <= 0xff))
-        return (int)code;
-    for (uint32_t byte = 0; byte < 256; byte++) {
-        if ((byte >= '!' && byte <= '~') || (byte >= 0xa1 && byte != 0xad)) continue;
-        if (code == next++) return (int)byte;
-    }
-    return -1;
-}
-
-/* ---- vocab.json ----------------------------------------------------------------------------- */
-
-/* Turn characters that stand for bytes into these, in place: text (*bytes). */
-static inline bool tokenizer__to_bytes(char *text, size_t *bytes)
-{
-    size_t used = 0;
-    for (size_t at = 0; at < *bytes;) {
-        uint32_t code;
-        at += utf8_read(text + at, *bytes - at, &code);
-        const int byte = tokenizer__byte(code);
-        if (byte < 0) return false;
-        text[used++] = (char)byte;
-    }
-    *bytes = used;
-    return true;
-}
-
-/* Read a token, quoted, to text + *used, which has room for the rest of the file. */
-static inline bool tokenizer__json_token(json_reader *r, char *text, size_t *used)
-{
-    size_t bytes = 0;
-    if (!json_text(r, text + *used, (size_t)(r->end - r->at) + 1, &bytes)) return false;
-    if (!tokenizer__to_bytes(text + *used, &bytes))
-        return json_expected(r, "before it, characters that stand for bytes");
-    *used += bytes;
-    return true;
-}
-
-/* Read all members of {"token": id, ...} in the order of the file: where the text of each begins, and
- * its id. */
-static inline bool tokenizer__json_members(json_reader *r, char *text, size_t *begins, int32_t *ids,
-                                           int32_t *count)
-{
-    size_t used = 0;
-    if (!json_enter(r, '{')) return false;
-    for (*count = 0; json_item(r, '}'); ++*count) {
-        begins[*count] = used;
-        if (!tokenizer__json_token(r, text, &used)) return false;
-        if (!json_accept(r, ':')) return json_expected(r, "':'");
-        if (!json_integer(r, TOKENIZER_MOST, &ids[*count])) return false;
-    }
-    begins[*count] = used;
-    return r->result == DTRAIN_OK;
-}
-
-/* Put the members in the order of their ids. */
-static inline dtrain_result tokenizer__sort(tokenizer *t, const char *path, const char *text,
-                                            const size_t *begins, const int32_t *ids)
-{
-    const size_t count = (size_t)t->count;
-    int32_t *where = (int32_t *)malloc((count + 1) * sizeof *where);
-    dtrain_result result = where ? DTRAIN_OK : tokenizer__memory();
-    for (size_t i = 0; i < count && where; i++) where[i] = -1;
-    for (int32_t i = 0; i < t->count && result == DTRAIN_OK; i++) {
-        if (ids[i] >= t->count || where[ids[i]] >= 0)
-            result = dtrain_fail(DTRAIN_ERROR_DATA,
-                                 "%s: id %d is there twice or beyond the %d tokens, expected 0 to "
-                                 "%d, each once",
-                                 path, (int)ids[i], (int)t->count, (int)t->count - 1);
-        else where[ids[i]] = i;
-    }
-    for (size_t id = 0, used = 0; id <= count && result == DTRAIN_OK; id++) {
-        t->begin[id] = used;
-        if (id == count) break;
-        const size_t *begin = &begins[where[id]];
-        memcpy(t->text + used, text + begin[0], begin[1] - begin[0]);
-        used += begin[1] - begin[0];
-    }
-    free(where);
-    return result;
-}
-
-/* Read the text of a vocab.json. */
-static inline dtrain_result tokenizer_read_vocabulary(tokenizer *t, const char *path,
-                                                      const char *json, size_t bytes)
-{
-    json_reader r = json_begin(path, json, bytes);
-    size_t most = 1; /* members: each has a colon */
-    for (size_t i = 0; i < bytes; i++) most += json[i] == ':';
-    char *text = (char *)malloc(bytes + 1);
-    size_t *begins = (size_t *)malloc((most + 1) * sizeof *begins);
-    int32_t *ids = (int32_t *)malloc((most + 1) * sizeof *ids);
-    t->text = (char *)malloc(bytes + 1);
-    t->begin = (size_t *)malloc((most + 1) * sizeof *t->begin);
-    dtrain_result result =
-        text && begins && ids && t->text && t->begin ? DTRAIN_OK : tokenizer__memory();
-    if (result == DTRAIN_OK) (void)tokenizer__json_members(&r, text, begins, ids, &t->count);
-    if (result == DTRAIN_OK) result = json_end(&r);
-    if (result == DTRAIN_OK) result = tokenizer__sort(t, path, text, begins, ids);
-    free(text);
-    free(begins);
-    free(ids);
-    return result == DTRAIN_OK ? tokenizer__index(t) : result;
-}
-
-/* ---- merges.txt ----------------------------------------------------------------------------- */
-
-/* Read one token of a line: up to a blank or the line's end. */
-static inline bool tokenizer__line_token(json_reader *r, char *text, size_t *used)
-{
-    const size_t before = *used;
-    while (r->at < r->end && *r->at != ' ' && *r->at != '\n' && *r->at != '\r') {
-        uint32_t code;
-        r->at += utf8_read(r->at, (size_t)(r->end - r->at), &code);
-        const int byte = tokenizer__byte(code);
-        if (byte < 0) return false;
-        text[(*used)++] = (char)byte;
-    }
-    return *used > before;
-}
-
-/* Read one line, "left right", as the merge of this rank. text has room for a line. */
-static inline bool tokenizer__merge_line(tokenizer *t, json_reader *r, char *text, int32_t rank)
-{
-    size_t left = 0;
-    if (!tokenizer__line_token(r, text, &left) || r->at == r->end || *r->at++ != ' ')
-        return json_expected(r, "two tokens with a blank between them");
-    size_t both = left;
-    if (!tokenizer__line_token(r, text, &both)) return json_expected(r, "a second token");
-    if (r->at < r->end && *r->at == '\r') r->at++;
-    if (r->at < r->end && *r->at++ != '\n') return json_expected(r, "the end of the line");
-    const int32_t a = tokenizer_find(t, text, left);
-    const int32_t b = tokenizer_find(t, text + left, both - left);
-    const int32_t token = tokenizer_find(t, text, both);
-    if (a < 0 || b < 0 || token < 0)
-        return json_expected(r, "before it, two tokens that the vocabulary has, and their "
-                                "union too");
-    tokenizer_merge *merge = tokenizer__pair(t, a, b);
-    if (merge->left >= 0) return true; /* a second time: the first counts */
-    merge->left = a, merge->right = b;
-    merge->rank = rank, merge->token = token;
-    return true;
-}
-
-/* Read the text of a merges.txt, after the vocabulary. A first line that begins with "#version" is
- * none. */
-static inline dtrain_result tokenizer_read_merges(tokenizer *t, const char *path, const char *lines,
-                                                  size_t bytes)
-{
-    json_reader r = json_begin(path, lines, bytes);
-    size_t count = 1;
-    int32_t rank = 0;
-    char *text = (char *)malloc(bytes + 1);
-    for (size_t i = 0; i < bytes; i++) count += lines[i] == '\n';
-    t->merge_room = tokenizer__room(count);
-    t->merges = (tokenizer_merge *)malloc(t->merge_room * sizeof *t->merges);
-    dtrain_result result = text && t->merges ? DTRAIN_OK : tokenizer__memory();
-    for (size_t i = 0; i < t->merge_room && t->merges; i++) t->merges[i].left = -1;
-    if (bytes >= 8 && memcmp(lines, "#version", 8) == 0)
-        while (r.at < r.end && *r.at++ != '\n') {}
-    while (r.at < r.end && result == DTRAIN_OK) {
-        if (*r.at == '\n') r.at++; /* an empty line, as the last may be */
-        else if (!tokenizer__merge_line(t, &r, text, rank++)) result = r.result;
-    }
-    free(text);
-    return result == DTRAIN_OK ? r.result : result;
-}
-
-/* ---- gpt2_tokenizer.bin --------------------------------------------------------------------- */
-
-/* Read such a file: 256 int32 (magic, version, count, end of text from version 2 on), then a byte for
- * the length of each token, and its bytes. */
-static inline dtrain_result tokenizer_read_bin(tokenizer *t, const char *path, const char *file,
-                                               size_t bytes)
-{
-    enum { HEADER = 256 * sizeof(int32_t) };
-    uint32_t header[4] = {0, 0, 0, 0};
-    size_t at = HEADER, used = 0;
-    for (size_t i = 0; i < 16 && bytes >= HEADER; i++)
-        header[i / 4] |= (uint32_t)(uint8_t)file[i] << 8 * (i % 4);
-    if (header[0] != TOKENIZER_MAGIC || header[1] < 1 || header[1] > 2)
-        return dtrain_fail(
-            DTRAIN_ERROR_DATA,
-            "%s: expected a tokenizer of llm.c, magic %d and version 1 or 2, found %u "
-            "and %u",
-            path, TOKENIZER_MAGIC, header[0], header[1]);
-    if (header[2] > bytes - HEADER)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: it has %zu bytes, which cannot be %u tokens",
-                           path, bytes, header[2]);
-    t->count = (int32_t)header[2];
-    t->text = (char *)malloc(bytes);
-    t->begin = (size_t *)malloc(((size_t)header[2] + 1) * sizeof *t->begin);
-    if (!t->text || !t->begin) return tokenizer__memory();
-    for (int32_t id = 0; id < t->count; id++) {
-        const size_t length = at < bytes ? (uint8_t)file[at] : 0;
-        t->begin[id] = used;
-        if (at >= bytes || length > bytes - at - 1)
-            return dtrain_fail(DTRAIN_ERROR_DATA, "%s: it ends in token %d of %d", path, (int)id,
-                               (int)t->count);
-        memcpy(t->text + used, file + at + 1, length);
-        at += 1 + length;
-        used += length;
-    }
-    t->begin[t->count] = used;
-    if (at != bytes)
-        return dtrain_fail(DTRAIN_ERROR_DATA, "%s: it has %zu bytes behind its %d tokens", path,
-                           bytes - at, (int)t->count);
-    const dtrain_result result = tokenizer__index(t);
-    const uint32_t end = header[1] == 2 ? header[3] : 50256;
-    t->end_of_text = end < header[2] ? (int32_t)end : -1;
-    return result;
-}
-
-/* ---- files ---------------------------------------------------------------------------------- */
-
-/* Open a tokenizer: a directory with vocab.json and merges.txt, or a file of llm.c. tokenizer_close
- * frees it, also after a failure. */
-static inline dtrain_result tokenizer_open(tokenizer *t, const char *path)
-{
-    static const char *const files[] = {"vocab.json", "merges.txt"};
-    dtrain_result result = DTRAIN_OK;
-    char name[4096], *text;
-    size_t bytes, length = strlen(path);
-    memset(t, 0, sizeof *t);
-    if (length > 4 && strcmp(path + length - 4, ".bin") == 0) {
-        result = read_file(path, &text, &bytes);
-        if (result == DTRAIN_OK) result = tokenizer_read_bin(t, path, text, bytes);
-        free(text);
-        return result;
-    }
-    for (int i = 0; i < 2 && result == DTRAIN_OK; i++) {
-        snprintf(name, sizeof name, "%.4000s/%s", path, files[i]);
-        result = read_file(name, &text, &bytes);
-        if (result == DTRAIN_OK)
-            result = i ? tokenizer_read_merges(t, name, text, bytes)
-                       : tokenizer_read_vocabulary(t, name, text, bytes);
-        free(text);
-    }
-    return result;
-}
-
 /* ---- decoding ------------------------------------------------------------------------------- */
 
 /* Return the text of a token, and its bytes; empty for what is none. */
@@ -431,7 +185,7 @@ static inline size_t tokenizer__class_of(const char *text, size_t bytes, tokeniz
  *
  * A run of blanks before something leaves its last one to that; if it is the only one, and no space,
  * it stands alone. */
-static inline size_t tokenizer__piece(const char *text, size_t bytes)
+static inline size_t tokenizer__gpt2_piece(const char *text, size_t bytes)
 {
     static const char *const ends[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
     tokenizer__class first, next = TOKENIZER_BLANK;
@@ -451,6 +205,62 @@ static inline size_t tokenizer__piece(const char *text, size_t bytes)
         at += length;
     }
     return first == TOKENIZER_BLANK && at < bytes && last > 0 ? last : at;
+}
+
+/* Return the bytes of 's, 't, 're, 've, 'm, 'll or 'd in any case at the beginning of a text; the long s is one, too. */
+static inline size_t tokenizer__suffix(const char *text, size_t bytes)
+{
+    static const char *const ends[] = {"s", "t", "re", "ve", "m", "ll", "d"};
+    if (bytes < 2 || text[0] != '\'') return 0;
+    if (bytes > 2 && memcmp(text + 1, "\xc5\xbf", 2) == 0) return 3;
+    for (size_t i = 0; i < sizeof ends / sizeof ends[0]; i++) {
+        size_t k = 0;
+        while (ends[i][k] && 1 + k < bytes && (text[1 + k] | 32) == ends[i][k]) k++;
+        if (!ends[i][k]) return 1 + k;
+    }
+    return 0;
+}
+
+/* Return the bytes of characters of one class at the beginning of a text, and how many they are: `most` at most. */
+static inline size_t tokenizer__run(const char *text, size_t bytes, tokenizer__class of, int most)
+{
+    size_t at = 0;
+    for (tokenizer__class found; at < bytes && most > 0; most--) {
+        const size_t length = tokenizer__class_of(text + at, bytes - at, &found);
+        if (found != of) break;
+        at += length;
+    }
+    return at;
+}
+
+/* Return the bytes of what Llama 3's expression matches at the beginning of a text, with {1,digits} for its {1,3}:
+ *
+ *     (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|
+ *     \s*[\r\n]+|\s+(?!\S)|\s+ */
+static inline size_t tokenizer__llama_piece(const char *text, size_t bytes, int digits)
+{
+    tokenizer__class first;
+    const size_t suffix = tokenizer__suffix(text, bytes);
+    const size_t length = tokenizer__class_of(text, bytes, &first);
+    if (suffix) return suffix;
+    if (first == TOKENIZER_LETTER) return tokenizer__run(text, bytes, first, INT32_MAX);
+    if (first == TOKENIZER_NUMBER) return tokenizer__run(text, bytes, first, digits);
+    size_t run = 0;
+    if (text[0] != '\r' && text[0] != '\n')
+        run = tokenizer__run(text + length, bytes - length, TOKENIZER_LETTER, INT32_MAX);
+    if (run) return length + run;
+    size_t at = text[0] == ' ' ? 1 : 0;
+    run = tokenizer__run(text + at, bytes - at, TOKENIZER_SYMBOL, INT32_MAX);
+    if (run) {
+        for (at += run; at < bytes && (text[at] == '\r' || text[at] == '\n');) at++;
+        return at;
+    }
+    run = tokenizer__run(text, bytes, TOKENIZER_BLANK, INT32_MAX);
+    for (at = run; at > 0; at--)
+        if (text[at - 1] == '\r' || text[at - 1] == '\n') return at;
+    size_t last = 0; /* where the last blank of the run begins */
+    for (at = 0; at < run; at += tokenizer__class_of(text + at, run - at, &first)) last = at;
+    return run < bytes && last > 0 ? last : run;
 }
 
 /* ---- encoding ------------------------------------------------------------------------------- */
@@ -490,36 +300,77 @@ static inline size_t tokenizer__merge(const tokenizer *t, int32_t *tokens, size_
     }
 }
 
+/* An added token in a text: from `at` to `end`; at the end of the text, and id -1, there is none. */
+typedef struct tokenizer__match {
+    size_t at, end;
+    int32_t id;
+} tokenizer__match;
+
+/* Find the first of some added tokens in a text between two places, the longest of several. */
+static inline tokenizer__match tokenizer__next(const tokenizer *t, const char *text, size_t from,
+                                               size_t end, bool first)
+{
+    const int32_t begin = first ? 0 : t->first_count,
+                  stop = first ? t->first_count : t->added_count;
+    tokenizer__match found = {end, end, -1};
+    bool begins[256] = {false};
+    for (int32_t i = begin; i < stop; i++) begins[(uint8_t)t->text[t->begin[t->added[i]]]] = true;
+    for (size_t at = from; begin < stop && at < end; at++) {
+        if (!begins[(uint8_t)text[at]]) continue;
+        for (int32_t i = begin; i < stop; i++) {
+            const size_t *of = &t->begin[t->added[i]], length = of[1] - of[0];
+            if (length > end - at || memcmp(text + at, t->text + of[0], length) != 0) continue;
+            if (found.id >= 0 && found.end >= at + length) continue;
+            found.at = at, found.end = at + length, found.id = t->added[i];
+        }
+        if (found.id >= 0) break;
+    }
+    return found;
+}
+
+/* Append the tokens of a piece. */
+static inline dtrain_result tokenizer__encode_piece(const tokenizer *t, const char *text,
+                                                    size_t bytes, token_list *list)
+{
+    if (!token_list_grow(list, bytes)) return tokenizer__memory();
+    int32_t *tokens = list->at + list->count;
+    const int32_t whole = t->whole ? tokenizer_find(t, text, bytes) : -1;
+    if (whole >= 0) return list->at[list->count++] = whole, DTRAIN_OK;
+    for (size_t i = 0; i < bytes; i++) {
+        tokens[i] = t->bytes[(uint8_t)text[i]];
+        if (tokens[i] < 0)
+            return dtrain_fail(DTRAIN_ERROR_DATA, "the vocabulary has no token for byte 0x%02x",
+                               (uint8_t)text[i]);
+    }
+    list->count += tokenizer__merge(t, tokens, bytes);
+    return DTRAIN_OK;
+}
+
 /* Append the tokens of a text. */
 static inline dtrain_result tokenizer_encode(const tokenizer *t, const char *text, size_t bytes,
                                              token_list *list)
 {
-    static const char end[] = "<|endoftext|>";
-    const size_t end_bytes = sizeof end - 1;
+    tokenizer__match first = {0, 0, -1}, other = {0, 0, -1}; /* the next added tokens */
+    dtrain_result result = DTRAIN_OK;
     if (!t->merges)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "this tokenizer has no merges and can only decode: to encode, give the "
-                           "directory of a vocab.json and a merges.txt");
-    for (size_t at = 0, stop = 0, piece; at < bytes; at += piece) {
-        if (at >= stop) /* as far as no end of text comes */
-            for (stop = at; stop < bytes &&
-                            (t->end_of_text < 0 || text[stop] != '<' || bytes - stop < end_bytes ||
-                             memcmp(text + stop, end, end_bytes) != 0);)
-                stop++;
-        piece = at < stop ? tokenizer__piece(text + at, stop - at) : end_bytes;
-        if (!token_list_grow(list, piece)) return tokenizer__memory();
-        int32_t *tokens = list->at + list->count;
-        for (size_t i = 0; i < piece && at < stop; i++) {
-            tokens[i] = t->bytes[(uint8_t)text[at + i]];
-            if (tokens[i] < 0)
-                return dtrain_fail(DTRAIN_ERROR_DATA,
-                                   "the vocabulary has no token for byte 0x%02x, at byte %zu",
-                                   (uint8_t)text[at + i], at + i);
+                           "directory of a tokenizer.json, or of a vocab.json and a merges.txt");
+    for (size_t at = 0, piece; at < bytes && result == DTRAIN_OK; at += piece) {
+        if (at >= first.end) first = tokenizer__next(t, text, at, bytes, true);
+        if (at >= other.end) other = tokenizer__next(t, text, at, first.at, false);
+        const tokenizer__match *here = at == first.at ? &first : at == other.at ? &other : NULL;
+        if (here) {
+            piece = here->end - at;
+            if (!token_list_grow(list, 1)) return tokenizer__memory();
+            list->at[list->count++] = here->id;
+            continue;
         }
-        if (at < stop) list->count += tokenizer__merge(t, tokens, piece);
-        else list->at[list->count++] = t->end_of_text;
+        piece = t->digits ? tokenizer__llama_piece(text + at, other.at - at, t->digits)
+                          : tokenizer__gpt2_piece(text + at, other.at - at);
+        result = tokenizer__encode_piece(t, text + at, piece, list);
     }
-    return DTRAIN_OK;
+    return result;
 }
 
 #endif /* TOKENIZER_H */

@@ -20,7 +20,7 @@
  * How to read it: gpt.h (the model) -> settings.h (its flags) -> job.h (its part of a run) -> report.h (what rank 0
  * prints) -> checks.h (what is refused before a rank starts) -> here main(). What is the same for every model, the
  * switches, checkpoints, restarts, reports, is in tools/run; begin with run.h. Beside that road: weights.h and llmc.h
- * (a GPT-2 in files of others), tokenizer.h (its text), cache.h and generate.h (what it writes). */
+ * (a GPT-2 in files of others), tokenizer.h and tokenizer_files.h (its text), cache.h and generate.h (what it writes). */
 #define RUN_NAME "train_gpt"
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
