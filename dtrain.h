@@ -343,7 +343,8 @@
    Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
                       to rounding.
    Same bits          run after run, for any bucket size, with or without overlap, for any number
-                      of threads, with gradients in buckets or copied; and under DDP, ZERO1,
+                      of threads, with gradients in buckets or copied; from any compiler, dialect
+                      and -O (on one instruction set, without -ffast-math); and under DDP, ZERO1,
                       SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD and hierarchical
                       add node by node).
                       With clipping, kinds add up the norm in different orders, in double: it is
@@ -4037,6 +4038,17 @@ struct dtrain_comm_ops {
 #include <mpi.h>
 #endif
 
+/* Round twice in a * b + c, whatever the dialect: gcc makes one rounding of it with -std=gnu17 and
+ * in C++, not with -std=c99, and the bits of a training would depend on the flags. Where one is
+ * meant, the text says so (dtrain__vfma). dtrain.h restores the host's setting at its end; flags
+ * that are stronger than this: -ffast-math, and clang's -ffp-contract=fast. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#endif
+
 /* A private function that more than one file uses: static where all files are joined in one,
  * hidden where each is compiled alone. */
 #ifndef DTRAIN__PRIVATE
@@ -4495,7 +4507,7 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t 
  *
  * ln, sin and cos are short series in double instead of libm's, whose last bits differ between
  * machines: with +, -, *, / and sqrt of IEEE 754 alone the bits are the same everywhere (unless the
- * compiler is told to contract or reorder: then they agree to 1 ulp of fp32 in rare cases). */
+ * compiler is told to reorder, by -ffast-math: then they differ by 1 ulp of fp32 in rare cases). */
 
 /* ln x for normal x > 0: x = 2^e m with m in [sqrt(1/2), sqrt 2), ln m = 2 artanh((m-1)/(m+1)). */
 static double dtrain__log(double x)
@@ -36747,6 +36759,13 @@ DTRAIN__PRIVATE void dtrain__mix(const dtrain__mix_job *job)
     else dtrain__kernels_select()->mix(job);
 }
 
+/* Restore how the host rounds a * b + c, see core/platform_internal.h. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT DEFAULT
+#else
+#pragma GCC pop_options
+#endif
+
 #endif /* DTRAIN_IMPLEMENTATION */
 
 /* The kernels, once for each instruction set: see device/cpu/kernels.c. */
@@ -36922,10 +36941,10 @@ DTRAIN__HELPER dtrain__vi dtrain__viota(void)
     return v;
 }
 
-/* The operations that compilers do not make out of operators: fused multiply-add (-std=c99 forbids
- * contracting), max and min with a known NaN rule (the second operand wins), rounding to an
- * integer, loads and stores of n < lanes elements. AVX-512 has full zero-masks where the plain
- * intrinsic starts from an undefined value, because g++ warns about those. */
+/* The operations that compilers do not make out of operators: fused multiply-add, max and min with
+ * a known NaN rule (the second operand wins), rounding to an integer, loads and stores of n < lanes
+ * elements. AVX-512 has full zero-masks where the plain intrinsic starts from an undefined value,
+ * because g++ warns about those. */
 #if DTRAIN__ISA == 3
 DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
@@ -38295,26 +38314,14 @@ DTRAIN__KERNEL_OF(batchnorm_backward)
  *
  * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
 
-/* Return v behind an optimisation barrier: a product that passes here is rounded before it is added
- * to anything, also where the compiler may contract the two. So every instruction set gives the
- * same bits. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsettle)(dtrain__v v)
-{
-#if DTRAIN__ISA == 3 || (defined(__x86_64__) && DTRAIN__W > 1 && DTRAIN__W <= 8)
-    __asm__("" : "+x"(v));
-#else
-    __asm__("" : "+m"(v));
-#endif
-    return v;
-}
-
-/* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. */
+/* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. Rounds
+ * twice, so that every instruction set gives the same bits. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(topk_fold)(const dtrain_topk_args *a, int64_t i, int64_t n)
 {
     dtrain__v x = dtrain__vload_n(a->x + i, n);
     if (a->velocity) {
         const dtrain__v old = dtrain__vload_n(a->velocity + i, n);
-        x = DTRAIN__K(vsettle)(dtrain__vset(a->momentum) * old) + x;
+        x = dtrain__vset(a->momentum) * old + x;
         dtrain__vstore_n(a->velocity + i, x, n);
     }
     if (a->residual) {

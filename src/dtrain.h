@@ -168,6 +168,13 @@ extern "C" {
 #include "device/cpu/gemm.c"
 #include "device/cpu/kernels.c"
 
+/* Restore how the host rounds a * b + c, see core/platform_internal.h. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT DEFAULT
+#else
+#pragma GCC pop_options
+#endif
+
 #endif /* DTRAIN_IMPLEMENTATION */
 
 /* The kernels, once for each instruction set: see device/cpu/kernels.c. */

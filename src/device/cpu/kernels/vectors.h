@@ -158,10 +158,10 @@ DTRAIN__HELPER dtrain__vi dtrain__viota(void)
     return v;
 }
 
-/* The operations that compilers do not make out of operators: fused multiply-add (-std=c99 forbids
- * contracting), max and min with a known NaN rule (the second operand wins), rounding to an
- * integer, loads and stores of n < lanes elements. AVX-512 has full zero-masks where the plain
- * intrinsic starts from an undefined value, because g++ warns about those. */
+/* The operations that compilers do not make out of operators: fused multiply-add, max and min with
+ * a known NaN rule (the second operand wins), rounding to an integer, loads and stores of n < lanes
+ * elements. AVX-512 has full zero-masks where the plain intrinsic starts from an undefined value,
+ * because g++ warns about those. */
 #if DTRAIN__ISA == 3
 DTRAIN__HELPER dtrain__v dtrain__vfma(dtrain__v a, dtrain__v b, dtrain__v c)
 {
