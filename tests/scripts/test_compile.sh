@@ -121,12 +121,56 @@ if here pkg-config; then
 fi
 try "make uninstall" make -s uninstall PREFIX=/usr DESTDIR="$prefix"
 try "make uninstall leaves nothing" [ -z "$(find "$prefix/usr" -type f)" ]
+
+# CMake: README's first program, with dtrain as a folder, from a repository, and installed. Where it runs it is compiled
+# quickly; how it is compiled for a user is what CMake writes into compile_commands.json.
+case $build in /*) root=$build/cmake ;; *) root=$PWD/$build/cmake ;; esac
+lines() { # lines NAME TEXT: a project that gets dtrain by TEXT
+    mkdir -p "$root/$1"
+    { echo '#include <stdio.h>'; sed -n '/^```c$/,/^```$/p' README.md | grep -v '^```\|define DTRAIN_IMPLEMENTATION'; } >"$root/$1/first.c"
+    printf 'cmake_minimum_required(VERSION 3.14)\nproject(first C)\n%s\nadd_executable(first first.c)
+target_link_libraries(first dtrain::dtrain)\n' "$2" >"$root/$1/CMakeLists.txt"
+}
+quick="-DCMAKE_C_FLAGS=-O0 -DDTRAIN_NO_SIMD"
+runs() { # runs NAME FLAG...
+    project=$1; shift
+    cmake -S "$root/$project" -B "$root/$project/build" "$@" && cmake --build "$root/$project/build" && "$root/$project/build/first" | grep 'w = 3.000'
+}
+runs_installed() {
+    cmake --install "$root/folder/build/dtrain" --prefix "$root/prefix" && runs package -DCMAKE_PREFIX_PATH="$root/prefix"
+}
+compiled() { # compiled PATTERN FLAG...: dtrain.c in the project "folder", with these flags
+    pattern=$1; shift
+    cmake -S "$root/folder" -B "$root/commands" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON "$@" && cat "$root/commands/compile_commands.json" &&
+        grep '"command".*dtrain\.c"' "$root/commands/compile_commands.json" | grep -q -E -e "$pattern"
+}
 if here cmake; then
-    mkdir -p "$build/cmake"
-    cp "$build/user.c" "$build/cmake/"
-    printf 'cmake_minimum_required(VERSION 3.12)\nproject(user C)\nadd_subdirectory(%s dtrain)\nadd_executable(user user.c)
-target_link_libraries(user dtrain::dtrain)\n' "$PWD" >"$build/cmake/CMakeLists.txt"
-    try "cmake, add_subdirectory" sh -c "cmake -S '$build/cmake' -B '$build/cmake/build' && cmake --build '$build/cmake/build' && '$build/cmake/build/user'"
+    lines folder "add_subdirectory($PWD dtrain)"
+    try "cmake, add_subdirectory" runs folder "$quick"
+    try "cmake, -O2 without a build type" compiled ' -O2 ' -DCMAKE_BUILD_TYPE= -DCMAKE_C_FLAGS=
+    try "cmake, Debug stays Debug" compiled ' -g ' -DCMAKE_BUILD_TYPE=Debug -DCMAKE_C_FLAGS=
+    ! grep '"command".*dtrain\.c"' "$root/commands/compile_commands.json" | grep -q -e ' -O'
+    result "cmake, Debug is not optimised" $?
+    try "cmake, Release stays -O3" compiled ' -O3 ' -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_FLAGS=
+    try "cmake, flags of the user's" compiled ' -O1 ' -DCMAKE_BUILD_TYPE= -DCMAKE_C_FLAGS=-O1
+    ! grep '"command".*dtrain\.c"' "$root/commands/compile_commands.json" | grep -q -e ' -O2'
+    result "cmake, flags of the user's are the last" $?
+    version=$(sed -n 's/.*DTRAIN_VERSION_STRING "\(.*\)"/\1/p' dtrain.h)
+    lines package "find_package(dtrain $version REQUIRED)"
+    try "cmake, install and find_package" runs_installed
+    lines newer "find_package(dtrain 99.0 REQUIRED)"
+    ! cmake -S "$root/newer" -B "$root/newer/build" -DCMAKE_PREFIX_PATH="$root/prefix" >"$root/log" 2>&1 && grep -q "$version" "$root/log"
+    result "cmake, another version is refused" $? "$root/log"
+    if here git; then
+        mkdir -p "$root/repository"
+        cp CMakeLists.txt dtrain.h dtrain_cuda.cu dtrain_nccl.h "$root/repository"
+        git -C "$root/repository" init -q && git -C "$root/repository" add . &&
+            git -C "$root/repository" -c user.name=test -c user.email=test@test commit -q -m one && git -C "$root/repository" tag one
+        lines fetched "include(FetchContent)
+FetchContent_Declare(dtrain GIT_REPOSITORY $root/repository GIT_TAG one)
+FetchContent_MakeAvailable(dtrain)"
+        try "cmake, FetchContent" runs fetched "$quick"
+    fi
 fi
 
 finish
