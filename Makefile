@@ -48,7 +48,8 @@ help:
 	@echo "make bench-comm        exchanges of gradients over slow links, and what helps (ARGS=\"--help\")"
 	@echo "make bench-scaling     1 to 8 ranks of this machine, then 64 and 256 (ARGS=\"--help\")"
 	@echo "make check-simulator   $(BUILD)/simulate's predictions beside published scaling"
-	@echo "make gpu-check  with an NVIDIA GPU: tests, sanitizers, NCCL, benchmarks; 9 minutes"
+	@echo "make gpu-check  with an NVIDIA GPU: tests, NCCL, training, sanitizers; 9 minutes"
+	@echo "make gpu-bench  with an NVIDIA GPU: training beside PyTorch, kernels, strategies; 9 minutes"
 	@echo "make asan tsan  the tests under the address and undefined behaviour sanitizers, or that of threads"
 	@echo "make valgrind   the tests that valgrind can run"
 	@echo "make fuzz       30 seconds of fuzzing for each parser (clang)"
@@ -73,7 +74,7 @@ CXX := $(if $(findstring clang,$(CC)),clang++,g++)
 endif
 ifneq ($(shell command -v $(CXX)),)
 EMU_TESTS := $(patsubst tests/cuda/%.c,$(BUILD)/emu/%,$(GPU)) $(BUILD)/emu/test_emulation $(BUILD)/emu/test_programs
-EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt)
+EMU_BENCH := $(addprefix $(BUILD)/emu/,bench_kernels bench_train train_gpt ddp gpu_nccl)
 else
 EMU_TESTS := "skip the GPU kernels: their tests need a C++ compiler, and $(CXX) is not installed"
 endif
@@ -83,7 +84,7 @@ endif
 LONGEST := $(addprefix $(BUILD)/,tests/test_programs emu/test_programs tests/test_strategies tests/test_compression \
              emu/test_cuda_nccl emu/test_cuda_strategies tests/test_comm tests/test_rendezvous tests/test_nccl) \
            $(addprefix tests/cli/test_,examples.sh resume.sh run.sh launchers.sh)
-LONG    := tests/cuda/cuda_build.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
+LONG    := tests/cuda/cuda_build.sh tests/cuda/test_gpu_suites.sh $(addprefix tests/cli/test_,mpi.sh weights.sh models.sh monitor.sh trace.sh deploy.sh slurm.sh simulator.sh bench.sh \
            documents.sh) tests/nccl/test_nccl.sh tests/scripts/test_compile.sh
 SCRIPTS := $(filter-out $(LONG),$(wildcard tests/cli/test_*.sh))
 ALL     := $(filter-out $(addprefix $(BUILD)/,$(LESS)),$(TESTS) $(filter $(BUILD)/%,$(EMU_TESTS)) $(SCRIPTS))
@@ -170,13 +171,13 @@ nightly:
 NVCC      ?= nvcc
 CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),native,80 90)
 ARCH = $(foreach a,$(CUDA_ARCH),$(if $(filter native,$a),-arch=native,-gencode=arch=compute_$a,code=sm_$a))
-NCCL = $(if $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo yes),-DDTRAIN_USE_NCCL -ldl)
+NCCL = $(if $(shell echo '\#include <nccl.h>' | $(NVCC) $(NVCCFLAGS) -E -x cu - >/dev/null 2>&1 && echo yes),-DDTRAIN_USE_NCCL -ldl)
 
 cuda: $(patsubst $(BUILD)/%,$(BUILD)/cuda/%,$(EXAMPLES))
 gpu-programs: cuda $(patsubst tests/cuda/%.c,$(BUILD)/cuda/%,$(filter-out tests/cuda/test_cuda_nccl.c,$(GPU))) \
               $(BUILD)/cuda/bench_kernels $(BUILD)/cuda/bench_train
-gpu-check:
-	@BUILD=$(BUILD) bash tests/cuda/gpu_check.sh
+gpu-check gpu-bench:
+	@BUILD=$(BUILD) bash tests/cuda/$(subst -,_,$@).sh
 
 # ---- MPI ------------------------------------------------------------------------------------------
 MPICC ?= mpicc
@@ -335,7 +336,7 @@ clean:
 	rm -rf $(BUILD)
 
 .PHONY: docs examples help run programs test test-long test-all bench check-simulator bench-strategies bench-comm bench-scaling \
-        asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-check mpi openmpi mpich \
+        asan tsan valgrind fuzz fuzzers coverage golden lint checks mutate nightly cuda gpu-programs gpu-check gpu-bench mpi openmpi mpich \
         src install uninstall clean FORCE
 .SECONDARY:
 .DELETE_ON_ERROR:

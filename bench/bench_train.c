@@ -8,7 +8,8 @@
  * then meets all alike, and ratios are taken round by round. A run's figure is the median over its
  * steps without the first two. A peer is a command that prints "tokens_per_second NUMBER"; it finds the
  * configuration in its environment: THREADS BATCH SEQ LAYERS HEADS CHANNELS VOCAB STEPS DEVICE PRECISION.
- * PyTorch is one when python3 has torch.
+ * PyTorch is one when python3 has torch; on a GPU twice, in torch.compile's default mode and its slower search.
+ * A line tells the figures of each run when it ends; the table comes behind the last.
  *
  *   tokens/s     of all ranks: median over rounds (min to max)
  *   GFLOP/s      (6 (12 L C^2 + V C) + 6 L C T) tokens/s: matrix products and causal attention, forward
@@ -27,7 +28,8 @@ enum { MAX_CONFIGS = 16, MAX_ROUNDS = 64, MAX_PEERS = 4 };
 typedef struct config {
     char name[64], flags[1024], peer[32]; /* peer: "" for our own; then flags is its command */
     long ranks, threads, batch;
-    train_run run; /* the last round */
+    char note[128]; /* what a peer says of itself: the line that begins with its name and version */
+    train_run run;  /* the last round */
     double rate[MAX_ROUNDS];
 } config;
 
@@ -155,20 +157,27 @@ static void export_config(const config *c)
     setenv("PRECISION", opt.precision, 1);
 }
 
-static int run_config(config *c, int round)
+static int run_peer(config *c, int round)
 {
     static char text[1 << 20];
-    if (!c->peer[0]) {
-        const int failed = train(opt.program, &c->run, "%s", c->flags);
-        c->rate[round] = c->run.rate;
-        return failed;
-    }
     export_config(c);
     const int failed = capture(c->flags, text, sizeof text);
     c->rate[round] = number_after(text, "tokens_per_second ", 0);
     c->run.step_ms = number_after(text, "step_ms ", NAN);
     c->run.exposed_ms = c->run.resident = c->run.predicted = NAN;
+    snprintf(c->note, sizeof c->note, "; %.*s", (int)strcspn(text, "\n"), text);
     if (failed || c->rate[round] <= 0) return fprintf(stderr, "failed: %s\n%s", c->flags, text), 1;
+    return 0;
+}
+
+/* Run it, and report at once: who ends the benchmark early has the figures so far. */
+static int run_config(config *c, int round)
+{
+    if (c->peer[0] ? run_peer(c, round) : train(opt.program, &c->run, "%s", c->flags)) return 1;
+    if (!c->peer[0]) c->rate[round] = c->run.rate;
+    if (bench.json) return 0;
+    printf("round %d of %ld: %s: %.0f tokens/s, %.2f ms a step%s\n", round + 1, opt.rounds, c->name,
+           c->rate[round], c->run.step_ms, c->note);
     return 0;
 }
 
@@ -238,6 +247,9 @@ static void add_configs(const char *const *peers, int peer_count, long cores)
     if (cores > 1 && opt.batch % cores == 0) add_ours(cores, 1, opt.batch / cores, false);
     if (has_torch()) {
         add_peer("PyTorch", torch, 1);
+        if (on_gpu)
+            add_peer("PyTorch, max-autotune",
+                     "python3 bench/torch_peer.py max-autotune-no-cudagraphs", 1);
         if (cores > 1 && !on_gpu) add_peer("PyTorch", torch, cores);
     }
     for (int i = 0; i < peer_count; i++) {

@@ -1,13 +1,13 @@
 """One GPT-2 training step after another in PyTorch, for bench_train.
 
-THREADS=2 BATCH=4 SEQ=64 LAYERS=12 HEADS=12 CHANNELS=768 VOCAB=50257 STEPS=12 python3 bench/torch_peer.py
+THREADS=2 BATCH=4 SEQ=64 LAYERS=12 HEADS=12 CHANNELS=768 VOCAB=50257 STEPS=12 python3 bench/torch_peer.py [MODE]
+MODE is torch.compile's on a GPU: default, max-autotune-no-cudagraphs, ...
 DEVICE is cpu (default) or cuda, PRECISION fp32 (default) or, on a GPU, tf32 or bf16.
 
 The model of tools/train_gpt/train_gpt.c (tied embeddings, tanh GELU, biases), fused AdamW, clipping to 1.
 On a GPU it is compiled (torch.compile), with autocast for bf16 and TF32 products for tf32; attention
 is scaled_dot_product_attention with the backend PyTorch chooses, and the vocabulary is padded to a
-multiple of 128, as ours is. Prints the medians over the steps
-after the first two; those compile.
+multiple of 128, as ours is. Prints that backend, and the medians over the steps after the first two; those compile.
 """
 import contextlib
 import os
@@ -70,6 +70,16 @@ def autocast():
     return contextlib.nullcontext()
 
 
+def attention_backend():
+    """The backend of scaled_dot_product_attention for these shapes."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    q = torch.zeros(batch, heads, seq, channels // heads, device=device, dtype=dtype, requires_grad=True)
+    try:
+        return torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return "unknown"
+
+
 def now():
     if on_gpu:
         torch.cuda.synchronize()
@@ -81,7 +91,8 @@ try:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 except (TypeError, RuntimeError):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-run = torch.compile(model) if on_gpu else model
+mode = sys.argv[1] if len(sys.argv) > 1 else "default"
+run = torch.compile(model, mode=mode) if on_gpu else model
 stream = torch.randint(0, vocab, (batch, seq + 1), device=device)
 inputs, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 times = []
@@ -95,6 +106,7 @@ for _ in range(steps):
     optimizer.step()
     times.append(now() - start)
 middle = statistics.median(times[2:])
-print(f"torch {torch.__version__} loss {loss.item():.4f}")
+how = f", torch.compile {mode}, attention {attention_backend()}" if on_gpu else ""
+print(f"torch {torch.__version__}{how}, loss {loss.item():.4f}")
 print(f"step_ms {1e3 * middle:.3f}")
 print(f"tokens_per_second {batch * seq / middle:.1f}")

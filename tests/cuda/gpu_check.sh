@@ -1,79 +1,24 @@
 #!/usr/bin/env bash
-# make gpu-check: everything that needs a real NVIDIA GPU, in about nine minutes on one GPU and 16 cores.
-# Builds; runs the kernel tests on the device; trains under every strategy; compute-sanitizer over every kernel;
-# NCCL with one rank, with two processes on one GPU, and with one of them killed; then the benchmarks. Every
-# step has a deadline and a log of its own. Results go to bench/results/GPU.jsonl: a line about the machine, then one
-# line a result. Ends with 0 when no step failed, 1 when one did, 2 when there is no GPU.
-#   GPU_CHECK_SECONDS   for all of it; 540. A step that has no time left is skipped and says so.
+# make gpu-check: is it right on a real NVIDIA GPU? At most nine minutes on one GPU and 16 cores. Builds; runs the kernel
+# tests on the device; NCCL with one rank, in a graph, with two processes on one GPU, and with one of them killed; trains
+# under every strategy; then compute-sanitizer over every kernel. Ends with 0 when no step failed, 1 when one did, 2
+# when something is missing. gpu_steps.sh says where its results go.
 cd "$(dirname "$0")/../.." || exit 1
-build=${BUILD:-build}
-bin=$build/cuda
-logs=$build/gpu-check
-budget=${GPU_CHECK_SECONDS:-540}
-reserve=$((budget / 3)) # kept for the benchmarks, the last steps
-SECONDS=0
-passed=0 failed=0 skipped=0
-summary=()
+suite=gpu-check
+. tests/cuda/gpu_steps.sh
 
-query=name,driver_version,memory.total
-gpu=$(nvidia-smi --query-gpu=$query --format=csv,noheader 2>/dev/null | grep MiB | head -n 1)
-if [ -z "$gpu" ]; then
-    echo "gpu-check: no NVIDIA GPU was found: nvidia-smi lists none (the kernels are tested without one by make test)" >&2
-    exit 2
-fi
-if ! command -v "${NVCC:-nvcc}" >/dev/null 2>&1; then
-    echo "gpu-check: ${gpu%%,*} is there, but ${NVCC:-nvcc} is not installed: install the CUDA Toolkit or set NVCC" >&2
-    exit 2
-fi
-name=${gpu%%,*}
-results=bench/results/$(echo "$name" | tr 'A-Z ' 'a-z-' | tr -cd 'a-z0-9-').jsonl
-mkdir -p "$logs" "$(dirname "$results")"
-rm -f "$logs"/*
-
-# note RESULT SECONDS NAME TEXT: a line of the summary
-note() {
-    case $1 in ok) passed=$((passed + 1)) ;; FAIL) failed=$((failed + 1)) ;; skip) skipped=$((skipped + 1)) ;; esac
-    summary+=("$(printf '  %-4s %4d s  %-28s %s' "$1" "$2" "$3" "$4")")
-    printf '%s\n' "${summary[-1]}"
-}
-
-# step LIMIT NAME COMMAND...: runs it with a deadline; 77 is a skip. The log's last line is the summary's text.
-step() {
-    local limit=$1 name=$2 start=$SECONDS log status text
-    shift 2
-    log=$logs/$(echo "$name" | tr ' /,' '---').log
-    [ "$limit" -le $((budget - reserve - SECONDS)) ] || limit=$((budget - reserve - SECONDS))
-    if [ "$limit" -lt 5 ]; then note skip 0 "$name" "no time left of $budget s (GPU_CHECK_SECONDS)"; return 1; fi
-    timeout -k 5 "$limit" "$@" >"$log" 2>&1
-    status=$?
-    text=$(grep -v '^ *$' "$log" | tail -n 1 | cut -c 1-120)
-    case $status in
-        0) note ok $((SECONDS - start)) "$name" "$text" ;;
-        77) note skip $((SECONDS - start)) "$name" "$text" ;;
-        124 | 137) note FAIL $((SECONDS - start)) "$name" "not done after $limit s; $log" ;;
-        *) note FAIL $((SECONDS - start)) "$name" "exit code $status; $log: $text" ;;
-    esac
-    [ "$status" -eq 0 ]
-}
-
-# ---- Build and test -------------------------------------------------------------------------------
-if ! step 240 "build" make -j"$(nproc)" BUILD="$build" gpu-programs; then
-    tail -n 20 "$logs/build.log"
-    exit 1
-fi
-if echo '#include <nccl.h>' | "${NVCC:-nvcc}" -E -x cu - >/dev/null 2>&1; then
-    step 60 "build, NCCL" make BUILD="$build" "$bin/gpu_nccl"
-else rm -f "$bin/gpu_nccl"; fi
+nccl=
+! has_nccl || nccl=$bin/gpu_nccl
+step 170 "build" build gpu-programs $nccl || exit 1
 
 # The device's own test counts free memory, so it runs alone; the others share the GPU.
 all_tests() {
     local test tests failures=0 pids=()
     tests=$(ls "$bin"/test_cuda_* | grep -v '\.[od]$')
-    timeout 60 "$bin/test_cuda_device" >"$logs/test_cuda_device.log" 2>&1 || failures=1
     for test in $tests; do
-        [ "$test" = "$bin/test_cuda_device" ] && continue
         "$test" >"$logs/$(basename "$test").log" 2>&1 &
         pids+=($!)
+        [ "$test" != "$bin/test_cuda_device" ] || wait $!
     done
     wait "${pids[@]}"
     for test in $tests; do
@@ -88,18 +33,26 @@ all_tests() {
     return $failures
 }
 export -f all_tests
-export bin logs
-DTRAIN_TEST_TIMEOUT=100 step 150 "kernel tests" bash -c all_tests
+DTRAIN_TEST_TIMEOUT=60 step 70 "kernel tests" all_tests
 
+# ---- NCCL -----------------------------------------------------------------------------------------
+if [ -n "$nccl" ]; then
+    step 10 "NCCL, one rank" "$nccl" one
+    step 10 "NCCL, in a graph" "$nccl" one --graph
+    step 20 "NCCL, two on one GPU" "$nccl" two
+    step 35 "NCCL, one of two killed" "$nccl" kill
+else note skip 0 "NCCL" "nvcc finds no nccl.h, and python3 no nvidia.nccl"; fi
+
+# ---- Training -------------------------------------------------------------------------------------
 train() { # train FLAGS...: a short run whose loss has to fall
     "$bin/train_gpt" --device cuda --steps 60 --warmup 10 --eval-batches 4 --sample 0 "$@" >"$logs/train.out" 2>&1
     local status=$?
     cat "$logs/train.out"
     [ $status -eq 0 ] || return $status
-    awk '/^  loss / { last = $2; first = $4 + 0; print "loss " first " to " last; good = last < first - 1 }
-         END { exit !good }' "$logs/train.out"
+    awk '/kernels for sm_/ { sub(/.*\(/, ""); sub(/\).*/, ""); code = $0 } /slow products/ { slow = $3 }
+         /^  loss / { last = $2; first = $4 + 0; good = last < first - 1 }
+         END { print "loss " first " to " last ", " code ", slow products " slow; exit !good }' "$logs/train.out"
 }
-export -f train
 
 # Two ranks train under every strategy, through host memory where they share the GPU. All end with ddp's
 # parameters, to the bit: hybrid_shard too, with one node or with nodes of one rank.
@@ -117,20 +70,22 @@ strategies() {
     done
     echo "$count runs end with ddp's parameters"
 }
-export -f strategies
-step 30 "ddp" "$bin/ddp" --device cuda
-step 60 "mlp" "$bin/mlp" 1 --device cuda
-step 60 "train_gpt, fp32" bash -c "train --ranks 1"
-step 60 "train_gpt, bf16" bash -c "train --ranks 1 --precision bf16"
-step 60 "train_gpt, bf16, graph" bash -c "train --ranks 1 --precision bf16 --graph"
-step 60 "train_gpt, 2 ranks on one GPU" bash -c "train --ranks 2"
-step 90 "train_gpt, every strategy" bash -c strategies
+export -f train strategies
+step 6 "ddp" "$bin/ddp" --device cuda
+step 6 "mlp" "$bin/mlp" 1 --device cuda
+step 12 "train_gpt, fp32" train --ranks 1
+step 12 "train_gpt, bf16" train --ranks 1 --precision bf16
+step 12 "train_gpt, bf16, graph" train --ranks 1 --precision bf16 --graph
+step 12 "train_gpt, 2 ranks on one GPU" train --ranks 2
+step 15 "resnet_cifar, bf16" "$bin/resnet_cifar" --device cuda --ranks 1 --precision bf16 --steps 20
+step 35 "train_gpt, every strategy" strategies
 
 # ---- compute-sanitizer ----------------------------------------------------------------------------
 # bench_kernels --quick calls every kernel a few times, at small odd shapes, and compares the results.
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/compute-sanitizer/compute-sanitizer 2>/dev/null)
 sanitize() { # sanitize TOOL
     local filter=
+    [ -n "$sanitizer" ] || { echo "compute-sanitizer is not installed"; return 77; }
     # cuBLAS is not ours to judge, where this version can tell the kernels apart
     "$sanitizer" --help 2>&1 | grep -q -- --kernel-regex && filter="--kernel-regex kns=dtrain_cuda"
     "$sanitizer" --tool "$1" --error-exitcode 9 $filter "$bin/bench_kernels" --quick
@@ -141,72 +96,8 @@ sanitize() { # sanitize TOOL
 }
 export -f sanitize
 export sanitizer
-for tool in memcheck racecheck synccheck; do
-    if [ -n "$sanitizer" ]; then step 60 $tool bash -c "sanitize $tool"
-    else note skip 0 $tool "compute-sanitizer is not installed"; fi
-done
-
-# ---- NCCL -----------------------------------------------------------------------------------------
-if [ -x "$bin/gpu_nccl" ]; then
-    step 40 "NCCL, one rank" "$bin/gpu_nccl" one
-    step 60 "NCCL, two on one GPU" "$bin/gpu_nccl" two
-    step 90 "NCCL, one of two killed" "$bin/gpu_nccl" kill
-else note skip 0 "NCCL" "nccl.h is not installed"; fi
-
-# ---- Benchmarks -----------------------------------------------------------------------------------
-reserve=0
-version() { "$@" 2>/dev/null | head -n 1 | tr -d '"\\'; }
-rm -f "$logs/results.jsonl"
-nvcc_version=$("${NVCC:-nvcc}" --version | sed -n 's/.*release .*V//p')
-nccl_version=$(echo '#include <nccl.h>
-dtrain NCCL_MAJOR.NCCL_MINOR.NCCL_PATCH' | "${NVCC:-nvcc}" -E -x cu - 2>/dev/null | sed -n 's/^dtrain //p' | tr -d ' ')
-{
-    printf '{"bench": "machine", "gpu": "%s", "driver": "%s", ' "$name" "$(echo "$gpu" | cut -d, -f2 | tr -d ' ')"
-    printf '"memory": "%s", "cores": %d, ' "$(echo "$gpu" | cut -d, -f3 | sed 's/^ //')" "$(nproc)"
-    printf '"nvcc": "%s", "nccl": "%s", ' "$nvcc_version" "$nccl_version"
-    printf '"torch": "%s", ' "$(version python3 -c 'import torch; print(torch.__version__)')"
-    printf '"date": "%s", "commit": "%s"}\n' "$(date -u +%Y-%m-%dT%H:%MZ)" \
-        "${COMMIT:-$(version git describe --always --dirty)}"
-} >"$logs/machine.json"
-step 150 "bench_kernels" "$bin/bench_kernels" --log "$logs/results.jsonl"
-step 200 "bench_train gpt2" "$bin/bench_train" --device cuda --model gpt2 --precision bf16 --steps 22 --rounds 2 \
-    --program "$bin/train_gpt" --log "$logs/results.jsonl"
-
-# One rank shards nothing, so a single GPU is shared by two: memory and bytes are a strategy's own figures,
-# while tokens/s is what time slices and copies through host memory leave of it.
-gpus=$(nvidia-smi -L | grep -c ^GPU)
-ranks=$((gpus > 1 ? gpus : 2))
-bench_strategies() {
-    "$build/bench/bench_strategies" --program "$bin/train_gpt" --flags "--device cuda" --ranks "$ranks" \
-        --steps 8 --json >"$logs/strategies.jsonl"
-    local status=$?
-    echo "$(grep -c '"correct": true' "$logs/strategies.jsonl") of $(wc -l <"$logs/strategies.jsonl") runs are right"
-    return $status
-}
-export -f bench_strategies
-export build ranks
-if make BUILD="$build" "$build/bench/bench_strategies" >"$logs/build-bench_strategies.log" 2>&1; then
-    step 80 "bench_strategies" bash -c bench_strategies
-    if [ -s "$logs/strategies.jsonl" ]; then
-        [ "$gpus" -gt 1 ] || echo '{"bench": "note", "text": "strategies: two ranks share this GPU;' \
-            'memory and bytes hold, tokens per second says nothing about GPUs of their own"}' >>"$logs/results.jsonl"
-        cat "$logs/strategies.jsonl" >>"$logs/results.jsonl"
-    fi
-else note FAIL 0 "bench_strategies" "not built; $logs/build-bench_strategies.log"; fi
-
-if [ -s "$logs/results.jsonl" ]; then
-    # what NCCL and the recovery took belongs to the results too
-    recovery=$(awk '/^killed: / { print "{\"bench\": \"recovery\", \"known_s\": " $4 ", \"recovered_s\": " $12 "}" }' \
-        "$logs"/NCCL--one-of*.log 2>/dev/null)
-    { cat "$logs/machine.json"; [ -z "$recovery" ] || echo "$recovery"; cat "$logs/results.jsonl"; } >"$results"
-    for log in bench_kernels bench_train-gpt2; do echo; cat "$logs/$log.log"; done
-    echo; echo "results: $results"
-fi
-
-echo
-echo "$name, driver $(echo "$gpu" | cut -d, -f2 | tr -d ' '), $SECONDS s; logs in $logs/"
-printf '%s\n' "${summary[@]}"
-echo
-if [ "$skipped" -gt 0 ]; then echo "$passed passed, $failed failed, $skipped skipped"
-else echo "$passed passed, $failed failed"; fi
-[ "$failed" -eq 0 ]
+step 35 memcheck sanitize memcheck
+step 35 initcheck sanitize initcheck
+step 30 racecheck sanitize racecheck
+step 25 synccheck sanitize synccheck
+[ $failed -eq 0 ]

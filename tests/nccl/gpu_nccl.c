@@ -1,6 +1,6 @@
 /* gpu_nccl.c: dtrain_nccl.h over the real NCCL, on one GPU. make gpu-check runs it.
  *
- *   gpu_nccl one      one rank: every collective
+ *   gpu_nccl one      one rank: every collective; with --graph recorded in a graph, which is launched twice
  *   gpu_nccl two      two processes on one GPU: the same
  *   gpu_nccl kill     two processes; one is killed. Seconds until the other knows, and until it has a
  *                     communicator again and has used it
@@ -13,14 +13,26 @@
  * it asks NCCL, so the device of this program gives each rank an id of its own. */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#ifdef DTRAIN_CUDA_EMULATION /* without a GPU, over a mock of NCCL */
+#define DTRAIN_NCCL_LINKED
+#endif
 #define DTRAIN_NCCL_IMPLEMENTATION
 #include "dtrain_nccl.h"
+#ifdef DTRAIN_CUDA_EMULATION
+#include "nccl/mock/nccl_mock.c"
+#include "nccl/mock/emulated_device.h"
+#endif
 
 #include <signal.h>
 #include <sys/mman.h>
 
+#ifdef DTRAIN_CUDA_EMULATION
+enum { COUNT = 1 << 10, SKIPPED = 77 }; /* the mock's messages are short */
+#else
 enum { COUNT = 1 << 16, SKIPPED = 77 };
+#endif
 
+static bool recorded;                /* --graph */
 static dtrain_device_ops device_ops; /* the CUDA device's, but for create and query */
 
 /* What the ranks leave to the parent, in shared memory. */
@@ -44,7 +56,7 @@ static dtrain_result query_as_own(dtrain_device *device, dtrain_device_info *inf
     return result;
 }
 
-static int complain(const char *what)
+static int report_failure(const char *what)
 {
     const char *text = dtrain_last_error();
     if (strstr(text, "uplicate GPU") || strstr(text, "invalid usage")) outcome->refused = 1;
@@ -62,8 +74,41 @@ static float element(dtrain_comm *comm, dtrain_collective_kind kind, size_t i)
     return (float)(i / COUNT + 1); /* a slice of each rank */
 }
 
+static dtrain_result start(dtrain_comm *comm, dtrain_collective_kind kind, void *send, void *recv)
+{
+    const dtrain_dtype dtype = DTRAIN_DTYPE_F32;
+    switch (kind) {
+    case DTRAIN_COLLECTIVE_ALL_REDUCE:
+        return dtrain_all_reduce(comm, send, recv, COUNT, dtype, DTRAIN_REDUCE_SUM, NULL);
+    case DTRAIN_COLLECTIVE_REDUCE_SCATTER:
+        return dtrain_reduce_scatter(comm, send, recv, COUNT, dtype, DTRAIN_REDUCE_MEAN, NULL);
+    case DTRAIN_COLLECTIVE_ALL_GATHER:
+        return dtrain_all_gather(comm, send, recv, COUNT, dtype, NULL);
+    case DTRAIN_COLLECTIVE_ALL_TO_ALL:
+        return dtrain_all_to_all(comm, send, recv, COUNT, dtype, NULL);
+    default: return dtrain_broadcast(comm, send, COUNT, dtype, comm->size - 1, NULL);
+    }
+}
+
+/* Record it, and launch the graph twice: the result is that of once. */
+static dtrain_result replay(dtrain_comm *comm, dtrain_collective_kind kind, void *send, void *recv)
+{
+    dtrain_device *device = dtrain_world_device(comm->world);
+    dtrain_graph *graph = NULL;
+    dtrain_result result = device->ops->graph_begin(device);
+    if (result != DTRAIN_OK) return result;
+    result = start(comm, kind, send, recv);
+    const dtrain_result ended = device->ops->graph_end(device, &graph);
+    if (result == DTRAIN_OK) result = ended;
+    for (int i = 0; i < 2 && result == DTRAIN_OK; i++)
+        result = device->ops->graph_launch(device, graph);
+    if (result == DTRAIN_OK) result = device->ops->synchronize(device);
+    if (graph) device->ops->graph_destroy(device, graph);
+    return result;
+}
+
 /* Runs it once on device buffers; whatever an earlier result left in recv is overwritten before. */
-static int check(dtrain_comm *comm, dtrain_collective_kind kind)
+static int check_collective(dtrain_comm *comm, dtrain_collective_kind kind)
 {
     dtrain_device *device = dtrain_world_device(comm->world);
     const dtrain_device_ops *ops = device->ops;
@@ -82,18 +127,7 @@ static int check(dtrain_comm *comm, dtrain_collective_kind kind)
     for (size_t i = 0; host && i < most; i++) host[i] = (float)comm->rank + 1;
     if (result == DTRAIN_OK)
         result = ops->copy(device, send, host, most * sizeof *host, DTRAIN_COPY_HOST_TO_DEVICE);
-    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_ALL_REDUCE)
-        result =
-            dtrain_all_reduce(comm, send, recv, COUNT, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
-    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_REDUCE_SCATTER)
-        result = dtrain_reduce_scatter(comm, send, recv, COUNT, DTRAIN_DTYPE_F32,
-                                       DTRAIN_REDUCE_MEAN, NULL);
-    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_ALL_GATHER)
-        result = dtrain_all_gather(comm, send, recv, COUNT, DTRAIN_DTYPE_F32, NULL);
-    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_ALL_TO_ALL)
-        result = dtrain_all_to_all(comm, send, recv, COUNT, DTRAIN_DTYPE_F32, NULL);
-    if (result == DTRAIN_OK && kind == DTRAIN_COLLECTIVE_BROADCAST)
-        result = dtrain_broadcast(comm, send, COUNT, DTRAIN_DTYPE_F32, comm->size - 1, NULL);
+    if (result == DTRAIN_OK) result = (recorded ? replay : start)(comm, kind, send, recv);
     if (result == DTRAIN_OK)
         result = ops->copy(device, host, kind == DTRAIN_COLLECTIVE_BROADCAST ? send : recv,
                            most * sizeof *host, DTRAIN_COPY_DEVICE_TO_HOST);
@@ -102,7 +136,7 @@ static int check(dtrain_comm *comm, dtrain_collective_kind kind)
     dtrain_comm_free(comm, send, most * sizeof *host);
     dtrain_comm_free(comm, recv, most * sizeof *host);
     free(host);
-    if (result != DTRAIN_OK) return complain("a collective failed");
+    if (result != DTRAIN_OK) return report_failure("a collective failed");
     if (wrong)
         fprintf(stderr, "gpu_nccl: collective %d: %zu elements are wrong\n", (int)kind, wrong);
     return wrong != 0;
@@ -111,10 +145,11 @@ static int check(dtrain_comm *comm, dtrain_collective_kind kind)
 static int check_all(dtrain_comm *comm)
 {
     for (int round = 0; round < 3; round++)
-        if (check(comm, DTRAIN_COLLECTIVE_ALL_REDUCE) ||
-            check(comm, DTRAIN_COLLECTIVE_REDUCE_SCATTER) ||
-            check(comm, DTRAIN_COLLECTIVE_ALL_GATHER) ||
-            check(comm, DTRAIN_COLLECTIVE_ALL_TO_ALL) || check(comm, DTRAIN_COLLECTIVE_BROADCAST))
+        if (check_collective(comm, DTRAIN_COLLECTIVE_ALL_REDUCE) ||
+            check_collective(comm, DTRAIN_COLLECTIVE_REDUCE_SCATTER) ||
+            check_collective(comm, DTRAIN_COLLECTIVE_ALL_GATHER) ||
+            check_collective(comm, DTRAIN_COLLECTIVE_ALL_TO_ALL) ||
+            check_collective(comm, DTRAIN_COLLECTIVE_BROADCAST))
             return 1;
     return 0;
 }
@@ -140,12 +175,12 @@ static int survive(dtrain_world *world, void *user)
     dtrain_comm *comm = dtrain_world_comm(world), *next = NULL;
     dtrain_nccl_group alone;
     if (use(world, user)) return 1;
-    if (dtrain_barrier(comm) != DTRAIN_OK) return complain("the barrier failed");
+    if (dtrain_barrier(comm) != DTRAIN_OK) return report_failure("the barrier failed");
     if (dtrain_world_rank(world) == 1) {
         outcome->killed_at = dtrain_seconds();
         kill(getpid(), SIGKILL);
     }
-    if (check(comm, DTRAIN_COLLECTIVE_ALL_REDUCE) == 0) {
+    if (check_collective(comm, DTRAIN_COLLECTIVE_ALL_REDUCE) == 0) {
         fprintf(stderr, "gpu_nccl: an all-reduce with a dead rank succeeded\n");
         return 1;
     }
@@ -154,7 +189,7 @@ static int survive(dtrain_world *world, void *user)
     alone.ranks = &self;
     alone.rank_count = 1;
     if (dtrain_nccl_recreate(comm, &alone, &next) != DTRAIN_OK)
-        return complain("no new communicator");
+        return report_failure("no new communicator");
     if (check_all(next)) return 1;
     outcome->back_after = dtrain_seconds() - outcome->killed_at;
     dtrain_comm_destroy(next);
@@ -176,14 +211,16 @@ static void set_environment(void)
 
 int main(int argc, char **argv)
 {
-    const char *mode = argc == 2 ? argv[1] : "";
+    recorded = argc == 3 && strcmp(argv[2], "--graph") == 0;
+    const char *mode = argc == 2 + recorded ? argv[1] : "";
     const int ranks = strcmp(mode, "one") == 0 ? 1 : 2, killing = strcmp(mode, "kill") == 0;
     const int wanted = ranks == 1 ? 1
                        : killing  ? 3
                                   : 2; /* before the kill both ranks are good once */
     dtrain_launch_desc desc;
     if (ranks == 2 && !killing && strcmp(mode, "two") != 0) {
-        fprintf(stderr, "gpu_nccl: the argument is \"%s\"; it takes one, two or kill\n", mode);
+        fprintf(stderr,
+                "gpu_nccl: the argument is \"%s\"; it takes one, two or kill, and --graph\n", mode);
         return 2;
     }
     outcome = (struct outcome *)mmap(NULL, sizeof *outcome, PROT_READ | PROT_WRITE,
@@ -205,7 +242,9 @@ int main(int argc, char **argv)
         if (killing)
             printf("killed: known after %.2f s, a new communicator in use after %.2f s\n",
                    outcome->known_after, outcome->back_after);
-        else printf("%d rank%s: every collective is right\n", ranks, ranks == 1 ? "" : "s");
+        else
+            printf("%d rank%s: every collective is right%s\n", ranks, ranks == 1 ? "" : "s",
+                   recorded ? ", recorded in a graph" : "");
         return 0;
     }
     fprintf(stderr, "gpu_nccl: %s\n", why);
