@@ -173,8 +173,12 @@ static int run_peer(config *c, int round)
 /* Run it, and report at once: who ends the benchmark early has the figures so far. */
 static int run_config(config *c, int round)
 {
-    if (c->peer[0] ? run_peer(c, round) : train(opt.program, &c->run, "%s", c->flags)) return 1;
-    if (!c->peer[0]) c->rate[round] = c->run.rate;
+    if (c->peer[0]) {
+        if (run_peer(c, round)) c->rate[round] = 0, bench.wrong++; /* the others still count */
+    } else {
+        if (train(opt.program, &c->run, "%s", c->flags)) return 1;
+        c->rate[round] = c->run.rate;
+    }
     if (bench.json) return 0;
     printf("round %d of %ld: %s: %.0f tokens/s, %.2f ms a step%s\n", round + 1, opt.rounds, c->name,
            c->rate[round], c->run.step_ms, c->note);

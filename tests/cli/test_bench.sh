@@ -45,6 +45,9 @@ check "bench_sparse" "^topk .* velocity .* yes" '"kernel": "orthogonalize".*"of_
 check "bench_kernels" "^attention_backward .* yes" '"kernel": "topk"' "$bench/bench_kernels" --quick
 check "bench_train" "^1 rank x 1 thread .* yes" '"of": "1 rank x [0-9]+ threads? over echo' "$bench/bench_train" $trainer --quick \
     --peer 'echo=echo tokens_per_second ${CHANNELS}000'
+! "$bench/bench_train" $trainer --quick --peer 'none=echo no memory; false' >"$tmp/out" 2>&1 && grep -q '^round 1 of 1: 1 rank x 1 thread: [0-9]' "$tmp/out" &&
+    grep -q '^no memory' "$tmp/out" && grep -q '^1 rank x 1 thread .* yes' "$tmp/out"
+verdict $? "bench_train tells each run, and a rival that fails leaves the others" "$(tail -n 1 "$tmp/out")"
 check "bench_strategies" "ranks: bf16 gives" '"strategy": "HYBRID_SHARD, 2"' "$bench/bench_strategies" $trainer --quick \
     --flags "--layers 2 --batch 1" --svg "$tmp/strategies"
 for picture in memory scaling; do
