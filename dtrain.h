@@ -4075,7 +4075,7 @@ struct dtrain_comm_ops {
 /* What a waiting core does between two looks at memory. */
 static inline void dtrain__pause(void)
 {
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ __volatile__("yield");

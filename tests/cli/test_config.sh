@@ -139,6 +139,12 @@ good "dry run, a limit" 'memory-limit is 10 MiB a rank: would not fit' "$build/t
 good "dry run, given links" '^# given .* nodes of 2 ranks, 1 Gb/s and 50 us' "$build/train_gpt" --dry-run --emulate 2x2:1:50
 bad "dry run, a refusal" "muon needs whole matrices" "$build/train_gpt" --dry-run --optimizer muon --strategy zero1
 
+# A run with a limit says what the limit covers, and keeps to it.
+good "a limit, in the end" '^  memory limit .* the library holds for the model; program, data and scratch of kernels are not in it' \
+    "$build/train_gpt" --ranks 4 --batch 2 --steps 2 --eval-batches 0 --sample 0 --strategy auto --memory-limit 14
+awk '/^  memory limit/ { held = $3 > 7 && $3 <= 14 && $6 == "14" } END { exit !held }' "$tmp/out"
+result "and is kept to" $? "$tmp/out"
+
 # --tune: what does not fit is not tried, what is given stays, and the choice is a file of flags.
 for ranks in 1 2 4; do
     good "tune, $ranks ranks" ' chosen$' $gpt --ranks $ranks --batch 2 --tune --data "$tmp/two words.txt" --config-out "$tmp/tuned.conf"

@@ -113,27 +113,40 @@ largest llama8b h100 8 full_shard 1 without
 largest llama8b v100 8 full_shard 1 with
 largest llama70b h100 64 full_shard 2 with
 
-# A row that does not fit names what would: that does, and half of its GPUs would not.
-named() { # named MODEL CLUSTER GPUS N: ddp does not fit GPUS of them, full_shard on N does (0: nothing)
+# A row that does not fit names what would: that does, in this table too; with half of its GPUs, or without the
+# checkpointing that it names, it would not.
+named() { # named MODEL CLUSTER GPUS N HOW: ddp does not fit GPUS of them, full_shard on N does (0: nothing) HOW checkpointing
     simulate --model "$1" --cluster "$2" --gpus "$3" --strategies ddp
+    also= given=0
+    if [ "$5" = with ]; then also=" and checkpointing" given=1; fi
     case $4 in
         0) words=", and nothing up to 1024 GPUs does" ;;
-        "$3") words="; full_shard with a batch of 1 and checkpointing would" ;;
-        *) words="; full_shard on $4 GPUs with a batch of 1 and checkpointing would" ;;
+        "$3") words="; full_shard with a batch of 1$also would" ;;
+        *) words="; full_shard on $4 GPUs with a batch of 1$also would" ;;
     esac
     grep -q "does not fit$words\$" "$tmp/out"
     result "$1, $3 $2: does not fit$words" $? "$tmp/out"
-    would="--model $1 --cluster $2 --strategies full_shard --batch-sizes 1 --checkpointing 1"
-    simulate $would --gpus $(($4 ? $4 : 1024))
+    would="--model $1 --cluster $2 --strategies full_shard --batch-sizes 1"
+    simulate $would --checkpointing $given --gpus $(($4 ? $4 : 1024))
     [ "$(fits)" = "$([ "$4" -eq 0 ] && echo false || echo true)" ]
     result "what it names is so" $? "$tmp/out"
-    [ "$4" -le "$3" ] || { simulate $would --gpus $(($4 / 2)); [ "$(fits)" = false ]; result "and half of these GPUs are too few" $? "$tmp/out"; }
+    [ "$4" -le "$3" ] || { simulate $would --checkpointing 1 --gpus $(($4 / 2)); [ "$(fits)" = false ]; result "and half of these GPUs are too few" $? "$tmp/out"; }
+    [ "$given" -eq 0 ] || { simulate $would --checkpointing 0 --gpus $(($4 ? $4 : 1024)); [ "$(fits)" = false ]; result "and without checkpointing it would not" $? "$tmp/out"; }
 }
-named llama8b h100 8 8
-named llama70b h100 8 32
-named llama8b p100 8 64
-named llama70b v100 64 1024
-named llama70b p100 8 0
+named llama8b h100 8 8 without
+named llama8b v100 8 8 with
+named llama70b h100 8 32 with
+named llama8b p100 8 64 with
+named llama70b v100 64 1024 with
+named llama70b p100 8 0 with
+
+# A model means the same here and in train_gpt.
+for name in gpt2 gpt2_medium gpt2_large gpt2_xl; do
+    seq=$("$build/train_gpt" --help | awk -v name=$name '$1 == name && NF == 8 { print $5 }')
+    "$build/simulate" --model $name --gpus 8 --strategies ddp >"$tmp/out" 2>&1
+    grep -q "^model    $name,.* ${seq:-none} tokens a sample" "$tmp/out"
+    result "$name: $seq tokens a sample, in both programs" $? "$tmp/out"
+done
 
 RANK=3 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=1 "$build/simulate" --gpus 8 >"$tmp/out" 2>&1 && grep -q full_shard "$tmp/out"
 result "one process, whatever a launcher says" $? "$tmp/out"

@@ -46,6 +46,10 @@ for c in gcc clang; do
     for std in c99 c11 c17 gnu99; do
         try "$c -std=$std -pedantic" $c -std=$std -pedantic $warn $check "$build/impl.c"
     done
+    # 32-bit: one sentence, and nothing after it
+    $c -std=c99 -I. -Wall -Wextra -U__SIZEOF_POINTER__ -D__SIZEOF_POINTER__=4 -fsyntax-only "$build/impl.c" >"$tmp/log" 2>&1
+    [ $? -ne 0 ] && [ "$(grep -c -E '(error|warning):' "$tmp/log")" -eq 1 ] && grep -q 'error: .*needs a 64-bit system' "$tmp/log"
+    result "$c, a 32-bit target: one error says so" $? "$tmp/log"
     try "$c without SIMD" $c -std=c99 -DDTRAIN_NO_SIMD $warn $check "$build/impl.c"
     try "$c late implementation" $c -std=gnu99 $warn $check "$build/late.c"
     try "$c static copy" $c -std=c99 -I. -Wall -Wextra -Werror -Wno-unused-function "$build/static.c" -o "$build/static" $libs

@@ -190,6 +190,11 @@ static void show_end(dtrain_world *world, const run_job *j, const dtrain_summary
            100 * summary->scaling, dtrain_world_size(world));
     printf("  memory               %10.1f MiB in rank 0, %.1f at its peak, %.1f predicted\n",
            mib(now), mib(peak), mib(m->total));
+    if (j->s->memory_limit)
+        printf("  memory limit         %10.1f MiB of %ld at the peak, in rank 0: what the library "
+               "holds "
+               "for the model; program, data and scratch of kernels are not in it\n",
+               mib(device->peak_bytes), j->s->memory_limit);
     show_slow_gemms(world);
     if (!j->checkpoint) return;
     dtrain_checkpoint_info saved;

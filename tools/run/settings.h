@@ -211,8 +211,9 @@ static const flag strategy_flags[] = {
     {"--activation-checkpointing", 'i', &run_flags.checkpoint, 0, 1e6,
      "drop the activations of every n-th block and compute them again in backward; 0 = off", NULL},
     {"--memory-limit", 'i', &run_flags.memory_limit, 1, 1e9,
-     "MiB per rank that --strategy auto, --auto-batch and --tune keep to; a run that needs more is "
-     "an error",
+     "MiB per rank for parameters, gradients, optimizer, activations and communication, which "
+     "--strategy auto, --auto-batch and --tune keep to; a run that needs more is an error; not in "
+     "it: the program itself, its data, scratch of kernels",
      NULL},
 };
 

@@ -502,30 +502,31 @@ static void print_row(const row *r, const char *would)
                r->memory_gib, would);
 }
 
-/* Says in *text what would fit where r does not: one sample on as many GPUs, sharded and with checkpointing, or on
- * more of them. */
+/* Say in *text what would fit where r does not: one sample on as many GPUs, sharded, and with checkpointing if it has
+ * to be; or on more of them. */
 static dtrain_result what_would_fit(dtrain_world *world, model *m, const row *r, char *text,
                                     size_t room)
 {
     const long most = 1024 > r->gpus ? 1024 : r->gpus;
+    const int ways = m->blocks && flags.checkpointing != 1 ? 2 : 1;
     row next;
-    *text = 0;
-    checkpoint_blocks(m, 1);
-    for (long gpus = r->gpus; gpus <= most; gpus *= 2) {
-        memset(&next, 0, sizeof next);
-        next.gpus = gpus;
-        next.strategy = DTRAIN_STRATEGY_FULL_SHARD - 1;
-        next.batch = next.accum = 1;
-        TRY(simulate(world, m, &next));
-        if (next.fits) break;
-    }
+    memset(&next, 0, sizeof next);
+    for (long gpus = r->gpus; gpus <= most && !next.fits; gpus *= 2)
+        for (int way = 0; way < ways && !next.fits; way++) {
+            memset(&next, 0, sizeof next);
+            next.gpus = gpus;
+            next.strategy = DTRAIN_STRATEGY_FULL_SHARD - 1;
+            next.batch = next.accum = 1;
+            next.checkpointed = way == 1;
+            checkpoint_blocks(m, way ? 1 : flags.checkpointing);
+            TRY(simulate(world, m, &next));
+        }
     checkpoint_blocks(m, flags.checkpointing);
+    const char *also = next.checkpointed ? " and checkpointing" : "";
     if (next.fits && next.gpus == r->gpus)
-        snprintf(text, room, "; full_shard with a batch of 1%s would",
-                 m->blocks ? " and checkpointing" : "");
+        snprintf(text, room, "; full_shard with a batch of 1%s would", also);
     else if (next.fits)
-        snprintf(text, room, "; full_shard on %ld GPUs with a batch of 1%s would", next.gpus,
-                 m->blocks ? " and checkpointing" : "");
+        snprintf(text, room, "; full_shard on %ld GPUs with a batch of 1%s would", next.gpus, also);
     else snprintf(text, room, ", and nothing up to %ld GPUs does", most);
     return DTRAIN_OK;
 }

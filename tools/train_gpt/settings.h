@@ -147,9 +147,9 @@ static void print_help(void)
            "(dtrain %s)\n\n",
            dtrain_version());
     flags_help(flag_table, flag_count);
-    printf("\n  %-12s layers heads channels seq   vocab  batch  lr\n", "--model");
+    printf("\n  %-12s layers heads channels  seq   vocab  batch  lr\n", "--model");
     for (size_t i = 0; (p = gpt_preset_at(i)) != NULL; i++)
-        printf("  %-12s %6ld %5ld %8ld %3ld %7ld %6ld  %g\n", p->name, p->config.layers,
+        printf("  %-12s %6ld %5ld %8ld %4ld %7ld %6ld  %g\n", p->name, p->config.layers,
                p->config.heads, p->config.channels, p->config.seq,
                p->config.vocab ? p->config.vocab : 256, p->batch, p->lr);
 }

@@ -3,13 +3,13 @@
  *   build:   cc -O2 -I. tools/train_gpt/train_gpt.c -o build/train_gpt -lm -lpthread
  *   run:     build/train_gpt                              (two ranks learn dtrain.h, byte by byte)
  *            build/train_gpt --data shakespeare.txt --ranks 2 --steps 2000 --log run.jsonl
- *            build/train_gpt --model gpt2 --data tokens.bin --ranks 1 --threads 2
+ *            build/train_gpt --model gpt2 --seq 64 --data tokens.bin --ranks 1 --threads 2
  *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of files of nanoGPT)
  *            build/train_gpt --strategy auto --memory-limit 200 --auto-batch --global-batch 64
  *            build/train_gpt --import gpt2_124M.bin --tokenizer DIR --generate 100 --prompt "Hello"
  *   GPUs:    nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
  *            (add -DDTRAIN_USE_NCCL -ldl for several GPUs that talk over NCCL)
- *            ./train_gpt --device cuda --precision bf16 --graph --model gpt2 --data tokens.bin --seq 1024
+ *            ./train_gpt --device cuda --precision bf16 --graph --model gpt2 --data tokens.bin
  *
  * What to expect: a progress line, the validation loss now and then, a sample of what the model has
  * learned to write, and a table with loss, speed, communication and memory. --help lists all flags.
