@@ -74,11 +74,11 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__resolve_levels(&desc, ranks);
     memset(memory, 0, sizeof *memory);
-    /* equal slices are the same for all; owned tensors, and what compression keeps of a slice,
-     * not */
-    const int differ = kind->owners       ? dtrain__plan_sharers(&desc, ranks)
-                       : desc.compression ? ranks
-                                          : 1;
+    /* equal slices are the same for all; owned tensors, optimizer state that depends on the group,
+     * and what compression keeps of a slice, not */
+    const int differ = desc.compression                   ? ranks
+                       : kind->owners || desc.group_count ? dtrain__plan_sharers(&desc, ranks)
+                                                          : 1;
     dtrain_result result = DTRAIN_OK;
     dtrain__layout layout;
     for (int rank = 0; rank < differ && result == DTRAIN_OK; rank++) {

@@ -644,9 +644,52 @@ static int plan_rank(dtrain_world *world, void *user)
     dtrain_strategy_destroy(s);
     return 0;
 }
+/* Rank 1's slice is that of a group with two states a parameter, rank 0's of one without any: the plan is rank 1's. */
+static int plan_groups_rank(dtrain_world *world, void *user)
+{
+    static const uint32_t none = DTRAIN_OPTIMIZER_STATES_NONE;
+    const dtrain_optimizer_desc sgd = dtrain_sgd_defaults();
+    dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
+    dtrain_param p[2] = {ranks_param("first", NULL, NULL, 64, 64),
+                         ranks_param("second", NULL, NULL, 64, 64)},
+                 q[2];
+    dtrain_strategy_desc desc;
+    dtrain_optimizer_info info;
+    dtrain_memory plan;
+    dtrain_strategy *s;
+    dtrain_optimizer *optimizer;
+    int64_t *held = (int64_t *)user;
+    const int rank = dtrain_world_rank(world);
+    adamw.groups = &sgd, adamw.group_count = 1;
+    p[1].group = 1;
+    for (uint32_t kind = DTRAIN_STRATEGY_ZERO1; kind <= ALL_KINDS; kind++) {
+        memset(&desc, 0, sizeof desc);
+        desc.kind = kind;
+        desc.node_size = kind == DTRAIN_STRATEGY_HYBRID_SHARD ? 2 : 0;
+        desc.group_states = &none, desc.group_count = 1;
+        memcpy(q, p, sizeof q);
+        RANKS_TRY(dtrain_strategy_plan(q, 2, &desc, 2, &plan));
+        memcpy(q, p, sizeof q);
+        RANKS_TRY(dtrain_strategy_create(world, q, 2, &desc, &s));
+        RANKS_TRY(dtrain_optimizer_create(world, s, &adamw, &optimizer));
+        dtrain_optimizer_query(optimizer, &info);
+        held[rank] = (int64_t)info.state_bytes;
+        RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+        CHECK_MSG((int64_t)plan.optimizer == (held[0] > held[1] ? held[0] : held[1]),
+                  "kind %u: planned %lld, held %lld and %lld", kind, (long long)plan.optimizer,
+                  (long long)held[0], (long long)held[1]);
+        CHECK(held[0] != held[1]); /* or this tests nothing */
+        RANKS_TRY(dtrain_barrier(dtrain_world_comm(world)));
+        dtrain_optimizer_destroy(optimizer);
+        dtrain_strategy_destroy(s);
+    }
+    return 0;
+}
+
 static void test_plan_of_most(void)
 {
     ranks_run(4, DTRAIN_LAUNCH_THREADS, plan_rank, ranks_shared(4 * sizeof(int64_t)));
+    ranks_run(2, DTRAIN_LAUNCH_THREADS, plan_groups_rank, ranks_shared(2 * sizeof(int64_t)));
 }
 
 int main(int argc, char **argv)
