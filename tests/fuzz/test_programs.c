@@ -12,8 +12,10 @@
  * A program is a pure function of its seed: every decision of a rank is drawn from (seed, what, rank,
  * step, micro-batch, parameter), so that the oracle can take it too. What ranks may do differently: lack
  * gradients, single ones or all of a unit or of a micro-batch; mark them in another order; own the memory
- * of some; step over units in backward; gather one twice; come late; look (query) at any moment. All
- * ranks together read, verify and evaluate between forward and backward, and between steps. In one program of
+ * of some; step over units in backward; gather one twice; come late; look (query) at any moment; ask in the
+ * middle of a backward for what belongs between two steps, and are refused. All
+ * ranks together read, verify and evaluate between forward and backward, and between steps, and make the activations
+ * of some units again in a backward, whatever units each has stepped over by then. In one program of
  * twelve a rank gives up in the middle: then the others end with an error that says so, at once. Gradients
  * are small multiples of 1/8: sums of them are exact in every order and dtype.
  *
@@ -63,7 +65,7 @@ typedef struct program {
     uint32_t no_overlap; /* bit r */
     param_plan p[MOST_PARAMS];
     /* One decision in so many; 0: never. */
-    uint64_t lacks, lacks_unit, lacks_all, stragglers, looks, own_order, repeats;
+    uint64_t lacks, lacks_unit, lacks_all, stragglers, looks, own_order, repeats, again, odd;
     int quitter, quit_step; /* a rank that gives up in the middle of this step; -1: none */
     int64_t elements;       /* of all storages */
     bool nccl;              /* on emulated GPUs; else staged */
@@ -100,7 +102,10 @@ enum {
     TOGETHER,
     NCCL,
     DELAY,
-    POLLS
+    POLLS,
+    AGAIN,
+    ODD,
+    RATES
 };
 
 static uint64_t draw(const program *g, uint64_t what, int rank, int step, int micro, int64_t item)
@@ -306,6 +311,27 @@ static int together(rank_state *s, int step, int micro, int64_t where)
     return 0;
 }
 
+/* Asks in the middle of a backward for what belongs between steps. */
+static int odd_call(rank_state *s, int step, int micro, int64_t where)
+{
+    const program *g = s->y.g;
+    const dtrain_shard *shards;
+    size_t count;
+    if (!one_in(g, g->odd, ODD, s->rank, step, micro, where)) return 0;
+    const uint64_t call = draw(g, ODD, s->rank, step, micro, 1000 + where) % 5;
+    const bool more = micro + 1 < g->micro;
+    const dtrain_result result = call == 0   ? dtrain_strategy_accumulate(s->strategy, !more)
+                                 : call == 1 ? dtrain_strategy_shards(s->strategy, &shards, &count)
+                                 : call == 2 ? dtrain_strategy_publish(s->strategy)
+                                 : call == 3 ? dtrain_strategy_verify(s->strategy, NULL)
+                                             : dtrain_strategy_read(s->strategy, 0, s->host);
+    if (result != DTRAIN_ERROR_USAGE && result != DTRAIN_ERROR_PEER)
+        return wrong(s, "step %d: call %d in the middle of a backward: %s", step, (int)call,
+                     dtrain_result_text(result));
+    GOOD(dtrain_strategy_accumulate(s->strategy, more)); /* no change */
+    return 0;
+}
+
 /* Adds this rank's gradient of one entry as a host's own backward does, and marks it. */
 static int contribute(rank_state *s, int step, int micro, int p)
 {
@@ -320,7 +346,7 @@ static int contribute(rank_state *s, int step, int micro, int p)
     GOOD(put_back(s, q->grad, g->p[p].count));
     alone(s, step, micro, 100 + p);
     GOOD(dtrain_strategy_ready(s->strategy, (size_t)p));
-    return 0;
+    return odd_call(s, step, micro, p);
 }
 
 /* The order in which this rank's gradients become ready: backwards, or any where units need none. */
@@ -353,15 +379,48 @@ static int give_up(rank_state *s, int step, int micro)
     return 3;
 }
 
+/* How many units, of which u is the last, make their activations again before u's backward: the same on all ranks. */
+static uint32_t again(const program *g, int step, int micro, uint32_t u)
+{
+    if (!one_in(g, g->again, AGAIN, 0, step, micro, u)) return 0;
+    return 1 + (uint32_t)(draw(g, AGAIN, 0, step, micro, 1000 + u) % (u + 1));
+}
+
+/* Makes them again. The last is gathered for backward before, if it must be: there are more than two, or this rank
+ * has gathered none so far and the first one would begin another pass. */
+static int activations(rank_state *s, int step, int micro, uint32_t u, bool *begun)
+{
+    const program *g = s->y.g;
+    const uint32_t count = again(g, step, micro, u);
+    if (!count) return 0;
+    if (count > 2 || (count == u + 1 && !*begun) || draw(g, AGAIN, 0, step, micro, 2000 + u) % 2) {
+        GOOD(dtrain_strategy_gather(s->strategy, u, DTRAIN_PASS_BACKWARD));
+        *begun = true;
+    }
+    for (uint32_t unit = u + 1 - count; unit <= u; unit++) {
+        GOOD(dtrain_strategy_gather(s->strategy, unit, DTRAIN_PASS_FORWARD));
+        STEP(check_unit(s, unit, step, "forward again"));
+        GOOD(dtrain_strategy_release(s->strategy, unit));
+    }
+    if (u + 1 - count < (uint32_t)g->units - 1) *begun = true;
+    return 0;
+}
+
 static int backward(rank_state *s, int step, int micro)
 {
     const program *g = s->y.g;
     const bool whole = g->desc.kind <= DTRAIN_STRATEGY_ZERO1;
+    const bool single =
+        g->desc.kind == DTRAIN_STRATEGY_HYBRID_SHARD ? g->desc.node_size == 1 : g->ranks == 1;
+    const bool walks = !whole && !single && /* a gather begins a backward */
+                       !(g->desc.kind == DTRAIN_STRATEGY_SHARD_GRAD_OP &&
+                         g->desc.accumulation == DTRAIN_ACCUMULATION_LAST);
+    bool begun = false;
     const bool anyhow = one_in(g, 2, SKIP_GATHER, s->rank, step, micro, -1);
     int order[MOST_PARAMS];
     if (s->rank == g->quitter && step == g->quit_step && micro == g->micro / 2)
         return give_up(s, step, micro);
-    if (idle(g, s->rank, step, micro)) return 0;
+    if (idle(g, s->rank, step, micro) && !g->again) return 0;
     if (whole && anyhow) { /* gather is not needed */
         const int count = order_of(s, step, micro, UINT32_MAX, order);
         for (int i = 0; i < count; i++) STEP(contribute(s, step, micro, order[i]));
@@ -369,8 +428,12 @@ static int backward(rank_state *s, int step, int micro)
     }
     for (uint32_t u = (uint32_t)g->units; u-- > 0;) {
         const int count = order_of(s, step, micro, u, order);
-        if (count == 0 && one_in(g, 2, SKIP_GATHER, s->rank, step, micro, u)) continue;
+        const bool first = u == 1 && !begun && g->again; /* before a forward of unit 0 */
+        STEP(activations(s, step, micro, u, &begun));
+        if (count == 0 && !first && one_in(g, 2, SKIP_GATHER, s->rank, step, micro, u)) continue;
         GOOD(dtrain_strategy_gather(s->strategy, u, DTRAIN_PASS_BACKWARD));
+        begun = true;
+        if (walks) STEP(odd_call(s, step, micro, -2 - (int64_t)u));
         STEP(check_unit(s, u, step, "backward"));
         for (int i = 0; i < count; i++) {
             STEP(contribute(s, step, micro, order[i]));
@@ -617,6 +680,8 @@ static program generate(uint64_t seed)
     g.quitter = pick(&state, 12) ? -1 : (int)pick(&state, (uint64_t)g.ranks);
     g.quit_step = (int)pick(&state, (uint64_t)g.steps);
     g.nccl = draw(&g, NCCL, 0, 0, 0, 0) % 3 == 0;
+    state = draw(&g, RATES, 0, 0, 0, 0);
+    g.again = rate(&state), g.odd = rate(&state);
     if (OVER_MPI)
         g.mode = DTRAIN_LAUNCH_PROCESSES, g.quitter = -1; /* MPI is not called after a failure */
     return g;
@@ -632,7 +697,7 @@ static void print_program(const program *g)
            "missing %u, reduce %s, param %s, whole_below %lld, buckets %zu %zu%s, no_overlap %02x, "
            "compression %u (dense %llu), quits %d in %d\n"
            "  one in: lacks %llu, unit %llu, all %llu; late %llu, looks %llu, order %llu, repeats "
-           "%llu\n",
+           "%llu, again %llu, odd %llu\n",
            (unsigned long long)g->seed, g->note, g->ranks, ranks_mode_name(g->mode),
            g->nccl ? ", NCCL on GPUs" : "", kinds[d->kind], g->steps, g->micro, d->accumulation,
            d->node_size, d->hierarchical ? ", hierarchical" : "", d->missing_gradient,
@@ -643,7 +708,8 @@ static void print_program(const program *g)
            g->quitter, g->quit_step, (unsigned long long)g->lacks,
            (unsigned long long)g->lacks_unit, (unsigned long long)g->lacks_all,
            (unsigned long long)g->stragglers, (unsigned long long)g->looks,
-           (unsigned long long)g->own_order, (unsigned long long)g->repeats);
+           (unsigned long long)g->own_order, (unsigned long long)g->repeats,
+           (unsigned long long)g->again, (unsigned long long)g->odd);
     for (int p = 0; p < g->params; p++) {
         printf("  p%d: unit %u, %lld%s%s", p, g->p[p].unit, (long long)g->p[p].count,
                g->p[p].flags ? ", frozen" : "", g->p[p].host_value ? ", host's value" : "");
@@ -690,7 +756,7 @@ static dtrain_result checked_create(const dtrain_device_desc *desc, dtrain_devic
 
 static void checked_destroy(dtrain_device *device)
 {
-    const bool alone = playing->g->mode == DTRAIN_LAUNCH_PROCESSES;
+    const bool single = playing->g->mode == DTRAIN_LAUNCH_PROCESSES;
     const nccl_mock_counts *now = &nccl_mock_count;
     const int held = now->comms + now->allocations + now->registrations;
     dtrain_cuda_device_ops()->destroy(device);
@@ -777,7 +843,7 @@ static bool passes(program *g, char *text, size_t room)
 /* Takes away what the failure does not need: a change that still fails is kept. */
 static void shrink(program *g)
 {
-    enum { FIRST_PARAM = 25 }; /* changes of parameters come behind all others */
+    enum { FIRST_PARAM = 27 }; /* changes of parameters come behind all others */
     char text[500];
     bool smaller = true;
     while (smaller) {
@@ -811,6 +877,8 @@ static void shrink(program *g)
             case 22: next.ranks = next.ranks > 2 ? next.ranks - 1 : next.ranks; break;
             case 23: next.steps = next.steps > 1 ? next.steps - 1 : 1; break;
             case 24: next.nccl = false; break;
+            case 25: next.again = 0; break;
+            case 26: next.odd = 0; break;
             default:
                 next.p[own].host_grads = 0, next.p[own].host_value = false;
                 if (next.p[own].count > 1 && next.p[own].storage == own) {
@@ -840,6 +908,8 @@ static const uint64_t failed_once[] = {
     334322866, /* a rank that steps over units */
     334322878, /* late in a run of three steps */
     987324227, /* a bucket of no unit, launched in the middle of a backward */
+    618034015, /* activations made again by a rank that has stepped over units */
+    618033999, /* accumulate between a unit's gather and its first mark */
 };
 
 static bool run_seed(uint64_t seed, bool words)
