@@ -28323,6 +28323,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__step_remove(const dtrain_storage *storage,
     dtrain__text_free(&names.text);
     DTRAIN__TRY(result);
     DTRAIN__TRY(dtrain__storage_rename(storage, path, tmp));
+    DTRAIN__TRY(dtrain__storage_sync_directory(storage, directory)); /* before its files go */
     return dtrain__leftover_remove(storage, allocator, tmp);
 }
 
