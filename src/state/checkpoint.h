@@ -108,9 +108,9 @@ typedef struct dtrain_load_desc {
     bool partial; /* values that the checkpoint lacks, or has in another shape, stay as they are,
                      and extra ones are left out; false: either is an error that names them */
     bool values_only; /* nothing but values of parameters; the state is that of a new run */
-    bool this_job;    /* a checkpoint that this call of dtrain_launch has saved, or an attempt
-                         before of the launcher around it (dtrain-run; torchrun with --rdzv-id,
-                         Slurm): DTRAIN_ERROR_NOT_FOUND when the newest is another's */
+    bool this_job;    /* a checkpoint that this run has saved, started again by dtrain_launch or
+                         the launcher around it (not by a script): DTRAIN_ERROR_NOT_FOUND when the
+                         newest is another's */
     const dtrain_storage *storage; /* NULL = the file system */
 } dtrain_load_desc;
 

@@ -579,20 +579,25 @@ static dtrain_result dtrain__run_attempts(dtrain__launch *launch, dtrain_launch_
     return result;
 }
 
-/* Make the number of this run: of ours it is drawn, once for all attempts; of another launcher's it
- * comes from that one's name for the run, which torchrun calls "none" when it has not been told.
- * Without a name it is another one in every rank, and rank 0's counts. */
+/* Make the number that all attempts of this run have, and no other run: from the name that
+ * dtrain-run gives them, from the process that starts them (its id, and in /proc/ID/stat, behind
+ * its name and 20 blanks, when it was started itself), or, when that is this one, from the time and
+ * the place of the stack. */
 static uint64_t dtrain__job_number(const dtrain__launch *launch)
 {
-    static const char *const names[] = {"DTRAIN_RUN_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"};
-    static const uint64_t named[2] = {0, 0};
-    const uint64_t drawn[2] = {launch->start_ns, (uint64_t)getpid()};
-    for (int i = 0; i < 3 && launch->joins; i++) {
-        const char *name = dtrain__env_text(getenv, names[i]);
-        if (name && strcmp(name, "none") != 0)
-            return dtrain__siphash(named, name, strlen(name)) | 1;
-    }
-    return dtrain__siphash(drawn, &launch, sizeof launch) | 1; /* where the stack is, besides */
+    const char *name = dtrain__env_text(getenv, "DTRAIN_RUN_ID"), *at = NULL;
+    char path[64], text[1024] = "";
+    uint64_t from[2] = {launch->start_ns, (uint64_t)getpid()};
+    const int parent = (int)getppid();
+    snprintf(path, sizeof path, "/proc/%d/stat", parent);
+    const int file = name || !launch->place.complete ? -1 : open(path, O_RDONLY | O_CLOEXEC);
+    if (file >= 0 && read(file, text, sizeof text - 1) > 0) at = strrchr(text, ')');
+    if (file >= 0) close(file);
+    for (int i = 0; i < 20 && at; i++) at = strchr(at + 1, ' ');
+    if (at) from[0] = strtoull(at, NULL, 10), from[1] = (uint64_t)parent;
+    if (name) from[0] = from[1] = 0;
+    if (!name && !at) return dtrain__siphash(from, &launch, sizeof launch) | 1;
+    return dtrain__siphash(from, name, name ? strlen(name) : 0) | 1;
 }
 
 DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_rank_fn rank_main,
