@@ -31,7 +31,7 @@ static inline dtrain_result read_file(const char *path, char **text, size_t *byt
     *text = NULL;
     if (refused)
         return dtrain_fail(DTRAIN_ERROR_DATA,
-                           "%s is a pointer of git-lfs, and `git lfs pull` gets the file", path);
+                           "%s is a pointer of git-lfs: git lfs pull gets the file", path);
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s cannot be read: %s", path,
                        strerror(errno ? errno : ENOMEM));
 }

@@ -106,6 +106,8 @@ spoil '\000' 16; bad "no layers" 'layers is 0' "$gpt" $to_none --import "$tmp/ba
 spoil '\377' 31; bad "negative numbers" 'padded vocabulary is -' "$gpt" $to_none --import "$tmp/bad.bin"
 spoil '\000' 0;  bad "another magic: no model of llm.c" 'bad.bin' "$gpt" $to_none --import "$tmp/bad.bin"
 bad "another model" '2 layers, 4 heads, 32 channels, 24 positions and 300 symbols, expected 3, 4' "$gpt" $to_none --import "$tmp/a.bin" --layers 3
+bad "other layers" '--import: .* does not fit this model: .*' "$gpt" $to_none --import "$tmp/hf0" --layers 1
+! grep -q '`' "$tmp/err"; result "no advice that the program cannot take" $? "$tmp/err"
 bad "fp16" 'llm.c has fp32 and bf16' "$gpt" $to_none --import "$tmp/a.bin" --export-dtype fp16
 bad "a directory that is not there" 'nowhere/x.bin.tmp cannot be opened' "$gpt" --steps 0 --import "$tmp/a.bin" --export "$tmp/nowhere/x.bin"
 bad "nothing to do" 'without --export does nothing' "$gpt" --steps 0 --import "$tmp/a.bin"

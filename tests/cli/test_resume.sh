@@ -60,6 +60,7 @@ for changes in "--seed 2|--seed was 1337 and is 2" "--data $tmp/data2|--data was
 done
 good "an old seed stays" 'the order of data and dropout stay with the old --seed' $base --steps 6 --resume "$changed" --seed 2
 bad "AdamW's moments are not Lion's" 'does not fit this run \(.*--optimizer was adamw and is lion.*missing in it: lion' $base --steps 6 --resume "$changed" --optimizer lion
+! grep -q '`' "$tmp/err"; result "and no advice that the program cannot take" $? "$tmp/err"
 bad "other heads" 'is of another model: --heads was 2 and is 4' $base --steps 6 --resume "$changed" --heads 4
 bad "another vocabulary under the same padding" 'is of another model: --vocab was 257 and is 300' \
     sh -c "$gpt --vocab 257 --steps 2 --checkpoint '$tmp/padded' >/dev/null 2>&1; exec $gpt --vocab 300 --steps 4 --resume '$tmp/padded'"

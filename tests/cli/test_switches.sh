@@ -23,6 +23,20 @@ in_force() {
         grep -q -x -F -e "$key = $value" "$tmp/config" || { echo "$key is not $value"; return 1; }
     done
 }
+# Every flag that a sentence of a program names is one of its own: what stands in quotes in its files, of which
+# recorded.h lists those of several programs.
+for source in tools/*/*.c examples/*.c; do
+    program=$(basename "$source" .c)
+    [ -x "$build/$program" ] && [ $program != report ] || continue # its page has CSS, whose variables look so
+    for file in $(${CC:-cc} -I. -MM "$source" | tr ' \\' '\n\n' | grep -E '^(tools|examples)/'); do
+        [ "$file" = tools/run/recorded.h ] || ${CC:-cc} -fpreprocessed -dD -E -P "$file"
+    done | grep -ohE '"([^"\\]|\\.)*"' | grep -oE '(^|[^a-z-])--[a-z][a-z-]+' | grep -oE -e '--.*' | sort -u >"$tmp/named"
+    [ -s "$tmp/named" ] || continue
+    timeout 20 "$build/$program" --help 2>&1 | grep -oE -e '--[a-z][a-z-]+' | sort -u >"$tmp/flags"
+    echo --help >>"$tmp/flags"
+    strangers=$(grep -v -x -F -f "$tmp/flags" "$tmp/named" | tr '\n' ' ')
+    [ -z "$strangers" ]; result "$program: flags that it names and has not: ${strangers:-none}" $?
+done
 for program in train_gpt resnet_cifar; do
     made=0 refused=0 wrong=0 run=0
     case $program in

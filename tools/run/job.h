@@ -215,11 +215,15 @@ static dtrain_trainer_desc trainer_desc(dtrain_world *world, run_job *j)
     return desc;
 }
 
-/* Put a flag and its value before the last error. */
+/* Put a flag and its value before the last error, and leave out advice that names what programs give the library,
+ * in backquotes: no flag is called so. */
 static dtrain_result name_error(dtrain_result result, const char *name, const char *value)
 {
-    char text[512];
-    snprintf(text, sizeof text, "%.500s", dtrain_last_error());
+    char text[1024];
+    snprintf(text, sizeof text, "%.1000s", dtrain_last_error());
+    char *advice = strchr(text, '`');
+    while (advice && advice > text && *advice != ';') advice--;
+    if (advice && advice > text) *advice = 0;
     return dtrain_fail(result, "%s%s%s: %s", name, *value ? " " : "", value, text);
 }
 
@@ -344,6 +348,7 @@ static dtrain_result resume_job(dtrain_world *world, run_job *j)
     if (newest) result = load_newest(world, j, false, &j->resumed);
     else if (s->resume && j->resumed.step < 0)
         result = dtrain_checkpoint_load(j->state, s->resume, NULL, &j->resumed);
+    if (result != DTRAIN_OK && s->resume) result = name_error(result, "--resume", s->resume);
 cleanup:
     return result;
 }

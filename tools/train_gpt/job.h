@@ -192,7 +192,8 @@ static dtrain_result open_model(dtrain_world *world, run_job *j)
     TRY(dtrain_state_create(world, &values, &j->state));
     TRY(dtrain_tape_create(world, j->strategy, NULL, &own->tape));
     if (own->s->import_from) TRY(import_gpt(world, j));
-    else TRY(dtrain_checkpoint_load(j->state, j->s->resume, &load, &j->resumed));
+    else result = dtrain_checkpoint_load(j->state, j->s->resume, &load, &j->resumed);
+    if (result != DTRAIN_OK && j->s->resume) result = name_error(result, "--resume", j->s->resume);
 cleanup:
     return result;
 }

@@ -76,7 +76,8 @@ static dtrain_result import_weights(dtrain_world *world, const settings *s, cons
     from.prefix = "transformer.";
     from.ignore = gpt_ignored();
     if (!names) TRY(dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for names"));
-    TRY(dtrain_checkpoint_import(state, s->import_from, &from, NULL));
+    result = dtrain_checkpoint_import(state, s->import_from, &from, NULL);
+    if (result != DTRAIN_OK) result = name_error(result, "--import", "");
 cleanup:
     free(names);
     return result;
