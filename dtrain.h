@@ -25132,9 +25132,11 @@ DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
     DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
-    DTRAIN__TRY(dtrain__between_backwards(state->desc.strategy, "dtrain_state_changed"));
-    dtrain_result result = DTRAIN_OK;
-    state->desc.strategy->torn = NULL;
+    const char *const torn = state->desc.strategy->torn;
+    state->desc.strategy->torn = NULL; /* values are whole again */
+    dtrain_result result = dtrain__between_backwards(state->desc.strategy, "dtrain_state_changed");
+    if (result != DTRAIN_OK) state->desc.strategy->torn = torn;
+    DTRAIN__TRY(result);
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->mirror)
