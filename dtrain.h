@@ -2563,10 +2563,10 @@ typedef struct dtrain_state_desc {
     dtrain_trainer *trainer;
     dtrain_loss_scaler *scaler; /* of a loop without trainer */
     dtrain_loader *loader;      /* of the training data */
-    /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none. Checkpoints
-     * hold them, and a load compares texts whose key both sides have: another text in `model`, which
-     * is what shapes do not show of what values mean (heads, activation, epsilon), is an error; in
-     * `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
+    /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none.
+     * Checkpoints hold them, and a load compares texts whose key both sides have. Another text in
+     * `model`, which is what shapes do not show of what values mean (heads, activation, epsilon),
+     * is an error; in `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
     const char *const *model;
     const char *const *settings;
 } dtrain_state_desc;
@@ -29540,8 +29540,7 @@ DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes)
                                 "(DIR, safe_serialization=True) converts it";
     static const char *const begins[][2] = {
         {"\xef\xbb\xbf", "a byte order mark (BOM), expected UTF-8 without one"},
-        {"version https://git-lfs",
-         "this is a pointer of git-lfs: git lfs pull gets the file"},
+        {"version https://git-lfs", "this is a pointer of git-lfs: git lfs pull gets the file"},
         {"<", "this is a web page, expected what its link leads to"},
         {"GGUF", "this is a GGUF file, expected the safetensors that it was made of"},
         {"PK\3\4", torch}, /* a zip archive */

@@ -141,8 +141,7 @@ DTRAIN__PRIVATE const char *dtrain__mistaken(const void *head, size_t bytes)
                                 "(DIR, safe_serialization=True) converts it";
     static const char *const begins[][2] = {
         {"\xef\xbb\xbf", "a byte order mark (BOM), expected UTF-8 without one"},
-        {"version https://git-lfs",
-         "this is a pointer of git-lfs: git lfs pull gets the file"},
+        {"version https://git-lfs", "this is a pointer of git-lfs: git lfs pull gets the file"},
         {"<", "this is a web page, expected what its link leads to"},
         {"GGUF", "this is a GGUF file, expected the safetensors that it was made of"},
         {"PK\3\4", torch}, /* a zip archive */

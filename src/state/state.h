@@ -77,10 +77,10 @@ typedef struct dtrain_state_desc {
     dtrain_trainer *trainer;
     dtrain_loss_scaler *scaler; /* of a loop without trainer */
     dtrain_loader *loader;      /* of the training data */
-    /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none. Checkpoints
-     * hold them, and a load compares texts whose key both sides have: another text in `model`, which
-     * is what shapes do not show of what values mean (heads, activation, epsilon), is an error; in
-     * `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
+    /* Key, text, key, text, ..., NULL, of at most 255 bytes, kept by pointer; NULL = none.
+     * Checkpoints hold them, and a load compares texts whose key both sides have. Another text in
+     * `model`, which is what shapes do not show of what values mean (heads, activation, epsilon),
+     * is an error; in `settings` (seed, rate, data) it is said in dtrain_load_info.note. */
     const char *const *model;
     const char *const *settings;
 } dtrain_state_desc;

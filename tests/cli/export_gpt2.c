@@ -5,10 +5,10 @@
  *
  * import, train, checkpoint, export, values and logits happen in this order. train: AdamW with a rate of 1e-3, betas
  * of 0.9 and 0.95 and a decay of 0.1 of matrices, on one batch, the tokens of the logits, each predicting the next in
- * its sequence; prints each loss. A config.json beside import says the activation and the epsilon. PATH is a .bin of llm.c, or of Hugging Face: names are theirs then, and so are the
- * transposes and the vocabulary without padding; names=own: everything as it lies here. values: all parameters, one
- * behind the other, as fp32; their names and shapes go to stdout. logits: (BATCH * SEQ, VOCAB) of tokens (7 i + 3) %
- * VOCAB, as fp32. */
+ * its sequence; prints each loss. A config.json beside import says the activation and the epsilon. PATH is a .bin of
+ * llm.c, or of Hugging Face: names are theirs then, and so are the transposes and the vocabulary without padding;
+ * names=own: everything as it lies here. values: all parameters, one behind the other, as fp32; their names and shapes
+ * go to stdout. logits: (BATCH * SEQ, VOCAB) of tokens (7 i + 3) % VOCAB, as fp32. */
 #include "dtrain.h"
 
 #include "tools/train_gpt/llmc.h"

@@ -1,10 +1,10 @@
 /* run.h: a training program around a model: switches, checks, launch, training, reports. Include it behind dtrain.h,
  * with RUN_NAME defined; tools/train_gpt and examples/resnet_cifar.c are such programs.
  *
- * How to read it: settings.h (the switches) -> recorded.h (those in checkpoints) -> job.h (what a run consists of, and what a program gives: run_program)
- * -> monitor.h (what it reports, and where to) -> report.h (what rank 0 prints) -> loop.h (what every rank does) ->
- * checks.h (what is refused before a rank starts) -> launch.h (from switches to dtrain_launch) -> machine.h and
- * forecast.h (--dry-run) -> tune.h (--tune) -> main.h. */
+ * How to read it: settings.h (the switches) -> recorded.h (those in checkpoints) -> job.h (what a run consists of, and
+ * what a program gives: run_program) -> monitor.h (what it reports, and where to) -> report.h (what rank 0 prints) ->
+ * loop.h (what every rank does) -> checks.h (what is refused before a rank starts) -> launch.h (from switches to
+ * dtrain_launch) -> machine.h and forecast.h (--dry-run) -> tune.h (--tune) -> main.h. */
 #ifndef RUN_H
 #define RUN_H
 

@@ -207,7 +207,7 @@ static inline size_t tokenizer__gpt2_piece(const char *text, size_t bytes)
     return first == TOKENIZER_BLANK && at < bytes && last > 0 ? last : at;
 }
 
-/* Return the bytes of 's, 't, 're, 've, 'm, 'll or 'd in any case at the beginning of a text; the long s is one, too. */
+/* Return the bytes of 's, 't, 're, 've, 'm, 'll or 'd in any case at the beginning of a text; a long s is one. */
 static inline size_t tokenizer__suffix(const char *text, size_t bytes)
 {
     static const char *const ends[] = {"s", "t", "re", "ve", "m", "ll", "d"};

@@ -12,8 +12,8 @@ static bool ends_with(const char *text, const char *end)
     return bytes >= end_bytes && strcmp(text + bytes - end_bytes, end) == 0;
 }
 
-/* Read what the file of --import is, and take what no flag gives from it: sizes, unless --model says whose they are, and
- * what no shape shows. Return 0, or main's exit status after a sentence. */
+/* Read what the file of --import is, and take what no flag gives from it: sizes, unless --model says whose they are,
+ * and what no shape shows. Return 0, or main's exit status after a sentence. */
 static int import_sizes(settings *s)
 {
     static char weights[4096];
