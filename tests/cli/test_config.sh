@@ -119,8 +119,8 @@ good "resnet_cifar, its output is a file of flags" "1 ranks x 4 images" $resnet 
 # memory PROGRAM FLAGS...: the memory of a dry run, by class, is what the run itself says, but for the process
 memory() {
     name="$*"
-    "$@" --dry-run 2>&1 | sed -n 's/^# memory .*: \(parameters.*\), workspace.*/\1/p' >"$tmp/planned"
-    "$@" 2>&1 | sed -n 's/^memory .*: \(parameters.*\), workspace.*/\1/p' >"$tmp/made"
+    "$@" --dry-run 2>&1 | sed -n 's/^# memory .*: \(parameters.*\), workspace [0-9.]*\(.*\)/\1\2/p' >"$tmp/planned"
+    "$@" 2>&1 | sed -n 's/^memory .*: \(parameters.*\), workspace [0-9.]*\(.*\)/\1\2/p' >"$tmp/made"
     [ -s "$tmp/planned" ] && cmp -s "$tmp/planned" "$tmp/made"
     result "dry run, memory: ${name#"$build"/}" $? "$tmp/planned"
 }
@@ -129,6 +129,11 @@ for strategy in ddp zero1 full_shard "hybrid_shard --node-size 2"; do
 done
 memory "$build/train_gpt" --steps 1 --eval-batches 0 --sample 0 --ranks 1 --precision bf16 --accum 2 --activation-checkpointing 1
 memory "$build/resnet_cifar" --steps 1 --batch 4 --ranks 2 --strategy shard_grad_op --sync-batchnorm
+# a checkpoint that is saved in the background: each rank holds what it writes
+memory "$build/train_gpt" --steps 1 --eval-batches 0 --sample 0 --ranks 2 --strategy zero1 --checkpoint "$tmp/held"
+written=$(cat "$tmp"/held/step-*/*.safetensors | wc -c)
+awk -v written="$written" '{ kept = $NF * 1048576 * 2; exit !(kept > 0.95 * written && kept < 1.05 * written) }' "$tmp/planned"
+result "dry run, memory: the snapshot is what is written" $? "$tmp/planned"
 memory "$build/resnet_cifar" --steps 1 --batch 4 --ranks 2 --compression topk
 big="$build/train_gpt --model gpt2_xl --ranks 64 --strategy full_shard --dry-run"
 (ulimit -v 4000000; timeout 60 $big) >"$tmp/out" 2>&1

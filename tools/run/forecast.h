@@ -20,6 +20,7 @@ typedef struct forecast_row {
     uint64_t sent;
     int64_t sample_things;
     dtrain_memory memory;
+    uint64_t snapshot_bytes;
     dtrain_strategy_info strategy;
 } forecast_row;
 
@@ -96,8 +97,9 @@ static dtrain_result plan_most(const run_job *j, const dtrain_strategy_desc *des
         m->optimizer = planned.optimizer, m->buffers = planned.buffers;
     }
     m->workspace = workspace;
+    r->snapshot_bytes = j->snapshot_bytes;
     m->total = m->params + m->grads + m->optimizer + m->buffers + m->activations +
-               m->activation_grads + m->workspace;
+               m->activation_grads + m->workspace + r->snapshot_bytes;
     return DTRAIN_OK;
 }
 
@@ -131,6 +133,7 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     TRY(time_step(&j, r));
     desc.kind = r->strategy.desc.kind; /* AUTO has chosen */
     desc.comm = NULL;
+    if (f->workspace && !f->named) TRY(plan_snapshot(world, &j)); /* the device has no memory */
     TRY(plan_most(&j, &desc, f->workspace, r));
 cleanup:
     dtrain_trainer_destroy(j.trainer);
@@ -153,9 +156,9 @@ static void print_memory(const forecast *f, const forecast_row *r)
     const double need = mib(m->total);
     printf(
         "# memory    a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
-        "buffers %.1f, activations %.1f + %.1f, workspace %.1f\n",
+        "buffers %.1f, activations %.1f + %.1f, workspace %.1f, snapshot %.1f\n",
         need, mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
-        mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+        mib(m->activations), mib(m->activation_grads), mib(m->workspace), mib(r->snapshot_bytes));
     if (f->named)
         printf("#           a device of %s has %.1f GiB: %s\n", f->named->name,
                f->machine.memory_gib, need <= have ? "fits" : "would not fit");
@@ -164,7 +167,7 @@ static void print_memory(const forecast *f, const forecast_row *r)
                need * here / 1024, have / 1024, need * here <= have ? "fits" : "would not fit");
     if (limit > 0)
         printf("#           --memory-limit is %.0f MiB a rank: %s\n", limit,
-               need - mib(m->workspace) <= limit ? "fits" : "would not fit");
+               need - mib(m->workspace + r->snapshot_bytes) <= limit ? "fits" : "would not fit");
 }
 
 static void print_step(const forecast *f, const forecast_row *r)

@@ -66,8 +66,9 @@ struct run_job {
     bool stopped;                  /* by a signal, before its last step */
     bool saved;                    /* the state behind the last step, on the disk */
     int64_t rolled_back;           /* the step of the last roll-back, or -1 */
-    dtrain_memory memory;
-    dtrain_probe_info links; /* with --probe-links */
+    dtrain_memory memory;          /* its total with the snapshot */
+    uint64_t snapshot_bytes;       /* of checkpoints, where the device's memory is the host's */
+    dtrain_probe_info links;       /* with --probe-links */
 };
 
 /* Make a job of the switches with a program's part of it, zeroed, for this rank. */
@@ -279,6 +280,30 @@ cleanup:
     return result;
 }
 
+/* Count the snapshot of a checkpoint that is saved in the background: host memory for what this rank writes, its
+ * share of tensors of which several ranks have the same piece. */
+static dtrain_result plan_snapshot(dtrain_world *world, run_job *j)
+{
+    const dtrain_state_tensor *tensors;
+    dtrain_state *state = NULL;
+    dtrain_state_desc all;
+    dtrain_result result = DTRAIN_OK;
+    size_t count;
+    if (!j->s->checkpoints || j->s->save_blocking) return DTRAIN_OK;
+    memset(&all, 0, sizeof all);
+    all.strategy = j->strategy;
+    all.optimizer = j->optimizer;
+    TRY(dtrain_state_create(world, &all, &state));
+    TRY(dtrain_state_tensors(state, &tensors, &count));
+    for (size_t i = 0; i < count; i++)
+        j->snapshot_bytes += (uint64_t)tensors[i].count *
+                             dtrain_dtype_bytes((dtrain_dtype)tensors[i].dtype) /
+                             (uint64_t)tensors[i].copies;
+cleanup:
+    dtrain_state_destroy(state);
+    return result;
+}
+
 /* Make strategy, optimizer and trainer, and count what a rank will need. */
 static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strategy_desc *strategy)
 {
@@ -293,6 +318,8 @@ static dtrain_result open_trainer(dtrain_world *world, run_job *j, dtrain_strate
     trainer = trainer_desc(world, j);
     TRY(dtrain_trainer_create(world, &trainer, &j->trainer));
     TRY(dtrain_trainer_plan(world, &trainer, &j->memory));
+    if (dtrain_world_device(world)->ops->host_memory) TRY(plan_snapshot(world, j));
+    j->memory.total += j->snapshot_bytes;
 cleanup:
     return result;
 }

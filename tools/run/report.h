@@ -104,9 +104,10 @@ static void show_strategy(const run_job *j, int ranks)
     if (j->accum > 1) show_accumulation(j, &info, ranks);
     printf("memory  a rank will need %.1f MiB: parameters %.1f, gradients %.1f, optimizer %.1f, "
            "buffers "
-           "%.1f, activations %.1f + %.1f, workspace %.1f\n",
+           "%.1f, activations %.1f + %.1f, workspace %.1f, snapshot %.1f\n",
            mib(m->total), mib(m->params), mib(m->grads), mib(m->optimizer), mib(m->buffers),
-           mib(m->activations), mib(m->activation_grads), mib(m->workspace));
+           mib(m->activations), mib(m->activation_grads), mib(m->workspace),
+           mib(j->snapshot_bytes));
     if (m->host) printf("offload %.1f MiB of host memory a rank\n", mib(m->host));
     printf("\n");
 }
