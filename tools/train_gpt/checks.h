@@ -37,6 +37,14 @@ static int write_token_file(FILE *file, const token_list *list, bool wide)
     return fflush(file) == 0 && !ferror(file) ? 0 : -1;
 }
 
+/* Tell by control characters at the beginning that something is no text. */
+static bool is_binary(const char *text, size_t bytes)
+{
+    for (size_t i = 0; i < bytes && i < 4096; i++)
+        if ((uint8_t)text[i] < 9 || (text[i] > 13 && text[i] < 27)) return true;
+    return false;
+}
+
 /* Encode the text of --data once, to a file without a name, which goes with the process; ranks, which
  * are its children or have done the same, read that. Tokens stay what they are. */
 static int encode_data(settings *s)
@@ -56,6 +64,12 @@ static int encode_data(settings *s)
                    dtrain_last_error());
     for (size_t i = 0; i < 4 && i < bytes; i++) magic |= (uint32_t)(uint8_t)text[i] << 8 * i;
     const bool encoded = magic == magics[0] || magic == magics[1];
+    if (!encoded && !s->data_format && is_binary(text, bytes)) {
+        free(text);
+        return BAD("--data: %s is no text, which --tokenizer encodes; tokens of nanoGPT are "
+                   "--data-format u16, and --data-format bytes means its bytes",
+                   s->data);
+    }
     if (result == DTRAIN_OK && !encoded)
         result = tokenizer_encode(s->tokenizer, text, bytes, &list);
     free(text);
