@@ -926,10 +926,11 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
  *
  * The handlers only note the signal, whatever they interrupt: waits and collectives go on. A second
  * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
- * may be the same one, sent to the process group and forwarded; the launcher's log says so. The host's handlers are back when
- * dtrain_launch returns. Processes: in ranks alone, the launcher forwards what it gets. Threads:
- * the signal is the process's, so it comes to all ranks. A run whose ranks then return 0 has
- * succeeded, and info.signal tells of the signal; one that fails is not restarted. */
+ * may be the same one, sent to the process group and forwarded; the launcher's log says so. The
+ * host's handlers are back when dtrain_launch returns. Processes: in ranks alone, the launcher
+ * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run whose
+ * ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is not
+ * restarted. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
 
 /* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
@@ -7863,7 +7864,7 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs than this one. */
+/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs. */
 static void dtrain__warn_of_old_code(dtrain_world *world)
 {
     dtrain_device_info gpu;
@@ -13576,9 +13577,9 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? place : storage->grad, bytes);
 }
 
-/* Tell whether units are walked in backward: dtrain__walk_back. Then a unit's gradients are launched
- * in the turn of the next unit, and what belongs to none in finish: a rank that launched a bucket
- * as soon as it is complete would be ahead of one that has to close it. */
+/* Tell whether units are walked in backward (dtrain__walk_back). Then a unit's gradients are
+ * launched in the turn of the next unit, and what belongs to none in finish: a rank that launched a
+ * bucket as soon as it is complete would be ahead of one that has to close it. */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;
@@ -25924,8 +25925,8 @@ static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
     return dtrain__directory_take(c);
 }
 
-/* Rank 0: make the checkpoint that the state comes from the newest of the directory, and the state's
- * run its run. */
+/* Rank 0: make the checkpoint that the state comes from the newest of the directory, and the
+ * state's run its run. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;

@@ -3,7 +3,8 @@
  *
  *   build:   cc -O2 -I. examples/nccl.c -o nccl -lm -lpthread
  *            (no GPU: the same program on CPU ranks, over the local communicator)
- *   GPUs:    nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA -DDTRAIN_USE_NCCL examples/nccl.c dtrain_cuda.cu -lcublasLt -ldl -o nccl
+ *   GPUs:    nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA -DDTRAIN_USE_NCCL examples/nccl.c \
+ *            dtrain_cuda.cu -lcublasLt -ldl -o nccl
  *   run:     ./nccl 8                                        eight GPUs of this machine
  *            torchrun --no_python --nproc_per_node 8 ./nccl  the same; --nnodes for several hosts
  *   expect (CPU build; no run on GPUs has been recorded yet):

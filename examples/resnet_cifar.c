@@ -2,7 +2,8 @@
  * flips, SGD with momentum, a rate that falls tenfold after half and after three quarters of the run.
  *
  *   build:   cc -O2 -I. examples/resnet_cifar.c -o resnet_cifar -lm -lpthread
- *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/resnet_cifar.c dtrain_cuda.cu -lcublasLt -o resnet_cifar
+ *   GPU:     nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA examples/resnet_cifar.c \
+ *            dtrain_cuda.cu -lcublasLt -o resnet_cifar
  *   run:     ./resnet_cifar --data FOLDER      which holds data_batch_1.bin to _5.bin and test_batch.bin
  *            ./resnet_cifar --epochs 3         the same on images that it draws itself
  *            ./resnet_cifar --epochs 1 --checkpoint run --save-every 5 --restarts 3 --resume auto

@@ -116,8 +116,8 @@ static dtrain_result dtrain__directory_ready(dtrain_checkpoint *c)
     return dtrain__directory_take(c);
 }
 
-/* Rank 0: make the checkpoint that the state comes from the newest of the directory, and the state's
- * run its run. */
+/* Rank 0: make the checkpoint that the state comes from the newest of the directory, and the
+ * state's run its run. */
 static dtrain_result dtrain__history_turn(dtrain_checkpoint *c, int64_t next)
 {
     const dtrain_state *state = c->desc.state;

@@ -129,9 +129,9 @@ static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_p
                               back ? place : storage->grad, bytes);
 }
 
-/* Tell whether units are walked in backward: dtrain__walk_back. Then a unit's gradients are launched
- * in the turn of the next unit, and what belongs to none in finish: a rank that launched a bucket
- * as soon as it is complete would be ahead of one that has to close it. */
+/* Tell whether units are walked in backward (dtrain__walk_back). Then a unit's gradients are
+ * launched in the turn of the next unit, and what belongs to none in finish: a rank that launched a
+ * bucket as soon as it is complete would be ahead of one that has to close it. */
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
 {
     return strategy->layout.shards.params || strategy->layout.shards.grads;

@@ -64,7 +64,7 @@ static dtrain_result dtrain__world_mark(dtrain_world *world)
     return DTRAIN_OK;
 }
 
-/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs than this one. */
+/* Warn, once a machine, of kernels that were compiled for an older generation of GPUs. */
 static void dtrain__warn_of_old_code(dtrain_world *world)
 {
     dtrain_device_info gpu;

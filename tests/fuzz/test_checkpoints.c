@@ -6,8 +6,8 @@
  * and scalars must be those that were saved, whoever holds them now; what it then trains must agree on all ranks. An
  * oracle without files compares: images of the state, copied piece by piece.
  *
- * The same seed draws a history on a disk in memory: runs that begin in a directory, go on, go back, save again, and end
- * well or with their disk, at any call, and with what was not synced. A list of steps says what must be there.
+ * The same seed draws a history on a disk in memory: runs that begin in a directory, go on, go back, save again, and
+ * end well or with their disk, at any call, and with what was not synced. A list of steps says what must be there.
  *
  *   build/tests/test_checkpoints [--seed N] [--count N] [--seconds N] */
 #include "test.h"

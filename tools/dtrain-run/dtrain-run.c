@@ -12,9 +12,9 @@
  *
  * A rank is told who it is by DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_LOCAL_RANK, DTRAIN_LOCAL_SIZE, DTRAIN_MASTER_ADDR
  * and DTRAIN_MASTER_PORT (dtrain_launch reads them before all others), by DTRAIN_JOB_KEY, a new one for each attempt,
- * so that a late rank of the attempt before is turned away, by DTRAIN_RUN_ID, which all attempts have, so that they know
- * their own checkpoints, and by DTRAIN_RESTART_COUNT. Ranks of several hosts need a
- * communicator that crosses them: NCCL, with a GPU each.
+ * so that a late rank of the attempt before is turned away, by DTRAIN_RUN_ID, which all attempts have, so that they
+ * know their own checkpoints, and by DTRAIN_RESTART_COUNT. Ranks of several hosts need a communicator that crosses
+ * them: NCCL, with a GPU each.
  *
  * How to read it: options.h (what is asked for) -> ranks.h (a rank as a process) -> report.h (who failed first) ->
  * attempt.h (one start of all ranks) -> nodes.h (several nodes, restarts) -> main(). */

@@ -7,7 +7,8 @@
  *            build/train_gpt --data shards --data-format u16 --workers 2   (a folder of files of nanoGPT)
  *            build/train_gpt --strategy auto --memory-limit 200 --auto-batch --global-batch 64
  *            build/train_gpt --import gpt2_124M.bin --tokenizer DIR --generate 100 --prompt "Hello"
- *   GPUs:    nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c dtrain_cuda.cu -lcublasLt -o train_gpt
+ *   GPUs:    nvcc -O3 -arch=native -I. -DDTRAIN_USE_CUDA tools/train_gpt/train_gpt.c \
+ *            dtrain_cuda.cu -lcublasLt -o train_gpt
  *            (add -DDTRAIN_USE_NCCL -ldl for several GPUs that talk over NCCL)
  *            ./train_gpt --device cuda --precision bf16 --graph --model gpt2 --data tokens.bin
  *
@@ -20,7 +21,8 @@
  * How to read it: gpt.h (the model) -> settings.h (its flags) -> job.h (its part of a run) -> report.h (what rank 0
  * prints) -> checks.h (what is refused before a rank starts) -> here main(). What is the same for every model, the
  * switches, checkpoints, restarts, reports, is in tools/run; begin with run.h. Beside that road: weights.h and llmc.h
- * (a GPT-2 in files of others), tokenizer.h and tokenizer_files.h (its text), cache.h and generate.h (what it writes). */
+ * (a GPT-2 in files of others), tokenizer.h and tokenizer_files.h (its text), cache.h and generate.h (what it
+ * writes). */
 #define RUN_NAME "train_gpt"
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
