@@ -284,7 +284,7 @@ done 2>/dev/null
 result "$hits random kills, stops and requests to stop in $runs runs: all come to the same end" $? "$tmp/wrong"
 
 # ---- started without descriptors 0 to 2: what is printed goes into no file ----
-"$build/resume" "$tmp/whole" >"$tmp/out" 2>&1
+"$build/resume" "$tmp/undisturbed" >"$tmp/out" 2>&1
 last=$(tail -n 1 "$tmp/out")
 head -c 20000 dtrain.h >"$tmp/text"
 small="$build/train_gpt --data $tmp/text --layers 1 --heads 2 --channels 16 --seq 16 --batch 2 --eval-batches 1 --sample 20 --threads 1 --deterministic"
