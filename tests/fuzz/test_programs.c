@@ -760,7 +760,7 @@ static void checked_destroy(dtrain_device *device)
     const nccl_mock_counts *now = &nccl_mock_count;
     const int held = now->comms + now->allocations + now->registrations;
     dtrain_cuda_device_ops()->destroy(device);
-    __atomic_add_fetch(&playing->r->misuses, now->misuses + (alone ? held : 0), __ATOMIC_RELAXED);
+    __atomic_add_fetch(&playing->r->misuses, now->misuses + (single ? held : 0), __ATOMIC_RELAXED);
 }
 
 /* A device for each rank, and NCCL between them. */
