@@ -8390,7 +8390,7 @@ static uint64_t dtrain__job_number(const dtrain__launch *launch)
     uint64_t from[2] = {launch->start_ns, (uint64_t)getpid()};
     const int parent = (int)getppid();
     snprintf(path, sizeof path, "/proc/%d/stat", parent);
-    const int file = name || !launch->place.complete ? -1 : open(path, O_RDONLY | O_CLOEXEC);
+    const int file = name || !launch->place.complete ? -1 : dtrain__open(path, O_RDONLY);
     if (file >= 0 && read(file, text, sizeof text - 1) > 0) at = strrchr(text, ')');
     if (file >= 0) close(file);
     for (int i = 0; i < 20 && at; i++) at = strchr(at + 1, ' ');
