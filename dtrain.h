@@ -928,9 +928,9 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
  * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
  * may be the same one, sent to the process group and forwarded; the launcher's log says so. The
  * host's handlers are back when dtrain_launch returns. Processes: in ranks alone, the launcher
- * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run whose
- * ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is not
- * restarted. */
+ * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run
+ * whose ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is
+ * not restarted. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
 
 /* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
@@ -3978,7 +3978,9 @@ struct dtrain_comm_ops {
 
 /* Readers of the API can stop here. */
 
-#if defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__IMPLEMENTED) && !defined(DTRAIN__ISA)
+#if defined(DTRAIN_IMPLEMENTATION) && defined(__SIZEOF_POINTER__) && __SIZEOF_POINTER__ < 8
+#error "dtrain.h needs a 64-bit system: sizes, offsets and atomics have 64 bits; leave -m32 out"
+#elif defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__IMPLEMENTED) && !defined(DTRAIN__ISA)
 #define DTRAIN__IMPLEMENTED
 
 #define DTRAIN__PRIVATE static

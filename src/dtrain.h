@@ -52,7 +52,9 @@ extern "C" {
 
 /* Readers of the API can stop here. */
 
-#if defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__IMPLEMENTED) && !defined(DTRAIN__ISA)
+#if defined(DTRAIN_IMPLEMENTATION) && defined(__SIZEOF_POINTER__) && __SIZEOF_POINTER__ < 8
+#error "dtrain.h needs a 64-bit system: sizes, offsets and atomics have 64 bits; leave -m32 out"
+#elif defined(DTRAIN_IMPLEMENTATION) && !defined(DTRAIN__IMPLEMENTED) && !defined(DTRAIN__ISA)
 #define DTRAIN__IMPLEMENTED
 
 #define DTRAIN__PRIVATE static

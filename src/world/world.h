@@ -269,9 +269,9 @@ DTRAIN_API void dtrain_world_progress(dtrain_world *world, uint64_t step);
  * one, more than a second after the first and no SIGUSR1, ends the process at once; until then it
  * may be the same one, sent to the process group and forwarded; the launcher's log says so. The
  * host's handlers are back when dtrain_launch returns. Processes: in ranks alone, the launcher
- * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run whose
- * ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is not
- * restarted. */
+ * forwards what it gets. Threads: the signal is the process's, so it comes to all ranks. A run
+ * whose ranks then return 0 has succeeded, and info.signal tells of the signal; one that fails is
+ * not restarted. */
 DTRAIN_API bool dtrain_world_stop_requested(const dtrain_world *world);
 
 /* Agree on whether to stop: *stop is true on every rank when dtrain_world_stop_requested is on any.
