@@ -37,7 +37,12 @@ show() {
     wait $follower 2>/dev/null
 }
 show 200 "bench_train gpt2" "$bin/bench_train" --device cuda $model --rounds 1 --program "$bin/train_gpt" --log "$results"
-step 20 "resnet_cifar, bf16" "$bin/resnet_cifar" --device cuda --ranks 1 --precision bf16 --steps 60
+images() {
+    set -o pipefail
+    "$bin/resnet_cifar" --device cuda --ranks 1 --precision bf16 --steps 60 | tee "$logs/images" && grep '^  images/s ' "$logs/images"
+}
+export -f images
+step 20 "resnet_cifar, bf16" images
 show 80 "bench_kernels" "$bin/bench_kernels" --sizes 64M --reps 5 --log "$results"
 
 # One rank shards nothing, so a single GPU is shared by two: memory and bytes are a strategy's own figures,

@@ -36,7 +36,7 @@ if ! echo 'int main() { return 0; }' | "$nvcc" -x cu - -lcublasLt -o /dev/null >
         [ -n "$library" ] || continue
         mkdir -p "$build/gpu/lib"
         ln -sf "$library" "$build/gpu/lib/libcublasLt.so"
-        nvccflags="$nvccflags -L$build/gpu/lib" libraries=${libraries:+$libraries:}$folder
+        nvccflags="$nvccflags -Xcompiler -idirafter,${folder%/lib}/include -L$build/gpu/lib" libraries=${libraries:+$libraries:}$folder
         break
     done
 fi
