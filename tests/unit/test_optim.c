@@ -418,7 +418,7 @@ static void test_group_errors(void)
 /* ---- Many shards, decay rules, long runs: double loops ---- */
 
 enum { SHARDS = 6 };
-static const int64_t shard_shapes[SHARDS][2] = {{3, 5}, {7, 0}, {0, 0}, {33, 4}, {1, 1}, {2, 9}};
+static const int64_t shard_shapes[SHARDS][2] = {{3, 5}, {7, 0}, {1, 0}, {33, 4}, {1, 1}, {2, 9}};
 static const uint32_t shard_flags[SHARDS] = {
     0, 0, 0, 0, DTRAIN_PARAM_NO_DECAY, DTRAIN_PARAM_FROZEN};
 
@@ -486,7 +486,7 @@ static int long_main(dtrain_world *world, void *user)
     CHECK(info.state_bytes == (uint64_t)(hyper->kind == DTRAIN_OPTIMIZER_ADAMW ? 2
                                          : hyper->momentum > 0                 ? 1
                                                                                : 0) *
-                                  4 * (16 + 16 + 144 + 16));
+                                  4 * (16 + 16 + 16 + 144 + 16));
     for (step = 1; step <= 60; step++) {
         float lr = 0.02f / (float)step, scale = 0.5f;
         for (i = 0; i < SHARDS; i++)
