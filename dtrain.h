@@ -1342,9 +1342,19 @@ typedef enum dtrain_strategy_kind {
 } dtrain_strategy_kind;
 
 typedef enum dtrain_missing_gradient {
-    DTRAIN_MISSING_GRADIENT_ZERO = 0, /* counts as zero; named in one warning */
-    DTRAIN_MISSING_GRADIENT_ERROR = 1 /* finish fails and names it */
+    /* A rank that has none brings zeros. Where no rank has one in the whole step, optimizers leave
+     * the parameter, its moments and its count of steps alone, as torch does without a .grad */
+    DTRAIN_MISSING_GRADIENT_SKIP = 0,
+    DTRAIN_MISSING_GRADIENT_ERROR = 1, /* finish fails and names it */
+    DTRAIN_MISSING_GRADIENT_ZERO =
+        2 /* is one of zeros: old moments and weight decay still move it */
 } dtrain_missing_gradient;
+
+/* What a step's loss and gradient are the mean of. */
+typedef enum dtrain_average {
+    DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, however they lie: dtrain_strategy_weight */
+    DTRAIN_AVERAGE_MEANS = 1    /* the means of all micro-batches and ranks, whatever they are of */
+} dtrain_average;
 
 /* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
  * the last. */
@@ -1384,7 +1394,8 @@ struct dtrain_compression_desc; /* strategy/compression.h */
 /* Every zero is the default written beside the field: a zeroed desc is plain DDP. */
 typedef struct dtrain_strategy_desc {
     uint32_t kind;             /* dtrain_strategy_kind; 0 = DDP */
-    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = counts as zero */
+    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = zeros, or skipped; a warning once */
+    uint32_t average;          /* dtrain_average; 0 = over all samples of a step */
     uint32_t accumulation;     /* dtrain_accumulation; 0 = as the kind needs it */
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
                                    travel as, in kinds that shard them; shards stay fp32 */
@@ -1464,8 +1475,8 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
 /* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
- * backward the gradients, or this rank's shards of them, hold the mean over the ranks, and so do
- * buffers (DTRAIN_PARAM_BUFFER).
+ * backward the gradients, or this rank's shards of them, hold the mean over all samples of the step
+ * (dtrain_strategy_weight), and buffers (DTRAIN_PARAM_BUFFER) the mean over the ranks.
  * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
  * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
@@ -1476,6 +1487,20 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
  * own backward must add where param->state.grad_written, the tape does it by itself). Changing it
  * in the middle of a backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
+
+/* Say how many samples the backward under way, or the next one, is of; 1 where nobody says. Its
+ * gradients are then the sum over them divided by a unit that is the same on every rank and in every
+ * micro-batch, and weight is their number divided by the same unit: the last finish of the step
+ * divides by the sum of all weights (times 1 / (ranks * micro-batches), as in a mean of means). So
+ *
+ *     dtrain_strategy_weight(s, (float)valid / rows);       // of `rows` targets here, valid count
+ *     gradient = sum over valid samples / rows
+ *
+ * A step whose weights are all 0 has no samples: no parameter changes. dtrain_tape_backward does all
+ * that for losses of the tape that are means: of cross-entropy the targets that are not ignored
+ * count, of others the elements; a sum, or a loss of the program's own, leaves the weight as it is.
+ * With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
+DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
  * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call
@@ -1739,7 +1764,11 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
 /* Run backward from loss, which must have one element and whose gradient starts as `scale`: 1 /
  * (micro-batches per step), times the loss scale if there is one. dtrain_strategy_ready is called
  * as each parameter's gradient becomes final; dtrain_strategy_finish is left to the caller. Once
- * per begin; no operation may follow it. */
+ * per begin; no operation may follow it.
+ *
+ * Where a strategy has several ranks or micro-batches, gradients are made ready for one mean over
+ * all samples of the step: dtrain_strategy_weight. The first backward of a strategy agrees on the
+ * unit of weights by a small all-reduce. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
 /* Return the error that sticks to the tape, DTRAIN_OK if there is none. */
@@ -1748,6 +1777,11 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
 /* Copy a tensor to host memory (count floats) as fp32, after a wait for the device. */
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *host);
+/* Return how many samples a loss is the mean of: of cross-entropy the targets that are not ignored,
+ * of dtrain_mean and the losses made of it the elements, also after operations on that one element;
+ * 1 of anything else. Losses of several passes or ranks have the mean sum(loss * samples) /
+ * sum(samples). */
+DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss);
 /* Copy the gradient of a requires_grad input to host memory, as dtrain_tensor_read does. */
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
                                                  float *host);
@@ -3239,8 +3273,8 @@ typedef struct dtrain_graph dtrain_graph;
 typedef struct dtrain_step_scalars {
     uint64_t seed; /* added to the seed of dropout */
     float lr, correction1, correction2, grad_scale;
-    uint32_t skip;     /* non-zero: optimizers change nothing */
-    uint32_t reserved; /* 0 */
+    uint32_t skip; /* non-zero: optimizers change nothing */
+    float weight;  /* of this rank's micro-batches, for a recorded step */
 } dtrain_step_scalars;
 
 #define DTRAIN_GEMM_TRANS_A 1u
@@ -3444,7 +3478,8 @@ typedef struct dtrain_permute_args {
 } dtrain_permute_args;
 
 /* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
- * element, used for all; and x NULL is the constant 1. */
+ * element, used for all; and x NULL is the constant 1. With a divisor y, fp32, is multiplied by
+ * a / divisor[0] and x is not read; where that is 1, or divisor[0] is 0, memory is not touched. */
 typedef struct dtrain_axpby_args {
     int64_t count;
     bool accumulate;
@@ -3452,7 +3487,8 @@ typedef struct dtrain_axpby_args {
     const void *x;
     void *y;
     bool broadcast;
-    dtrain_dtype dtype; /* of x and y */
+    dtrain_dtype dtype;   /* of x and y */
+    const float *divisor; /* (1) device memory, or NULL */
 } dtrain_axpby_args;
 
 /* Functions of single elements. The first are the dtrain_activation with the same number, of x
@@ -3528,12 +3564,13 @@ typedef struct dtrain_sum_args {
 
 /* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
  * scalars->grad_scale is multiplied by max_norm / (norm + 1e-6) where below 1 (max_norm <= 0:
- * never), and scalars->skip = 1 when the norm is not finite. */
+ * never), and scalars->skip = 1 when the norm is not finite or weight[0] is 0. */
 typedef struct dtrain_clip_args {
     const double *sum_squares; /* (1) device memory */
     float max_norm;
     dtrain_step_scalars *scalars; /* device memory */
     float *norm;                  /* (1) device memory */
+    const float *weight;          /* (1) device memory, of the step's samples; or NULL */
 } dtrain_clip_args;
 
 typedef struct dtrain_convert_args {
@@ -13015,6 +13052,7 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  *     4 dtrain_strategy_finish      dtrain__close_buckets: fill what
  *                                   was not marked; 2 and 3 for the rest
  *                                   dtrain__reduce_until: wait           gradients are the mean
+ *                                   weights.c: of samples, not of ranks  all-reduce of weights
  *       clipping, optimizer         on what dtrain_strategy_shards lists
  *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *
@@ -13037,9 +13075,9 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  * device that they share.
  *
  * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
- * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
- * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c,
- * settings.c, create.c (how it all comes to be), query.c, plan.c. */
+ * publish), weights.c (what its mean is over), shards.c and gather.c (sharded gradients, sharded
+ * values), hierarchy.c, compression.c, topk.c, powersgd.c (other ways), offload.c (shards in host
+ * memory), layout.c, params.c, settings.c, create.c (how it all comes to be), query.c, plan.c. */
 
 /* ================================================================================================
  * src/strategy/layout_internal.h
@@ -13080,6 +13118,7 @@ typedef struct dtrain__entry {
     bool trainable, whole; /* whole: never sharded */
     bool marked;           /* ready was called in this backward */
     bool seen;             /* ready was called in this step */
+    bool absent;           /* storages: nobody, as far as is known, had a gradient in that step */
     bool warned;           /* its missing gradient has been reported */
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;
@@ -13311,6 +13350,13 @@ typedef struct dtrain__offload {
     uint32_t turn;             /* landing to be used next */
 } dtrain__offload;
 
+/* What a loss is a mean over; the tape's. */
+typedef struct dtrain__samples {
+    int64_t terms;             /* ignored ones included; 0: nothing is counted */
+    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
+    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
+} dtrain__samples;
+
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
@@ -13331,6 +13377,12 @@ struct dtrain_strategy {
     size_t marked_count;     /* in this backward */
     bool more;               /* micro-batches of this step follow */
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
+    float weight, weights;   /* of the next backward; of those of this step so far */
+    uint32_t passes;         /* backwards that were finished in this step */
+    int64_t unit;            /* of weights; 0: not agreed on yet */
+    bool taped;              /* a tape was made for it */
+    bool unsure;             /* the tally may hold others' samples, or gradients of absent ones */
+    bool empty;              /* the last step had no samples */
     uint64_t sync_count;
     uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
@@ -13346,7 +13398,10 @@ struct dtrain_strategy {
     dtrain_work **works;  /* (param_count, 2 works_per_bucket): those of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
     int64_t *gathered;    /* (ranks): scratch */
-    double *sum_squares;  /* (1) device memory: of the gradients, for clipping */
+    double *sum_squares;  /* (1) device memory: of the gradients, for clipping; then the tally */
+    float *tally, *sums;  /* (tally_count) on the device and on the host: weights.c */
+    dtrain_work *tally_work;
+    const float *device_weight; /* NULL, or where a recorded step finds `weights` */
     size_t works_per_bucket, shard_count;
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
@@ -13400,6 +13455,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
                                                     const char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
+
+/* strategy/weights.c */
+DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
+DTRAIN__PRIVATE bool dtrain__weighs(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples);
+DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy);
 
 /* strategy/shards.c */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
@@ -13927,7 +13993,11 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
     if (count && !strict)
         dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
-                   "%s: no gradient from this backward, zero is used: %s", call, names);
+                   "%s: no gradient from this backward, zero is used%s: %s", call,
+                   strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ZERO
+                       ? ""
+                       : ", or where no rank has one the parameter is left alone",
+                   names);
     if (!strict) return DTRAIN_OK;
     if (count)
         result = dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -13971,6 +14041,9 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
     strategy->entered = false;
+    strategy->weight = 1;
+    if (step_done) strategy->weights = 0;
+    if (step_done) strategy->passes = 0;
     if (step_done) dtrain__choose_ways(strategy);
 }
 
@@ -13999,12 +14072,16 @@ static dtrain_result dtrain__finish(dtrain_strategy *strategy)
     dtrain_result missing = DTRAIN_OK;
     const dtrain__layout *layout = &strategy->layout;
     const bool last = !strategy->more;
+    strategy->weights += strategy->weight;
+    strategy->passes++;
     dtrain_result result = dtrain__walk_back(strategy, 0);
     if (result == DTRAIN_OK) result = dtrain__close_buckets(strategy, layout->bucket_count);
+    if (result == DTRAIN_OK && last) result = dtrain__tally_start(strategy);
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
     if (result == DTRAIN_OK && layout->grad_home->settle)
         result = layout->grad_home->settle(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__tally_end(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__average_buffers(strategy);
@@ -16586,8 +16663,10 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
         const char *expected;
     } bounds[] = {
         {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
-        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR, "missing_gradient",
+        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ZERO, "missing_gradient",
          (double)desc->missing_gradient, "a dtrain_missing_gradient"},
+        {desc->average > DTRAIN_AVERAGE_MEANS, "average", (double)desc->average,
+         "a dtrain_average"},
         {desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY, "accumulation",
          (double)desc->accumulation, "a dtrain_accumulation"},
         {desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS, "offload", (double)desc->offload,
@@ -16743,14 +16822,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     char text[720];
     snprintf(
         text, sizeof text,
-        "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
+        "kind %s, missing_gradient %u, average %u, accumulation %u, param_dtype %s, reduce_dtype "
+        "%s, "
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
         "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %s, "
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
-        kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->accumulation,
-        dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
+        kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
+        (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),
@@ -16946,8 +17026,12 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
+    const size_t tally = dtrain__tally_count(&strategy->desc, count);
+    strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
+    if (!strategy->sums) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, sizeof(double) + tally * sizeof(float), &memory));
     strategy->sum_squares = (double *)memory;
+    strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
     dtrain__lay_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__compression_open(strategy));
@@ -17013,6 +17097,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
              before[0] ? "; the last error here was: " : "", dtrain__bare(before));
     if (layout->all > 1 && dtrain__in_backward(strategy))
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
+    (void)dtrain_work_wait(strategy->tally_work);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);
@@ -17041,7 +17126,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
             dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
-    if (strategy->sum_squares) device->ops->free(device, strategy->sum_squares, sizeof(double));
+    const size_t tally = dtrain__tally_count(&strategy->desc, count);
+    if (strategy->sum_squares)
+        dtrain_comm_free(strategy->comm, strategy->sum_squares,
+                         sizeof(double) + tally * sizeof(float));
+    dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);
@@ -17106,8 +17195,10 @@ static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
 DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
 {
     const uint32_t values = layout->desc->param_dtype, grads = layout->desc->reduce_dtype;
-    uint64_t bytes = 0;
     if (layout->all == 1) return 0;
+    const size_t tally = dtrain__tally_count(layout->desc, layout->count);
+    uint64_t bytes =
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, (int64_t)tally, DTRAIN_DTYPE_F32, layout->all);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         if (!bucket->sharded) {
@@ -17645,8 +17736,8 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* contributions to be added to it */
-    float factor;                         /* of I32 inputs: one over the entries that are not -1; */
-    const float *device_factor;           /* or 1, and that is there: a pass that is replayed */
+    dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
+                                             what they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
@@ -17676,13 +17767,14 @@ typedef struct dtrain__cast {
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
 
 #define DTRAIN__FEED_ITEMS 16
+#define DTRAIN__VALID_BYTES (2 * sizeof(float)) /* of dtrain__samples.valid */
 
 /* Each input goes through page-locked memory of its own, which the next step can fill while nobody
- * calls the model. Behind an I32 input, there and on the device, stands one over its valid count:
- * the number changes from step to step, and a recorded loss finds it there. */
+ * calls the model. Behind an I32 input, there and on the device, stand one over its valid count and
+ * that count: they change from step to step, and a recorded loss finds them there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
-    void *pinned;     /* (bytes + 4) */
+    void *pinned;     /* (bytes + DTRAIN__VALID_BYTES) */
     size_t bytes;
     dtrain_dtype dtype;
 } dtrain__feed_item;
@@ -17780,6 +17872,9 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
+DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
+                                             uint32_t dtype, int64_t count, double scale,
+                                             const float *factor);
 
 /* The descriptor of the built-in operation dtrain_<op>, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last
@@ -17839,6 +17934,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
+    if (strategy && !tape->planning) strategy->taped = true;
     *out = tape;
     return DTRAIN_OK;
 }
@@ -17968,24 +18064,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
-/* Return one over the entries that are not -1, the targets that are not ignored; 0 without any: the
- * loss is then 0. */
-static float dtrain__valid_factor(const void *host, int64_t count)
+/* Count the entries that are not -1, the targets that are not ignored: valid[1]; valid[0] is one
+ * over it, and 0 without any: the loss is then 0. */
+static void dtrain__count_valid(const void *host, int64_t count, float *valid)
 {
     const int32_t *entries = (const int32_t *)host;
-    int64_t valid = 0;
-    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
-    return valid ? 1.0f / (float)valid : 0.0f;
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) found += entries[i] != -1;
+    valid[0] = found ? 1.0f / (float)found : 0.0f;
+    valid[1] = (float)found;
+}
+
+/* Return what stands behind an input in page-locked memory. */
+static float *dtrain__feed_valid(const dtrain__feed_item *item)
+{
+    return (float *)(void *)((char *)item->pinned + item->bytes);
 }
 
 /* Copy the caller's data to an input's page-locked place. */
 DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
 {
-    const float factor = item->dtype == DTRAIN_DTYPE_I32
-                             ? dtrain__valid_factor(item->host, (int64_t)item->bytes / 4)
-                             : 0;
     memcpy(item->pinned, item->host, item->bytes);
-    memcpy((char *)item->pinned + item->bytes, &factor, sizeof factor);
+    if (item->dtype == DTRAIN_DTYPE_I32)
+        dtrain__count_valid(item->host, (int64_t)item->bytes / 4, dtrain__feed_valid(item));
 }
 
 /* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
@@ -18000,8 +18101,8 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
                            "dtrain_tape_input: a pass that is replayed has at most %d inputs",
                            DTRAIN__FEED_ITEMS);
     if (feed->next == feed->count) {
-        DTRAIN__TRY(
-            tape->device->ops->host_alloc(tape->device, bytes + sizeof(float), &item->pinned));
+        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes + DTRAIN__VALID_BYTES,
+                                                  &item->pinned));
         item->bytes = bytes;
         item->dtype = (dtrain_dtype)x->dtype;
         feed->count++;
@@ -18014,9 +18115,11 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
     item->host = host;
     if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
-    if (item->dtype == DTRAIN_DTYPE_I32) { /* one copy brings the factor too */
-        ((dtrain__tape_tensor *)x)->device_factor = (const float *)x->data + x->count;
-        bytes += sizeof(float);
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* one copy brings them too */
+        dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
+        samples->valid = dtrain__feed_valid(item);
+        samples->device_valid = (const float *)x->data + x->count;
+        bytes += DTRAIN__VALID_BYTES;
     }
     return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
                                          DTRAIN_COPY_HOST_TO_DEVICE, NULL);
@@ -18046,11 +18149,16 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
+    dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
     if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
-    /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_DTYPE_I32)
-        ((dtrain__tape_tensor *)x)->factor = tape->feed ? 1 : dtrain__valid_factor(host, x->count);
+    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* only here are they in host memory */
+        float *valid = (float *)dtrain__take_host(tape, DTRAIN__VALID_BYTES);
+        if (!valid) return NULL;
+        dtrain__count_valid(host, x->count, valid);
+        samples->valid = valid;
+    }
+    if (dtype == DTRAIN_DTYPE_I32) samples->terms = x->count;
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }
 
@@ -18086,6 +18194,14 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
             tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
     }
     return DTRAIN_OK;
+}
+
+DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss)
+{
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
+    return !loss || loss->dtype != DTRAIN_DTYPE_F32 || !samples->terms
+               ? 1
+               : dtrain__samples_count(samples);
 }
 
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
@@ -18531,6 +18647,15 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
+    /* What is made of a loss is a mean over the same; one that ignores targets goes before. */
+    dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
+    for (uint32_t k = 0; k < op->input_count && op->outputs[i]->count == 1; k++) {
+        const dtrain_tensor *x = op->inputs[k];
+        const dtrain__samples *of = &((const dtrain__tape_tensor *)x)->samples;
+        if (x->count == 1 && dtrain__is_float(x) && of->terms &&
+            (!samples->terms || (of->valid && !samples->valid)))
+            *samples = *of;
+    }
     return op->outputs[i];
 }
 
@@ -18694,11 +18819,35 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
+/* Set the gradient of the loss to scale times its weight, computed alike where a replayed pass finds
+ * the number of samples on the device; tell the strategy the weight. */
+static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
+    dtrain_strategy *strategy = tape->planning ? NULL : tape->strategy;
+    dtrain_axpby_args seed;
+    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
+    seed.count = 1;
+    seed.a = scale;
+    seed.y = loss->grad;
+    seed.dtype = DTRAIN_DTYPE_F32;
+    if (strategy && samples->terms && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES) {
+        const double each = (double)scale / (double)strategy->unit;
+        const double count = dtrain__samples_count(samples);
+        const bool weighs = dtrain__weighs(strategy);
+        strategy->weight = weighs ? dtrain__weight_of(strategy, samples) : count > 0;
+        if (weighs && samples->device_valid)
+            return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
+                                  DTRAIN_DTYPE_F32, 1, each, NULL);
+        if (weighs) seed.a = (float)(each * count);
+    }
+    return tape->device->ops->axpby(tape->device, &seed);
+}
+
 /* Walk the tape: a loss that can have gradients, step 1, the loss's own gradient, step 2. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
-    dtrain_axpby_args seed;
     bool accumulate;
     if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     if (loss->count != 1)
@@ -18722,13 +18871,11 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
         for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
             op->params[i]->state.pending_uses++;
     }
+    if (tape->strategy && !tape->planning)
+        DTRAIN__TRY(
+            dtrain__agree_unit(tape->strategy, ((const dtrain__tape_tensor *)loss)->samples.terms));
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
-    seed.count = 1;
-    seed.a = scale;
-    seed.y = loss->grad;
-    seed.dtype = DTRAIN_DTYPE_F32;
-    DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
+    DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
     return dtrain__tape_enter(tape, -1);
@@ -20607,34 +20754,38 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 
 /* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
  * double: a float sum over many rows would lose digits of the loss. */
-static dtrain_result dtrain__sum_to(dtrain_op *op, void *out, const void *x, uint32_t dtype,
-                                    int64_t count, float scale, const float *factor)
+DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
+                                             uint32_t dtype, int64_t count, double scale,
+                                             const float *factor)
 {
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
     args.count = count;
-    args.scale = (double)scale;
+    args.scale = scale;
     args.x = x;
     args.out = (float *)out;
     args.dtype = (dtrain_dtype)dtype;
     args.factor = factor;
-    return op->device->ops->sum(op->device, &args);
+    return device->ops->sum(device, &args);
 }
 
 static dtrain_result dtrain__sum_prepare(dtrain_op *op)
 {
     const int64_t shape[1] = {1};
     float *factor = (float *)op->args;
-    if (*factor == 0) *factor = 1.0f / (float)op->inputs[0]->count;
-    dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    const bool mean = *factor == 0;
+    if (mean) *factor = 1.0f / (float)op->inputs[0]->count;
+    dtrain__tape_tensor *loss =
+        (dtrain__tape_tensor *)dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    if (loss && mean && !loss->samples.terms) loss->samples.terms = op->inputs[0]->count;
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
-    return dtrain__sum_to(op, op->output_data[0], op->input_data[0], x->dtype, x->count,
-                          *(const float *)op->args, NULL);
+    return dtrain__sum_to(op->device, op->output_data[0], op->input_data[0], x->dtype, x->count,
+                          (double)*(const float *)op->args, NULL);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
@@ -20731,9 +20882,11 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    loss->factor = input->factor;
-    loss->device_factor = input->device_factor;
-    dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    loss->device_factor = input->samples.device_valid;
+    loss->factor = loss->device_factor ? 1 : input->samples.valid[0];
+    dtrain__tape_tensor *made =
+        (dtrain__tape_tensor *)dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    if (made) made->samples = input->samples;
     return DTRAIN_OK;
 }
 
@@ -20741,8 +20894,8 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    return dtrain__sum_to(op, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
-                          loss->forward.rows, loss->factor, loss->device_factor);
+    return dtrain__sum_to(op->device, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
+                          loss->forward.rows, (double)loss->factor, loss->device_factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
@@ -20771,7 +20924,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     if (loss->device_factor) { /* a sum of one element: their product, rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);
-        DTRAIN__TRY(dtrain__sum_to(op, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
+        DTRAIN__TRY(dtrain__sum_to(op->device, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
                                    loss->device_factor));
         args.upstream = (const float *)product;
     }
@@ -21022,8 +21175,8 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
         tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
 }
 
-/* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for one
- * more element behind it: the factor of a replayed step. NULL after an error, which sticks. */
+/* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for two
+ * more elements behind it: `valid` of a replayed step. NULL after an error, which sticks. */
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
@@ -21042,7 +21195,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
-    tensor->data = dtrain__take_data(tape, node, tensor->count + room, dtype);
+    tensor->data = dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype);
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     return tensor->data ? tensor : NULL;
@@ -21107,6 +21260,7 @@ struct dtrain_optimizer {
     int64_t stage; /* offloaded: elements of a stage */
     bool offloaded;
     uint64_t step_count;
+    int64_t *missed; /* (the strategy's param_count) of them in which a storage was absent */
 };
 
 /* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
@@ -21121,7 +21275,7 @@ typedef struct dtrain__group_step {
     const dtrain_step_scalars
         *device_scalars; /* ... where they are when the kernel runs, or NULL */
     const dtrain__muon *muon;
-    uint64_t step; /* from 0 */
+    uint64_t step; /* from 0: updates that the tensors have had */
 } dtrain__group_step;
 
 /* optim/scaler.c */
@@ -21135,6 +21289,7 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimi
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars);
+DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer);
 DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
 
 /* optim/groups.c */
@@ -21412,28 +21567,50 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    DTRAIN__TRY(dtrain__between_steps(optimizer->strategy, "dtrain_optimizer_step"));
-    dtrain_world *world = optimizer->strategy->world;
+    dtrain_strategy *strategy = optimizer->strategy;
+    dtrain_world *world = strategy->world;
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
-    dtrain_result result = optimizer->offloaded
-                               ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                               : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    result = dtrain__strategy_keep(optimizer->strategy, result); /* others await its values */
-    if (result == DTRAIN_OK) {
-        optimizer->step_count++;
-        result = dtrain_strategy_publish(optimizer->strategy);
+    dtrain_result result = dtrain__tally_settle(strategy);
+    if (result == DTRAIN_OK && !strategy->empty)
+        result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                                      : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(strategy, result); /* others await its values */
+    if (result == DTRAIN_OK && !strategy->empty) {
+        dtrain__optimizer_count(optimizer);
+        result = dtrain_strategy_publish(strategy);
     }
     dtrain__span_end(world, span);
     return result;
 }
 
-/* Compute what changes from step to step for a group, for the step that comes next. */
-static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer *optimizer,
-                                                 const dtrain_optimizer_desc *desc, float lr,
-                                                 float grad_scale)
+/* Count a step, and who was absent in it. */
+DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
-    const uint64_t step = optimizer->step_count + 1;
+    optimizer->step_count++;
+    for (size_t i = 0; i < optimizer->strategy->param_count; i++)
+        optimizer->missed[i] += optimizer->strategy->layout.entries[i].absent;
+}
+
+/* Tell whether nobody had a gradient of tensor `at` in the last step, and below how many updates it
+ * has had: torch counts them for each parameter. */
+static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
+{
+    const size_t i = optimizer->sources[at]->param->state.index;
+    return optimizer->strategy->layout.entries[i].absent;
+}
+static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
+{
+    return optimizer->step_count -
+           (uint64_t)optimizer->missed[optimizer->sources[at]->param->state.index];
+}
+
+/* Compute what changes from step to step for a group, for tensors that have had `updates`. */
+static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
+                                                 uint64_t updates, float lr, float grad_scale)
+{
+    const uint64_t step = updates + 1;
     /* of how many steps the second moments are */
     const uint64_t seen =
         desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
@@ -21499,23 +21676,24 @@ static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
     return step->device->ops->lion(step->device, &args);
 }
 
-/* Update all tensors of a group, or on the CPU the one piece of an offloaded one that stands in
- * place of tensor `at`. */
+/* Update the tensors of a group from `at` on, which have had as many updates, or on the CPU the one
+ * piece of an offloaded one that stands in place of tensor `at`. */
 static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           const dtrain__group *group, float lr, float grad_scale,
                                           const dtrain_step_scalars *device_scalars,
-                                          const dtrain_optimizer_tensor *piece, size_t at)
+                                          const dtrain_optimizer_tensor *piece, size_t at,
+                                          size_t count)
 {
     dtrain__group_step step;
     step.device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
     step.desc = &group->desc;
-    step.tensors = piece ? piece : optimizer->tensors + group->first;
-    step.sources = optimizer->sources + (piece ? at : group->first);
-    step.count = piece ? 1 : group->count;
-    step.now = dtrain__group_scalars(optimizer, &group->desc, lr, grad_scale);
+    step.tensors = piece ? piece : optimizer->tensors + at;
+    step.sources = optimizer->sources + at;
+    step.count = count;
+    step.step = dtrain__updates_of(optimizer, at);
+    step.now = dtrain__group_scalars(&group->desc, step.step, lr, grad_scale);
     step.device_scalars = device_scalars;
     step.muon = &optimizer->muon;
-    step.step = optimizer->step_count;
     switch (group->desc.kind) {
     case DTRAIN_OPTIMIZER_ADAMW: return dtrain__step_adamw(&step);
     case DTRAIN_OPTIMIZER_SGD: return dtrain__step_sgd(&step);
@@ -21525,15 +21703,33 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
 }
 
 /* Update all groups, with the numbers given, or with those that `device_scalars` holds when the
- * kernels run. */
+ * kernels run. One call is for all tensors of a group, or where some are left out, or were in
+ * earlier steps, for neighbours that have had as many updates. */
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars)
 {
-    for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].count)
-            DTRAIN__TRY(dtrain__group_update(optimizer, &optimizer->groups[g], lr, grad_scale,
-                                             device_scalars, NULL, 0));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain__group *group = &optimizer->groups[g];
+        const size_t end = group->first + group->count;
+        for (size_t at = group->first, next; at < end; at = next) {
+            const uint64_t updates = dtrain__updates_of(optimizer, at);
+            next = at + 1;
+            if (dtrain__is_left_out(optimizer, at)) continue;
+            while (next < end && !dtrain__is_left_out(optimizer, next) &&
+                   dtrain__updates_of(optimizer, next) == updates)
+                next++;
+            if (device_scalars && updates != optimizer->step_count)
+                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                   "dtrain_trainer_step: graph needs parameters that have had as "
+                                   "many updates, for one set of numbers changes from step to "
+                                   "step; \"%.100s\" was left out of %llu",
+                                   optimizer->sources[at]->param->name,
+                                   (unsigned long long)(optimizer->step_count - updates));
+            DTRAIN__TRY(dtrain__group_update(optimizer, group, lr, grad_scale, device_scalars, NULL,
+                                             at, next - at));
+        }
+    }
     return DTRAIN_OK;
 }
 
@@ -21553,7 +21749,7 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimi
                                                              float lr)
 {
     const dtrain_optimizer_desc *desc = &dtrain__corrected_group(optimizer)->desc;
-    dtrain_step_scalars scalars = dtrain__group_scalars(optimizer, desc, lr, 1);
+    dtrain_step_scalars scalars = dtrain__group_scalars(desc, optimizer->step_count, lr, 1);
     scalars.lr = lr;
     return scalars;
 }
@@ -21677,7 +21873,10 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
         a, count, sizeof *optimizer->tensors, "an optimizer");
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
                                                               "shards of an optimizer");
-    if (!optimizer->tensors || !optimizer->sources) return DTRAIN_ERROR_MEMORY;
+    optimizer->missed = (int64_t *)dtrain__alloc(
+        a, optimizer->strategy->param_count, sizeof *optimizer->missed, "updates of an optimizer");
+    if (!optimizer->tensors || !optimizer->sources || !optimizer->missed)
+        return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
         const size_t bytes = optimizer->block_bytes;
         void *block;
@@ -21713,6 +21912,8 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
+    dtrain__free(&allocator, optimizer->missed, optimizer->strategy->param_count,
+                 sizeof *optimizer->missed);
     dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
                  sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
@@ -21757,7 +21958,7 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
     const dtrain__offload *offload = &optimizer->strategy->offload;
     DTRAIN__TRY(dtrain__event_await(optimizer->strategy, offload->arrived[slot]));
     DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
-                                     piece->at));
+                                     piece->at, 1));
     if (piece->value == piece->part.value) return DTRAIN_OK;
     return device->ops->copy_async(device, piece->value, piece->part.value,
                                    (size_t)piece->part.count * sizeof(float),
@@ -21795,7 +21996,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
         const dtrain__group *group = &optimizer->groups[g];
         for (size_t at = group->first; at < group->first + group->count; at++) {
             const int64_t all = optimizer->tensors[at].count;
-            for (int64_t first = 0; first < all;) {
+            for (int64_t first = dtrain__is_left_out(optimizer, at) ? all : 0; first < all;) {
                 const size_t slot = count & 1;
                 dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
                 first += pieces[slot].part.count;
@@ -23756,8 +23957,9 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
 /* What a rank tells the others each step: its figures, and behind them */
 enum {
     DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
-    DTRAIN__WORD_COMM, /* seconds that an operation was in flight */
-    DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
+    DTRAIN__WORD_WEIGHT, /* of its loss in the mean of all: see dtrain_strategy_weight */
+    DTRAIN__WORD_COMM,   /* seconds that an operation was in flight */
+    DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_COUNT
 };
 
@@ -23774,12 +23976,14 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
-    uint64_t tokens;   /* of all ranks, in the steps before */
-    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
-    uint32_t in_a_row; /* ... and how many of them were the last ones */
-    uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
-    double loss;       /* their sum */
-    double saving;     /* seconds in checkpoints until the end of the last step */
+    uint64_t tokens;    /* of all ranks, in the steps before */
+    uint64_t skipped;   /* steps whose gradients were not finite, without loss scaling ... */
+    uint32_t in_a_row;  /* ... and how many of them were the last ones */
+    uint32_t micro;     /* micro-batches of this step that are done: where it goes on if repeated */
+    double loss;        /* their sum, each times its weight ... */
+    double weight;      /* ... and the sum of their weights */
+    float micro_weight; /* of the last one */
+    double saving;      /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median */
@@ -23789,12 +23993,20 @@ struct dtrain_trainer {
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
+/* A micro-batch: its inputs, and what its loss is a mean over, or its weight where that is not
+ * counted. */
+typedef struct dtrain__queued {
+    dtrain__feed feed;
+    dtrain__samples samples;
+    float weight;
+} dtrain__queued;
+
 typedef struct dtrain__queue {
     dtrain_device *device;
-    dtrain__feed *feeds;          /* (micro_batches): one a micro-batch */
     dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* behind it (micro_batches + 1): losses, norm */
+    float *results;               /* behind it (micro_batches + 2): losses, norm, sum of weights */
+    dtrain__queued *micros;       /* (micro_batches) */
     size_t pinned_bytes;          /* of both */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
@@ -23809,6 +24021,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
                                                     dtrain_tensor **loss);
+DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
+                                         float weight);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);
@@ -23856,7 +24070,9 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         full.kind_bytes[kind] = after.comm.kind_bytes[kind] - before.comm.kind_bytes[kind];
     dtrain__trainer_figures(trainer, &before, &after, own);
-    own[DTRAIN__WORD_LOSS] = (float)full.loss;
+    own[DTRAIN__WORD_LOSS] =
+        (float)(trainer->weight > 0 ? trainer->loss / trainer->weight : trainer->loss);
+    own[DTRAIN__WORD_WEIGHT] = (float)(trainer->weight / trainer->desc.micro_batches);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
@@ -23915,9 +24131,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
+    trainer->micro_weight = desc->strategy->weight;
     result = dtrain_strategy_finish(desc->strategy);
     trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
     return result;
+}
+
+/* Add the loss of a micro-batch to the step's; the first one begins it. One that is not finite must
+ * be seen whatever its weight is. */
+DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
+                                         float weight)
+{
+    if (micro == 0) trainer->loss = trainer->weight = 0;
+    trainer->loss += dtrain_is_finite(loss) ? (double)loss * (double)weight : (double)loss;
+    trainer->weight += (double)weight;
 }
 
 /* Fetch a micro-batch, in a span: the step stands still meanwhile. */
@@ -23930,7 +24157,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
     return result;
 }
 
-/* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm
+/* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
  * that is not finite leaves the parameters as they are. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
@@ -23940,14 +24167,13 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     while (trainer->micro < desc->micro_batches) {
         dtrain_tensor *tensor;
         float loss = 0;
-        if (trainer->micro == 0) trainer->loss = 0;
+        const uint32_t micro = trainer->micro;
         DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
         DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
                                           dtrain_tensor_read(trainer->tape, tensor, &loss)));
-        trainer->loss += (double)loss;
+        dtrain__trainer_add(trainer, micro, loss, trainer->micro_weight);
     }
     trainer->micro = 0;
-    record->loss = trainer->loss / desc->micro_batches;
     if (trainer->scaling)
         DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
                                                &scale, &found_inf));
@@ -24119,8 +24345,9 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     return DTRAIN_OK;
 }
 
-/* Gather the words of all ranks, in place, and take their means in rank order: the same bits
- * everywhere. Nothing is allocated per step. */
+/* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
+ * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
+ * rank's is. Nothing is allocated per step. */
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
                                               double *mean)
 {
@@ -24129,10 +24356,16 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
     DTRAIN__TRY(dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
                                   DTRAIN_DTYPE_F32, NULL));
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
+        double weights = 0;
         mean[word] = 0;
-        for (int r = 0; r < trainer->ranks; r++)
-            mean[word] += (double)trainer->words[r * DTRAIN__WORD_COUNT + word];
-        mean[word] /= trainer->ranks;
+        for (int r = 0; r < trainer->ranks; r++) {
+            const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+            const double weight =
+                word == DTRAIN__WORD_LOSS ? (double)words[DTRAIN__WORD_WEIGHT] : 1;
+            mean[word] += (double)words[word] * weight;
+            weights += weight;
+        }
+        if (weights > 0) mean[word] /= weights;
     }
     return DTRAIN_OK;
 }
@@ -24175,11 +24408,10 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
-/* Evaluate on a tape that keeps nothing for a backward; one exchange at the end averages the means
- * of all ranks. */
-/* Add the loss of one batch to *sum. */
+/* Evaluate one batch, on a tape that keeps nothing for a backward: add its loss times its weight to
+ * *sum, and the weight to *weights. */
 static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *sum)
+                                          void *user, double *sum, double *weights)
 {
     const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
     float loss = 0;
@@ -24191,7 +24423,11 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain_tape_error(trainer->tape));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
-    *sum += (double)loss;
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
+    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
+    const double weight = (double)dtrain__weight_of(trainer->desc.strategy, samples);
+    *sum += dtrain_is_finite(loss) ? (double)loss * weight : (double)loss;
+    *weights += weight;
     return DTRAIN_OK;
 }
 
@@ -24204,15 +24440,17 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "dtrain_trainer_evaluate: trainer or loss is NULL, or batches (%lld) "
                            "is less than 1",
                            (long long)batches);
-    double sum = 0;
+    double sum = 0, weights = 0;
     for (int64_t i = 0; i < batches; i++) {
-        const dtrain_result result = dtrain__evaluate_one(trainer, next_batch, user, &sum);
+        const dtrain_result result =
+            dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
     float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
     memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
-    own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
+    own[DTRAIN__WORD_LOSS] = (float)(weights > 0 ? sum / weights : sum);
+    own[DTRAIN__WORD_WEIGHT] = (float)(weights / (double)batches);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
     return DTRAIN_OK;
@@ -24341,6 +24579,7 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  * all ranks: recording a collective is something that all of them must do together. The
  * micro-batches are those of trainer.c; only what reads a result is different. */
 
+static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro);
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
 static dtrain_result dtrain__queue_record(dtrain_trainer *trainer);
@@ -24357,6 +24596,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
+    for (uint32_t micro = 0; queue->steps >= 2 && micro < desc->micro_batches; micro++)
+        queue->now->weight += dtrain__queue_weight(trainer, micro);
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
     else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
     else trainer->tape->flops += queue->flops;
@@ -24364,13 +24605,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        queue->feeds[micro].filled = false; /* used up; a replay does not say so */
+        queue->micros[micro].feed.filled = false; /* used up; a replay does not say so */
     queue->steps++;
-    for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
-    record->loss /= desc->micro_batches;
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
+        dtrain__trainer_add(trainer, micro, queue->results[micro],
+                            dtrain__queue_weight(trainer, micro));
     record->grad_norm = (double)*norm;
-    if (dtrain_is_finite(*norm)) desc->optimizer->step_count++;
+    if (dtrain_is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
     return DTRAIN_OK;
+}
+
+/* Return the weight of a micro-batch whose inputs are filled in: as its backward gave it to the
+ * strategy, but that the number of samples may be another one since. */
+static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
+{
+    const dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain__queued *queued = &trainer->queue->micros[micro];
+    if (!queued->samples.terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES)
+        return queued->weight;
+    if (trainer->ranks == 1 && trainer->desc.micro_batches == 1)
+        return dtrain__samples_count(&queued->samples) > 0;
+    return dtrain__weight_of(strategy, &queued->samples);
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
@@ -24379,7 +24634,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
-        dtrain__feed *feed = &trainer->queue->feeds[micro];
+        dtrain__feed *feed = &trainer->queue->micros[micro].feed;
         if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
             dtrain__feed_fill(&feed->items[i]);
@@ -24399,7 +24654,8 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
     while (trainer->micro < desc->micro_batches) {
         const uint32_t micro = trainer->micro;
-        dtrain__feed *feed = &queue->feeds[micro];
+        dtrain__queued *queued = &queue->micros[micro];
+        dtrain__feed *feed = &queued->feed;
         dtrain_tensor *loss;
         feed->next = 0;
         tape->feed = feed;
@@ -24409,6 +24665,8 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         tape->scalars = NULL;
         feed->filled = false;
         DTRAIN__TRY(result);
+        queued->samples = ((const dtrain__tape_tensor *)loss)->samples;
+        queued->weight = trainer->micro_weight;
         DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
@@ -24419,11 +24677,17 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     clip.max_norm = desc->clip;
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
+    clip.weight = desc->strategy->tally;
     DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
+    if (!desc->strategy->device_weight)
+        DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
         dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
+    DTRAIN__TRY(device->ops->copy_async(device, queue->results + desc->micro_batches + 1,
+                                        clip.weight, sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST,
+                                        NULL));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
@@ -24437,7 +24701,9 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     char text[DTRAIN__ERROR_BYTES];
     const double flops = trainer->tape->flops;
     DTRAIN__TRY(device->ops->graph_begin(device));
+    trainer->desc.strategy->device_weight = &trainer->queue->scalars->weight;
     const dtrain_result result = dtrain__queue_all(trainer);
+    trainer->desc.strategy->device_weight = NULL;
     trainer->queue->flops = trainer->tape->flops - flops;
     if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
@@ -24470,7 +24736,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     else if (trainer->desc.strategy->desc.compression)
         missing = "no compression: its first steps are not like the later ones";
     else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
-        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
+        missing =
+            "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
         missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
     if (!missing) return DTRAIN_OK;
@@ -24488,12 +24755,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
         (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
     if (!queue) return DTRAIN_ERROR_MEMORY;
     dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
-    queue->feeds = (dtrain__feed *)dtrain__alloc(&trainer->allocator, micro_batches,
-                                                 sizeof *queue->feeds, "a queued step's inputs");
-    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
+    queue->micros = (dtrain__queued *)dtrain__alloc(
+        &trainer->allocator, micro_batches, sizeof *queue->micros, "a queued step's inputs");
+    if (!queue->micros) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
     queue->scalars = (dtrain_step_scalars *)memory;
-    queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 1) * sizeof(float);
+    queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 2) * sizeof(float);
     DTRAIN__TRY(device->ops->host_alloc(device, queue->pinned_bytes, &memory));
     queue->now = (dtrain_step_scalars *)memory;
     queue->results = (float *)(void *)(queue->now + 1);
@@ -24509,13 +24776,13 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     dtrain_device *device = queue->device;
     device->ops->synchronize(device);
     if (queue->graph) device->ops->graph_destroy(device, queue->graph);
-    for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
-        for (size_t i = 0; i < queue->feeds[m].count; i++)
-            device->ops->host_free(device, queue->feeds[m].items[i].pinned,
-                                   queue->feeds[m].items[i].bytes + sizeof(float));
+    for (uint32_t m = 0; queue->micros && m < micro_batches; m++)
+        for (size_t i = 0; i < queue->micros[m].feed.count; i++)
+            device->ops->host_free(device, queue->micros[m].feed.items[i].pinned,
+                                   queue->micros[m].feed.items[i].bytes + DTRAIN__VALID_BYTES);
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
-    dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
+    dtrain__free(&trainer->allocator, queue->micros, micro_batches, sizeof *queue->micros);
     dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
 }
 
@@ -34748,7 +35015,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrai
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->axpby, args, args->count,
+    dtrain_axpby_args now = *args;
+    if (args->divisor) {
+        if (args->divisor[0] == 0 || args->divisor[0] == args->a) return DTRAIN_OK;
+        now.a = args->a / args->divisor[0];
+        now.x = args->y;
+    }
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->axpby, &now, args->count,
                                args->dtype);
 }
 
@@ -34784,7 +35057,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_clip_grad_norm rounds it */
     (void)device;
     args->norm[0] = norm;
-    if (!dtrain_is_finite(norm)) args->scalars->skip = 1;
+    if (!dtrain_is_finite(norm) || (args->weight && args->weight[0] == 0)) args->scalars->skip = 1;
     else if (args->max_norm > 0 && factor < 1) args->scalars->grad_scale *= factor;
     return DTRAIN_OK;
 }

@@ -1709,9 +1709,26 @@ static dtrain_result dtrain_cuda_axpby_as(dtrain_device *device, const dtrain_ax
     return dtrain_cuda_each(device, "axpby", op, args->count, aligned);
 }
 
+/* y (count) times a / divisor[0]. Where that is 1 every thread leaves before it reads y. */
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
+    dtrain_cuda_divide_kernel(float *y, int64_t count, float a, const float *divisor)
+{
+    const float by = divisor[0];
+    const int64_t threads = (int64_t)gridDim.x * blockDim.x;
+    if (by == 0 || by == a) return;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += threads)
+        y[i] *= a / by;
+}
+
 static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby_args *args)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("axpby", args->dtype));
+    if (args->divisor && args->count > 0)
+        return DTRAIN_CUDA_RUN(device, "axpby", dtrain_cuda_divide_kernel,
+                               dtrain_cuda_blocks(dtrain_cuda_state_of(device), args->count,
+                                                  DTRAIN_CUDA_EACH_THREADS),
+                               DTRAIN_CUDA_EACH_THREADS, 0, (float *)args->y, args->count, args->a,
+                               args->divisor);
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_axpby_as)(device, args);
 }
 
@@ -2159,14 +2176,15 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 /* ---- clip: one thread ---------------------------------------------------------------------------
  *
  * Rounds to fp32 where dtrain_clip_grad_norm does: a recorded step has the bits of another one. A
- * norm that is not finite sets skip and leaves the gradient scale alone. */
+ * norm that is not finite, or a weight of 0, sets skip and leaves the gradient scale alone. */
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
 {
     const float norm = (float)(sqrt(args.sum_squares[0]) * (double)args.scalars->grad_scale);
     const float factor = args.max_norm / (norm + 1e-6f);
     args.norm[0] = norm;
-    if ((__float_as_uint(norm) & 0x7f800000u) == 0x7f800000u) args.scalars->skip = 1;
+    const bool empty = args.weight && args.weight[0] == 0;
+    if (empty || (__float_as_uint(norm) & 0x7f800000u) == 0x7f800000u) args.scalars->skip = 1;
     else if (args.max_norm > 0 && factor < 1) args.scalars->grad_scale *= factor;
 }
 
@@ -3344,7 +3362,7 @@ static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtr
     if (!args->accumulate_bias_grad) return DTRAIN_OK;
     const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
     const dtrain_axpby_args add = {
-        count, true, 1, 1, product->vector, args->bias_grad, false, DTRAIN_DTYPE_F32};
+        count, true, 1, 1, product->vector, args->bias_grad, false, DTRAIN_DTYPE_F32, NULL};
     return dtrain_cuda_axpby(device, &add); /* without scratch, where the vector is */
 }
 

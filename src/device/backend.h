@@ -16,8 +16,8 @@ typedef struct dtrain_graph dtrain_graph;
 typedef struct dtrain_step_scalars {
     uint64_t seed; /* added to the seed of dropout */
     float lr, correction1, correction2, grad_scale;
-    uint32_t skip;     /* non-zero: optimizers change nothing */
-    uint32_t reserved; /* 0 */
+    uint32_t skip; /* non-zero: optimizers change nothing */
+    float weight;  /* of this rank's micro-batches, for a recorded step */
 } dtrain_step_scalars;
 
 #define DTRAIN_GEMM_TRANS_A 1u
@@ -221,7 +221,8 @@ typedef struct dtrain_permute_args {
 } dtrain_permute_args;
 
 /* y = a * x + b * y, or y = a * x when accumulate is false. x may be y. With broadcast x is one
- * element, used for all; and x NULL is the constant 1. */
+ * element, used for all; and x NULL is the constant 1. With a divisor y, fp32, is multiplied by
+ * a / divisor[0] and x is not read; where that is 1, or divisor[0] is 0, memory is not touched. */
 typedef struct dtrain_axpby_args {
     int64_t count;
     bool accumulate;
@@ -229,7 +230,8 @@ typedef struct dtrain_axpby_args {
     const void *x;
     void *y;
     bool broadcast;
-    dtrain_dtype dtype; /* of x and y */
+    dtrain_dtype dtype;   /* of x and y */
+    const float *divisor; /* (1) device memory, or NULL */
 } dtrain_axpby_args;
 
 /* Functions of single elements. The first are the dtrain_activation with the same number, of x
@@ -305,12 +307,13 @@ typedef struct dtrain_sum_args {
 
 /* What becomes of a sum of squares, without the host: norm = sqrt(sum_squares[0]) * grad_scale;
  * scalars->grad_scale is multiplied by max_norm / (norm + 1e-6) where below 1 (max_norm <= 0:
- * never), and scalars->skip = 1 when the norm is not finite. */
+ * never), and scalars->skip = 1 when the norm is not finite or weight[0] is 0. */
 typedef struct dtrain_clip_args {
     const double *sum_squares; /* (1) device memory */
     float max_norm;
     dtrain_step_scalars *scalars; /* device memory */
     float *norm;                  /* (1) device memory */
+    const float *weight;          /* (1) device memory, of the step's samples; or NULL */
 } dtrain_clip_args;
 
 typedef struct dtrain_convert_args {

@@ -46,6 +46,7 @@ struct dtrain_optimizer {
     int64_t stage; /* offloaded: elements of a stage */
     bool offloaded;
     uint64_t step_count;
+    int64_t *missed; /* (the strategy's param_count) of them in which a storage was absent */
 };
 
 /* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
@@ -60,7 +61,7 @@ typedef struct dtrain__group_step {
     const dtrain_step_scalars
         *device_scalars; /* ... where they are when the kernel runs, or NULL */
     const dtrain__muon *muon;
-    uint64_t step; /* from 0 */
+    uint64_t step; /* from 0: updates that the tensors have had */
 } dtrain__group_step;
 
 /* optim/scaler.c */
@@ -74,6 +75,7 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimi
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars);
+DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer);
 DTRAIN__PRIVATE const char *dtrain__not_recordable(const dtrain_optimizer *optimizer);
 
 /* optim/groups.c */

@@ -66,28 +66,50 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "dtrain_optimizer_step: expected a finite lr >= 0 and a finite grad_scale, found "
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
-    DTRAIN__TRY(dtrain__between_steps(optimizer->strategy, "dtrain_optimizer_step"));
-    dtrain_world *world = optimizer->strategy->world;
+    dtrain_strategy *strategy = optimizer->strategy;
+    dtrain_world *world = strategy->world;
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
-    dtrain_result result = optimizer->offloaded
-                               ? dtrain__update_on_host(optimizer, lr, grad_scale)
-                               : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
-    result = dtrain__strategy_keep(optimizer->strategy, result); /* others await its values */
-    if (result == DTRAIN_OK) {
-        optimizer->step_count++;
-        result = dtrain_strategy_publish(optimizer->strategy);
+    dtrain_result result = dtrain__tally_settle(strategy);
+    if (result == DTRAIN_OK && !strategy->empty)
+        result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
+                                      : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
+    result = dtrain__strategy_keep(strategy, result); /* others await its values */
+    if (result == DTRAIN_OK && !strategy->empty) {
+        dtrain__optimizer_count(optimizer);
+        result = dtrain_strategy_publish(strategy);
     }
     dtrain__span_end(world, span);
     return result;
 }
 
-/* Compute what changes from step to step for a group, for the step that comes next. */
-static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer *optimizer,
-                                                 const dtrain_optimizer_desc *desc, float lr,
-                                                 float grad_scale)
+/* Count a step, and who was absent in it. */
+DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
-    const uint64_t step = optimizer->step_count + 1;
+    optimizer->step_count++;
+    for (size_t i = 0; i < optimizer->strategy->param_count; i++)
+        optimizer->missed[i] += optimizer->strategy->layout.entries[i].absent;
+}
+
+/* Tell whether nobody had a gradient of tensor `at` in the last step, and below how many updates it
+ * has had: torch counts them for each parameter. */
+static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
+{
+    const size_t i = optimizer->sources[at]->param->state.index;
+    return optimizer->strategy->layout.entries[i].absent;
+}
+static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
+{
+    return optimizer->step_count -
+           (uint64_t)optimizer->missed[optimizer->sources[at]->param->state.index];
+}
+
+/* Compute what changes from step to step for a group, for tensors that have had `updates`. */
+static dtrain_step_scalars dtrain__group_scalars(const dtrain_optimizer_desc *desc,
+                                                 uint64_t updates, float lr, float grad_scale)
+{
+    const uint64_t step = updates + 1;
     /* of how many steps the second moments are */
     const uint64_t seen =
         desc->variance_steps && desc->variance_steps < step ? desc->variance_steps : step;
@@ -153,23 +175,24 @@ static dtrain_result dtrain__step_lion(const dtrain__group_step *step)
     return step->device->ops->lion(step->device, &args);
 }
 
-/* Update all tensors of a group, or on the CPU the one piece of an offloaded one that stands in
- * place of tensor `at`. */
+/* Update the tensors of a group from `at` on, which have had as many updates, or on the CPU the one
+ * piece of an offloaded one that stands in place of tensor `at`. */
 static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           const dtrain__group *group, float lr, float grad_scale,
                                           const dtrain_step_scalars *device_scalars,
-                                          const dtrain_optimizer_tensor *piece, size_t at)
+                                          const dtrain_optimizer_tensor *piece, size_t at,
+                                          size_t count)
 {
     dtrain__group_step step;
     step.device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
     step.desc = &group->desc;
-    step.tensors = piece ? piece : optimizer->tensors + group->first;
-    step.sources = optimizer->sources + (piece ? at : group->first);
-    step.count = piece ? 1 : group->count;
-    step.now = dtrain__group_scalars(optimizer, &group->desc, lr, grad_scale);
+    step.tensors = piece ? piece : optimizer->tensors + at;
+    step.sources = optimizer->sources + at;
+    step.count = count;
+    step.step = dtrain__updates_of(optimizer, at);
+    step.now = dtrain__group_scalars(&group->desc, step.step, lr, grad_scale);
     step.device_scalars = device_scalars;
     step.muon = &optimizer->muon;
-    step.step = optimizer->step_count;
     switch (group->desc.kind) {
     case DTRAIN_OPTIMIZER_ADAMW: return dtrain__step_adamw(&step);
     case DTRAIN_OPTIMIZER_SGD: return dtrain__step_sgd(&step);
@@ -179,15 +202,33 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
 }
 
 /* Update all groups, with the numbers given, or with those that `device_scalars` holds when the
- * kernels run. */
+ * kernels run. One call is for all tensors of a group, or where some are left out, or were in
+ * earlier steps, for neighbours that have had as many updates. */
 DTRAIN__PRIVATE dtrain_result dtrain__optimizer_update(const dtrain_optimizer *optimizer, float lr,
                                                        float grad_scale,
                                                        const dtrain_step_scalars *device_scalars)
 {
-    for (size_t g = 0; g < optimizer->group_count; g++)
-        if (optimizer->groups[g].count)
-            DTRAIN__TRY(dtrain__group_update(optimizer, &optimizer->groups[g], lr, grad_scale,
-                                             device_scalars, NULL, 0));
+    for (size_t g = 0; g < optimizer->group_count; g++) {
+        const dtrain__group *group = &optimizer->groups[g];
+        const size_t end = group->first + group->count;
+        for (size_t at = group->first, next; at < end; at = next) {
+            const uint64_t updates = dtrain__updates_of(optimizer, at);
+            next = at + 1;
+            if (dtrain__is_left_out(optimizer, at)) continue;
+            while (next < end && !dtrain__is_left_out(optimizer, next) &&
+                   dtrain__updates_of(optimizer, next) == updates)
+                next++;
+            if (device_scalars && updates != optimizer->step_count)
+                return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                                   "dtrain_trainer_step: graph needs parameters that have had as "
+                                   "many updates, for one set of numbers changes from step to "
+                                   "step; \"%.100s\" was left out of %llu",
+                                   optimizer->sources[at]->param->name,
+                                   (unsigned long long)(optimizer->step_count - updates));
+            DTRAIN__TRY(dtrain__group_update(optimizer, group, lr, grad_scale, device_scalars, NULL,
+                                             at, next - at));
+        }
+    }
     return DTRAIN_OK;
 }
 
@@ -207,7 +248,7 @@ DTRAIN__PRIVATE dtrain_step_scalars dtrain__recorded_scalars(const dtrain_optimi
                                                              float lr)
 {
     const dtrain_optimizer_desc *desc = &dtrain__corrected_group(optimizer)->desc;
-    dtrain_step_scalars scalars = dtrain__group_scalars(optimizer, desc, lr, 1);
+    dtrain_step_scalars scalars = dtrain__group_scalars(desc, optimizer->step_count, lr, 1);
     scalars.lr = lr;
     return scalars;
 }
@@ -331,7 +372,10 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
         a, count, sizeof *optimizer->tensors, "an optimizer");
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
                                                               "shards of an optimizer");
-    if (!optimizer->tensors || !optimizer->sources) return DTRAIN_ERROR_MEMORY;
+    optimizer->missed = (int64_t *)dtrain__alloc(
+        a, optimizer->strategy->param_count, sizeof *optimizer->missed, "updates of an optimizer");
+    if (!optimizer->tensors || !optimizer->sources || !optimizer->missed)
+        return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
         const size_t bytes = optimizer->block_bytes;
         void *block;
@@ -367,6 +411,8 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
+    dtrain__free(&allocator, optimizer->missed, optimizer->strategy->param_count,
+                 sizeof *optimizer->missed);
     dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
                  sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
@@ -411,7 +457,7 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
     const dtrain__offload *offload = &optimizer->strategy->offload;
     DTRAIN__TRY(dtrain__event_await(optimizer->strategy, offload->arrived[slot]));
     DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
-                                     piece->at));
+                                     piece->at, 1));
     if (piece->value == piece->part.value) return DTRAIN_OK;
     return device->ops->copy_async(device, piece->value, piece->part.value,
                                    (size_t)piece->part.count * sizeof(float),
@@ -449,7 +495,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
         const dtrain__group *group = &optimizer->groups[g];
         for (size_t at = group->first; at < group->first + group->count; at++) {
             const int64_t all = optimizer->tensors[at].count;
-            for (int64_t first = 0; first < all;) {
+            for (int64_t first = dtrain__is_left_out(optimizer, at) ? all : 0; first < all;) {
                 const size_t slot = count & 1;
                 dtrain__piece_make(optimizer, group, at, first, &pieces[slot]);
                 first += pieces[slot].part.count;

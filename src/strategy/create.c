@@ -180,8 +180,12 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
         if (block == DTRAIN__HOST) memset(memory, 0, bytes);
         layout->memory[block] = (char *)memory;
     }
-    DTRAIN__TRY(ops->alloc(strategy->device, sizeof(double), &memory));
+    const size_t tally = dtrain__tally_count(&strategy->desc, count);
+    strategy->sums = (float *)dtrain__alloc(a, tally, sizeof *strategy->sums, "sums of weights");
+    if (!strategy->sums) return DTRAIN_ERROR_MEMORY;
+    DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, sizeof(double) + tally * sizeof(float), &memory));
     strategy->sum_squares = (double *)memory;
+    strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
     dtrain__lay_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__compression_open(strategy));
@@ -247,6 +251,7 @@ static void dtrain__strategy_abandon(dtrain_strategy *strategy)
              before[0] ? "; the last error here was: " : "", dtrain__bare(before));
     if (layout->all > 1 && dtrain__in_backward(strategy))
         dtrain__strategy_fail(strategy, DTRAIN_ERROR_USAGE, text);
+    (void)dtrain_work_wait(strategy->tally_work);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         dtrain__wait_works(strategy, layout->buckets[b].reduces);
         dtrain__wait_works(strategy, layout->buckets[b].gathers);
@@ -275,7 +280,11 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
             dtrain_comm_free(strategy->comm, layout->memory[block], bytes);
         else device->ops->free(device, layout->memory[block], bytes);
     }
-    if (strategy->sum_squares) device->ops->free(device, strategy->sum_squares, sizeof(double));
+    const size_t tally = dtrain__tally_count(&strategy->desc, count);
+    if (strategy->sum_squares)
+        dtrain_comm_free(strategy->comm, strategy->sum_squares,
+                         sizeof(double) + tally * sizeof(float));
+    dtrain__free(&a, strategy->sums, tally, sizeof *strategy->sums);
     dtrain__free(&a, strategy->gathered, (size_t)dtrain_comm_size(strategy->comm),
                  sizeof *strategy->gathered);
     dtrain__free(&a, strategy->states, count, sizeof *strategy->states);

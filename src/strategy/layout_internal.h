@@ -43,6 +43,7 @@ typedef struct dtrain__entry {
     bool trainable, whole; /* whole: never sharded */
     bool marked;           /* ready was called in this backward */
     bool seen;             /* ready was called in this step */
+    bool absent;           /* storages: nobody, as far as is known, had a gradient in that step */
     bool warned;           /* its missing gradient has been reported */
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;

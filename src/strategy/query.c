@@ -50,8 +50,10 @@ static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
 DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
 {
     const uint32_t values = layout->desc->param_dtype, grads = layout->desc->reduce_dtype;
-    uint64_t bytes = 0;
     if (layout->all == 1) return 0;
+    const size_t tally = dtrain__tally_count(layout->desc, layout->count);
+    uint64_t bytes =
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, (int64_t)tally, DTRAIN_DTYPE_F32, layout->all);
     for (size_t b = 0; b < layout->bucket_count; b++) {
         const dtrain__bucket *bucket = &layout->buckets[b];
         if (!bucket->sharded) {

@@ -29,8 +29,10 @@ static dtrain_result dtrain__check_fields(const dtrain_strategy_desc *desc,
         const char *expected;
     } bounds[] = {
         {desc->kind > DTRAIN_STRATEGY_AUTO, "kind", (double)desc->kind, "a dtrain_strategy_kind"},
-        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ERROR, "missing_gradient",
+        {desc->missing_gradient > DTRAIN_MISSING_GRADIENT_ZERO, "missing_gradient",
          (double)desc->missing_gradient, "a dtrain_missing_gradient"},
+        {desc->average > DTRAIN_AVERAGE_MEANS, "average", (double)desc->average,
+         "a dtrain_average"},
         {desc->accumulation > DTRAIN_ACCUMULATION_SHARD_EVERY, "accumulation",
          (double)desc->accumulation, "a dtrain_accumulation"},
         {desc->offload >= 2 * DTRAIN_OFFLOAD_PARAMS, "offload", (double)desc->offload,
@@ -186,14 +188,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy
     char text[720];
     snprintf(
         text, sizeof text,
-        "kind %s, missing_gradient %u, accumulation %u, param_dtype %s, reduce_dtype %s, "
+        "kind %s, missing_gradient %u, average %u, accumulation %u, param_dtype %s, reduce_dtype "
+        "%s, "
         "offload %u, node_size %u, keep_after_forward %d, kept units %08x, whole_below "
         "%lld, buckets of %zu and %zu bytes, init_seed %llu, fetches ahead %d, compression %s, "
         "sparse_exchange %u, powersgd_rank %u, hierarchical %d, no_error_feedback %d, "
         "topk_ratio %.9g, topk_momentum %.9g, warmup_ratio %.9g, dense_below %lld, dense_steps "
         "%llu, warmup_steps %llu",
-        kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->accumulation,
-        dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
+        kind ? kind->name : "auto", (unsigned)desc->missing_gradient, (unsigned)desc->average,
+        (unsigned)desc->accumulation, dtrain_dtype_name((dtrain_dtype)desc->param_dtype),
         dtrain_dtype_name((dtrain_dtype)desc->reduce_dtype), (unsigned)desc->offload,
         (unsigned)desc->node_size, desc->keep_after_forward,
         (unsigned)dtrain__fnv1a(DTRAIN__FNV_BASIS, desc->kept_units, kept_bytes),

@@ -17,6 +17,7 @@
  *     4 dtrain_strategy_finish      dtrain__close_buckets: fill what
  *                                   was not marked; 2 and 3 for the rest
  *                                   dtrain__reduce_until: wait           gradients are the mean
+ *                                   weights.c: of samples, not of ranks  all-reduce of weights
  *       clipping, optimizer         on what dtrain_strategy_shards lists
  *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *
@@ -477,7 +478,11 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
     if (count && !strict)
         dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
-                   "%s: no gradient from this backward, zero is used: %s", call, names);
+                   "%s: no gradient from this backward, zero is used%s: %s", call,
+                   strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ZERO
+                       ? ""
+                       : ", or where no rank has one the parameter is left alone",
+                   names);
     if (!strict) return DTRAIN_OK;
     if (count)
         result = dtrain_fail(DTRAIN_ERROR_USAGE,
@@ -521,6 +526,9 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
     strategy->accumulated = !step_done;
     strategy->entered = false;
+    strategy->weight = 1;
+    if (step_done) strategy->weights = 0;
+    if (step_done) strategy->passes = 0;
     if (step_done) dtrain__choose_ways(strategy);
 }
 
@@ -549,12 +557,16 @@ static dtrain_result dtrain__finish(dtrain_strategy *strategy)
     dtrain_result missing = DTRAIN_OK;
     const dtrain__layout *layout = &strategy->layout;
     const bool last = !strategy->more;
+    strategy->weights += strategy->weight;
+    strategy->passes++;
     dtrain_result result = dtrain__walk_back(strategy, 0);
     if (result == DTRAIN_OK) result = dtrain__close_buckets(strategy, layout->bucket_count);
+    if (result == DTRAIN_OK && last) result = dtrain__tally_start(strategy);
     if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
     if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
     if (result == DTRAIN_OK && layout->grad_home->settle)
         result = layout->grad_home->settle(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__tally_end(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
     if (result == DTRAIN_OK && last) result = dtrain__average_buffers(strategy);

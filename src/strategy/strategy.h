@@ -60,9 +60,19 @@ typedef enum dtrain_strategy_kind {
 } dtrain_strategy_kind;
 
 typedef enum dtrain_missing_gradient {
-    DTRAIN_MISSING_GRADIENT_ZERO = 0, /* counts as zero; named in one warning */
-    DTRAIN_MISSING_GRADIENT_ERROR = 1 /* finish fails and names it */
+    /* A rank that has none brings zeros. Where no rank has one in the whole step, optimizers leave
+     * the parameter, its moments and its count of steps alone, as torch does without a .grad */
+    DTRAIN_MISSING_GRADIENT_SKIP = 0,
+    DTRAIN_MISSING_GRADIENT_ERROR = 1, /* finish fails and names it */
+    DTRAIN_MISSING_GRADIENT_ZERO =
+        2 /* is one of zeros: old moments and weight decay still move it */
 } dtrain_missing_gradient;
+
+/* What a step's loss and gradient are the mean of. */
+typedef enum dtrain_average {
+    DTRAIN_AVERAGE_SAMPLES = 0, /* all its samples, however they lie: dtrain_strategy_weight */
+    DTRAIN_AVERAGE_MEANS = 1    /* the means of all micro-batches and ranks, whatever they are of */
+} dtrain_average;
 
 /* When sharded gradients are reduced in a step of several micro-batches; whole ones always are in
  * the last. */
@@ -102,7 +112,8 @@ struct dtrain_compression_desc; /* strategy/compression.h */
 /* Every zero is the default written beside the field: a zeroed desc is plain DDP. */
 typedef struct dtrain_strategy_desc {
     uint32_t kind;             /* dtrain_strategy_kind; 0 = DDP */
-    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = counts as zero */
+    uint32_t missing_gradient; /* dtrain_missing_gradient; 0 = zeros, or skipped; a warning once */
+    uint32_t average;          /* dtrain_average; 0 = over all samples of a step */
     uint32_t accumulation;     /* dtrain_accumulation; 0 = as the kind needs it */
     uint32_t param_dtype;      /* 0 = F32, or BF16, F16: what gathered parameters are rounded to and
                                    travel as, in kinds that shard them; shards stay fp32 */
@@ -182,8 +193,8 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
 DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index);
 
 /* End a backward: handle parameters that were not marked, wait for all buckets. After a step's last
- * backward the gradients, or this rank's shards of them, hold the mean over the ranks, and so do
- * buffers (DTRAIN_PARAM_BUFFER).
+ * backward the gradients, or this rank's shards of them, hold the mean over all samples of the step
+ * (dtrain_strategy_weight), and buffers (DTRAIN_PARAM_BUFFER) the mean over the ranks.
  * DTRAIN_MISSING_GRADIENT_ERROR costs one small all-reduce, so that all ranks fail together; the
  * next step may go on. */
 DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
@@ -194,6 +205,20 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
  * own backward must add where param->state.grad_written, the tape does it by itself). Changing it
  * in the middle of a backward is an error. */
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
+
+/* Say how many samples the backward under way, or the next one, is of; 1 where nobody says. Its
+ * gradients are then the sum over them divided by a unit that is the same on every rank and in every
+ * micro-batch, and weight is their number divided by the same unit: the last finish of the step
+ * divides by the sum of all weights (times 1 / (ranks * micro-batches), as in a mean of means). So
+ *
+ *     dtrain_strategy_weight(s, (float)valid / rows);       // of `rows` targets here, valid count
+ *     gradient = sum over valid samples / rows
+ *
+ * A step whose weights are all 0 has no samples: no parameter changes. dtrain_tape_backward does all
+ * that for losses of the tape that are means: of cross-entropy the targets that are not ignored
+ * count, of others the elements; a sum, or a loss of the program's own, leaves the weight as it is.
+ * With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
+DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
  * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call

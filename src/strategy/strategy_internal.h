@@ -4,9 +4,9 @@
  * device that they share.
  *
  * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
- * publish), shards.c and gather.c (sharded gradients, sharded values), hierarchy.c, compression.c,
- * topk.c, powersgd.c (other ways), offload.c (shards in host memory), layout.c, params.c,
- * settings.c, create.c (how it all comes to be), query.c, plan.c. */
+ * publish), weights.c (what its mean is over), shards.c and gather.c (sharded gradients, sharded
+ * values), hierarchy.c, compression.c, topk.c, powersgd.c (other ways), offload.c (shards in host
+ * memory), layout.c, params.c, settings.c, create.c (how it all comes to be), query.c, plan.c. */
 
 #pragma once
 
@@ -59,6 +59,13 @@ typedef struct dtrain__offload {
     uint32_t turn;             /* landing to be used next */
 } dtrain__offload;
 
+/* What a loss is a mean over; the tape's. */
+typedef struct dtrain__samples {
+    int64_t terms;             /* ignored ones included; 0: nothing is counted */
+    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
+    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
+} dtrain__samples;
+
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
@@ -79,6 +86,12 @@ struct dtrain_strategy {
     size_t marked_count;     /* in this backward */
     bool more;               /* micro-batches of this step follow */
     bool accumulated;        /* shards hold the sum of earlier micro-batches */
+    float weight, weights;   /* of the next backward; of those of this step so far */
+    uint32_t passes;         /* backwards that were finished in this step */
+    int64_t unit;            /* of weights; 0: not agreed on yet */
+    bool taped;              /* a tape was made for it */
+    bool unsure;             /* the tally may hold others' samples, or gradients of absent ones */
+    bool empty;              /* the last step had no samples */
     uint64_t sync_count;
     uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
@@ -94,7 +107,10 @@ struct dtrain_strategy {
     dtrain_work **works;  /* (param_count, 2 works_per_bucket): those of buckets */
     dtrain_shard *shards; /* (param_count), shard_count in use */
     int64_t *gathered;    /* (ranks): scratch */
-    double *sum_squares;  /* (1) device memory: of the gradients, for clipping */
+    double *sum_squares;  /* (1) device memory: of the gradients, for clipping; then the tally */
+    float *tally, *sums;  /* (tally_count) on the device and on the host: weights.c */
+    dtrain_work *tally_work;
+    const float *device_weight; /* NULL, or where a recorded step finds `weights` */
     size_t works_per_bucket, shard_count;
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
@@ -148,6 +164,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
                                                     const char *text);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
                                                     dtrain_result result);
+
+/* strategy/weights.c */
+DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
+DTRAIN__PRIVATE bool dtrain__weighs(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples);
+DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy);
 
 /* strategy/shards.c */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);

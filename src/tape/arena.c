@@ -91,8 +91,8 @@ DTRAIN__PRIVATE void *dtrain__take_data(dtrain_tape *tape, const dtrain_node *no
         tape, dropped ? node->segment->region : &tape->arenas[DTRAIN__ARENA_DATA], count, dtype);
 }
 
-/* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for one
- * more element behind it: the factor of a replayed step. NULL after an error, which sticks. */
+/* Make a tensor of this pass, the node's result or (NULL) an input. An I32 input has room for two
+ * more elements behind it: `valid` of a replayed step. NULL after an error, which sticks. */
 DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrain_node *node,
                                                   dtrain_dtype dtype, uint32_t ndim,
                                                   const int64_t *shape)
@@ -111,7 +111,7 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
     tensor->ndim = ndim;
     tensor->count = (int64_t)count;
     const bool room = !node && dtype == DTRAIN_DTYPE_I32 && count < PTRDIFF_MAX;
-    tensor->data = dtrain__take_data(tape, node, tensor->count + room, dtype);
+    tensor->data = dtrain__take_data(tape, node, tensor->count + (room ? 2 : 0), dtype);
     if (node && node->dropped) made->segment = node->segment;
     tape->pass.tensor_count++;
     return tensor->data ? tensor : NULL;

@@ -49,11 +49,35 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
+/* Set the gradient of the loss to scale times its weight, computed alike where a replayed pass finds
+ * the number of samples on the device; tell the strategy the weight. */
+static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
+{
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
+    dtrain_strategy *strategy = tape->planning ? NULL : tape->strategy;
+    dtrain_axpby_args seed;
+    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
+    seed.count = 1;
+    seed.a = scale;
+    seed.y = loss->grad;
+    seed.dtype = DTRAIN_DTYPE_F32;
+    if (strategy && samples->terms && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES) {
+        const double each = (double)scale / (double)strategy->unit;
+        const double count = dtrain__samples_count(samples);
+        const bool weighs = dtrain__weighs(strategy);
+        strategy->weight = weighs ? dtrain__weight_of(strategy, samples) : count > 0;
+        if (weighs && samples->device_valid)
+            return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
+                                  DTRAIN_DTYPE_F32, 1, each, NULL);
+        if (weighs) seed.a = (float)(each * count);
+    }
+    return tape->device->ops->axpby(tape->device, &seed);
+}
+
 /* Walk the tape: a loss that can have gradients, step 1, the loss's own gradient, step 2. */
 static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const char *const call = "dtrain_tape_backward";
-    dtrain_axpby_args seed;
     bool accumulate;
     if (!loss) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: loss is NULL", call);
     if (loss->count != 1)
@@ -77,13 +101,11 @@ static dtrain_result dtrain__backward_run(dtrain_tape *tape, dtrain_tensor *loss
         for (uint32_t i = 0; i < op->param_count && !tape->planning; i++)
             op->params[i]->state.pending_uses++;
     }
+    if (tape->strategy && !tape->planning)
+        DTRAIN__TRY(
+            dtrain__agree_unit(tape->strategy, ((const dtrain__tape_tensor *)loss)->samples.terms));
     DTRAIN__TRY(dtrain__gradient_open(tape, loss, &accumulate));
-    memset(&seed, 0, sizeof seed); /* x NULL: the constant 1 */
-    seed.count = 1;
-    seed.a = scale;
-    seed.y = loss->grad;
-    seed.dtype = DTRAIN_DTYPE_F32;
-    DTRAIN__TRY(tape->device->ops->axpby(tape->device, &seed));
+    DTRAIN__TRY(dtrain__loss_grad(tape, loss, scale));
     for (dtrain_node *node = tape->pass.last; node; node = node->previous)
         if (node->reached) DTRAIN__TRY(dtrain__backward_node(tape, node));
     return dtrain__tape_enter(tape, -1);

@@ -181,34 +181,38 @@ DTRAIN_API dtrain_tensor *dtrain_dropout(dtrain_tape *tape, dtrain_tensor *x, fl
 
 /* Set out (1) to scale * sum of x (count), times factor[0] where there is a factor. Added up in
  * double: a float sum over many rows would lose digits of the loss. */
-static dtrain_result dtrain__sum_to(dtrain_op *op, void *out, const void *x, uint32_t dtype,
-                                    int64_t count, float scale, const float *factor)
+DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
+                                             uint32_t dtype, int64_t count, double scale,
+                                             const float *factor)
 {
     dtrain_sum_args args;
     memset(&args, 0, sizeof args);
     args.count = count;
-    args.scale = (double)scale;
+    args.scale = scale;
     args.x = x;
     args.out = (float *)out;
     args.dtype = (dtrain_dtype)dtype;
     args.factor = factor;
-    return op->device->ops->sum(op->device, &args);
+    return device->ops->sum(device, &args);
 }
 
 static dtrain_result dtrain__sum_prepare(dtrain_op *op)
 {
     const int64_t shape[1] = {1};
     float *factor = (float *)op->args;
-    if (*factor == 0) *factor = 1.0f / (float)op->inputs[0]->count;
-    dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    const bool mean = *factor == 0;
+    if (mean) *factor = 1.0f / (float)op->inputs[0]->count;
+    dtrain__tape_tensor *loss =
+        (dtrain__tape_tensor *)dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    if (loss && mean && !loss->samples.terms) loss->samples.terms = op->inputs[0]->count;
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__sum_forward(dtrain_op *op)
 {
     const dtrain_tensor *x = op->inputs[0];
-    return dtrain__sum_to(op, op->output_data[0], op->input_data[0], x->dtype, x->count,
-                          *(const float *)op->args, NULL);
+    return dtrain__sum_to(op->device, op->output_data[0], op->input_data[0], x->dtype, x->count,
+                          (double)*(const float *)op->args, NULL);
 }
 
 /* Every element gets the same gradient. Where x has a type of its own that is rounded once, after
@@ -305,9 +309,11 @@ static dtrain_result dtrain__cross_entropy_prepare(dtrain_op *op)
     args->targets = (const int32_t *)op->input_data[1];
     args->loss = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
     args->lse = (float *)dtrain_op_save(op, DTRAIN_DTYPE_F32, rows);
-    loss->factor = input->factor;
-    loss->device_factor = input->device_factor;
-    dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    loss->device_factor = input->samples.device_valid;
+    loss->factor = loss->device_factor ? 1 : input->samples.valid[0];
+    dtrain__tape_tensor *made =
+        (dtrain__tape_tensor *)dtrain_op_output(op, DTRAIN_DTYPE_F32, 1, shape);
+    if (made) made->samples = input->samples;
     return DTRAIN_OK;
 }
 
@@ -315,8 +321,8 @@ static dtrain_result dtrain__cross_entropy_forward(dtrain_op *op)
 {
     const dtrain__cross_entropy *loss = (const dtrain__cross_entropy *)op->args;
     DTRAIN__TRY(op->device->ops->cross_entropy(op->device, &loss->forward));
-    return dtrain__sum_to(op, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
-                          loss->forward.rows, loss->factor, loss->device_factor);
+    return dtrain__sum_to(op->device, op->output_data[0], loss->forward.loss, DTRAIN_DTYPE_F32,
+                          loss->forward.rows, (double)loss->factor, loss->device_factor);
 }
 
 static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
@@ -345,7 +351,7 @@ static dtrain_result dtrain__cross_entropy_backward(dtrain_op *op)
     if (loss->device_factor) { /* a sum of one element: their product, rounded once */
         void *product = dtrain__take_data(op->tape, NULL, 1, DTRAIN_DTYPE_F32);
         DTRAIN__TRY(op->tape->error);
-        DTRAIN__TRY(dtrain__sum_to(op, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
+        DTRAIN__TRY(dtrain__sum_to(op->device, product, args.upstream, DTRAIN_DTYPE_F32, 1, 1,
                                    loss->device_factor));
         args.upstream = (const float *)product;
     }

@@ -291,6 +291,15 @@ DTRAIN_API dtrain_tensor *dtrain_op_output(dtrain_op *op, dtrain_dtype dtype, ui
     if (op->tape->error != DTRAIN_OK) return NULL;
     op->output_data[i] = op->outputs[i]->data;
     op->output_count++;
+    /* What is made of a loss is a mean over the same; one that ignores targets goes before. */
+    dtrain__samples *samples = &((dtrain__tape_tensor *)op->outputs[i])->samples;
+    for (uint32_t k = 0; k < op->input_count && op->outputs[i]->count == 1; k++) {
+        const dtrain_tensor *x = op->inputs[k];
+        const dtrain__samples *of = &((const dtrain__tape_tensor *)x)->samples;
+        if (x->count == 1 && dtrain__is_float(x) && of->terms &&
+            (!samples->terms || (of->valid && !samples->valid)))
+            *samples = *of;
+    }
     return op->outputs[i];
 }
 

@@ -29,6 +29,7 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
+    if (strategy && !tape->planning) strategy->taped = true;
     *out = tape;
     return DTRAIN_OK;
 }
@@ -158,24 +159,29 @@ DTRAIN__PRIVATE dtrain_result dtrain__tape_check(dtrain_tape *tape, const char *
 
 /* ---- Inputs -----------------------------------------------------------------------------------*/
 
-/* Return one over the entries that are not -1, the targets that are not ignored; 0 without any: the
- * loss is then 0. */
-static float dtrain__valid_factor(const void *host, int64_t count)
+/* Count the entries that are not -1, the targets that are not ignored: valid[1]; valid[0] is one
+ * over it, and 0 without any: the loss is then 0. */
+static void dtrain__count_valid(const void *host, int64_t count, float *valid)
 {
     const int32_t *entries = (const int32_t *)host;
-    int64_t valid = 0;
-    for (int64_t i = 0; i < count; i++) valid += entries[i] != -1;
-    return valid ? 1.0f / (float)valid : 0.0f;
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) found += entries[i] != -1;
+    valid[0] = found ? 1.0f / (float)found : 0.0f;
+    valid[1] = (float)found;
+}
+
+/* Return what stands behind an input in page-locked memory. */
+static float *dtrain__feed_valid(const dtrain__feed_item *item)
+{
+    return (float *)(void *)((char *)item->pinned + item->bytes);
 }
 
 /* Copy the caller's data to an input's page-locked place. */
 DTRAIN__PRIVATE void dtrain__feed_fill(const dtrain__feed_item *item)
 {
-    const float factor = item->dtype == DTRAIN_DTYPE_I32
-                             ? dtrain__valid_factor(item->host, (int64_t)item->bytes / 4)
-                             : 0;
     memcpy(item->pinned, item->host, item->bytes);
-    memcpy((char *)item->pinned + item->bytes, &factor, sizeof factor);
+    if (item->dtype == DTRAIN_DTYPE_I32)
+        dtrain__count_valid(item->host, (int64_t)item->bytes / 4, dtrain__feed_valid(item));
 }
 
 /* Put the caller's data into the input's page-locked place, if it is not there yet; it goes on to
@@ -190,8 +196,8 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
                            "dtrain_tape_input: a pass that is replayed has at most %d inputs",
                            DTRAIN__FEED_ITEMS);
     if (feed->next == feed->count) {
-        DTRAIN__TRY(
-            tape->device->ops->host_alloc(tape->device, bytes + sizeof(float), &item->pinned));
+        DTRAIN__TRY(tape->device->ops->host_alloc(tape->device, bytes + DTRAIN__VALID_BYTES,
+                                                  &item->pinned));
         item->bytes = bytes;
         item->dtype = (dtrain_dtype)x->dtype;
         feed->count++;
@@ -204,9 +210,11 @@ static dtrain_result dtrain__feed_take(dtrain_tape *tape, dtrain_tensor *x, cons
     item->host = host;
     if (!feed->filled) dtrain__feed_fill(item);
     feed->next++;
-    if (item->dtype == DTRAIN_DTYPE_I32) { /* one copy brings the factor too */
-        ((dtrain__tape_tensor *)x)->device_factor = (const float *)x->data + x->count;
-        bytes += sizeof(float);
+    if (item->dtype == DTRAIN_DTYPE_I32) { /* one copy brings them too */
+        dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
+        samples->valid = dtrain__feed_valid(item);
+        samples->device_valid = (const float *)x->data + x->count;
+        bytes += DTRAIN__VALID_BYTES;
     }
     return tape->device->ops->copy_async(tape->device, x->data, item->pinned, bytes,
                                          DTRAIN_COPY_HOST_TO_DEVICE, NULL);
@@ -236,11 +244,16 @@ DTRAIN_API dtrain_tensor *dtrain_tape_input(dtrain_tape *tape, dtrain_dtype dtyp
     dtrain_tensor *x = dtrain__tensor_new(tape, NULL, dtype, ndim, shape);
     if (!x) return NULL;
     x->needs_grad = requires_grad && !(tape->pass.flags & DTRAIN_TAPE_NO_GRAD);
+    dtrain__samples *samples = &((dtrain__tape_tensor *)x)->samples;
     if (tape->feed) result = dtrain__feed_take(tape, x, host);
     else result = dtrain__staging_upload(tape, x->data, host, (size_t)x->count * 4);
-    /* counted here because only here are they in host memory */
-    if (dtype == DTRAIN_DTYPE_I32)
-        ((dtrain__tape_tensor *)x)->factor = tape->feed ? 1 : dtrain__valid_factor(host, x->count);
+    if (dtype == DTRAIN_DTYPE_I32 && !tape->feed) { /* only here are they in host memory */
+        float *valid = (float *)dtrain__take_host(tape, DTRAIN__VALID_BYTES);
+        if (!valid) return NULL;
+        dtrain__count_valid(host, x->count, valid);
+        samples->valid = valid;
+    }
+    if (dtype == DTRAIN_DTYPE_I32) samples->terms = x->count;
     return dtrain__tape_stick(tape, result) == DTRAIN_OK ? x : NULL;
 }
 
@@ -276,6 +289,14 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
             tensor->dtype == DTRAIN_DTYPE_BF16 ? dtrain_bf16_to_f32(bits) : dtrain_f16_to_f32(bits);
     }
     return DTRAIN_OK;
+}
+
+DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss)
+{
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
+    return !loss || loss->dtype != DTRAIN_DTYPE_F32 || !samples->terms
+               ? 1
+               : dtrain__samples_count(samples);
 }
 
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,

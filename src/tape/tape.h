@@ -86,7 +86,11 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit);
 /* Run backward from loss, which must have one element and whose gradient starts as `scale`: 1 /
  * (micro-batches per step), times the loss scale if there is one. dtrain_strategy_ready is called
  * as each parameter's gradient becomes final; dtrain_strategy_finish is left to the caller. Once
- * per begin; no operation may follow it. */
+ * per begin; no operation may follow it.
+ *
+ * Where a strategy has several ranks or micro-batches, gradients are made ready for one mean over
+ * all samples of the step: dtrain_strategy_weight. The first backward of a strategy agrees on the
+ * unit of weights by a small all-reduce. */
 DTRAIN_API dtrain_result dtrain_tape_backward(dtrain_tape *tape, dtrain_tensor *loss, float scale);
 
 /* Return the error that sticks to the tape, DTRAIN_OK if there is none. */
@@ -95,6 +99,11 @@ DTRAIN_API dtrain_result dtrain_tape_error(const dtrain_tape *tape);
 /* Copy a tensor to host memory (count floats) as fp32, after a wait for the device. */
 DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tensor *tensor,
                                             float *host);
+/* Return how many samples a loss is the mean of: of cross-entropy the targets that are not ignored,
+ * of dtrain_mean and the losses made of it the elements, also after operations on that one element;
+ * 1 of anything else. Losses of several passes or ranks have the mean sum(loss * samples) /
+ * sum(samples). */
+DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss);
 /* Copy the gradient of a requires_grad input to host memory, as dtrain_tensor_read does. */
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
                                                  float *host);

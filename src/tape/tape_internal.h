@@ -85,8 +85,8 @@ typedef struct dtrain__tape_tensor {
     dtrain_tensor tensor;
     dtrain__chunk *gradient;              /* tensor.grad's memory; NULL: none, or a value's */
     dtrain__chunk *earlier;               /* contributions to be added to it */
-    float factor;                         /* of I32 inputs: one over the entries that are not -1; */
-    const float *device_factor;           /* or 1, and that is there: a pass that is replayed */
+    dtrain__samples samples;              /* of I32 inputs the entries that are not -1; of losses
+                                             what they are a mean over */
     struct dtrain__tape_segment *segment; /* in whose region it was made; NULL: in the data arena */
     bool kept;                            /* tensor.data is a copy in the data arena */
     bool wanted; /* while its segment is run again: somebody will read the original */
@@ -116,13 +116,14 @@ typedef struct dtrain__cast {
 /* ---- Inputs of a pass that will be replayed ---------------------------------------------------*/
 
 #define DTRAIN__FEED_ITEMS 16
+#define DTRAIN__VALID_BYTES (2 * sizeof(float)) /* of dtrain__samples.valid */
 
 /* Each input goes through page-locked memory of its own, which the next step can fill while nobody
- * calls the model. Behind an I32 input, there and on the device, stands one over its valid count:
- * the number changes from step to step, and a recorded loss finds it there. */
+ * calls the model. Behind an I32 input, there and on the device, stand one over its valid count and
+ * that count: they change from step to step, and a recorded loss finds them there. */
 typedef struct dtrain__feed_item {
     const void *host; /* the caller's buffer */
-    void *pinned;     /* (bytes + 4) */
+    void *pinned;     /* (bytes + DTRAIN__VALID_BYTES) */
     size_t bytes;
     dtrain_dtype dtype;
 } dtrain__feed_item;
@@ -220,6 +221,9 @@ DTRAIN__PRIVATE void dtrain__output_like(dtrain_op *op, const dtrain_tensor *x, 
 
 /* tape/elementwise.c */
 DTRAIN__PRIVATE dtrain_result dtrain__check_same(const dtrain_op *op);
+DTRAIN__PRIVATE dtrain_result dtrain__sum_to(dtrain_device *device, void *out, const void *x,
+                                             uint32_t dtype, int64_t count, double scale,
+                                             const float *factor);
 
 /* The descriptor of the built-in operation dtrain_<op>, made of dtrain__<functions>_prepare,
  * _forward and _backward. The macro names the fields: C++17 has no designators. Ends with its last

@@ -29,6 +29,7 @@
 #include "device/backend.h"
 #include "device/device.h"
 
+static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro);
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
 static dtrain_result dtrain__queue_all(dtrain_trainer *trainer);
 static dtrain_result dtrain__queue_record(dtrain_trainer *trainer);
@@ -45,6 +46,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     *queue->now = dtrain__recorded_scalars(desc->optimizer, (float)record->lr);
     queue->now->seed = dtrain__step_seed(trainer);
     if (queue->steps > 0) DTRAIN__TRY(dtrain__queue_fill(trainer));
+    for (uint32_t micro = 0; queue->steps >= 2 && micro < desc->micro_batches; micro++)
+        queue->now->weight += dtrain__queue_weight(trainer, micro);
     if (queue->steps < 2) DTRAIN__TRY(dtrain__queue_all(trainer));
     else if (!queue->graph) DTRAIN__TRY(dtrain__queue_record(trainer));
     else trainer->tape->flops += queue->flops;
@@ -52,13 +55,27 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
     if (ran == DTRAIN_OK) ran = device->ops->synchronize(device);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, ran));
     for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
-        queue->feeds[micro].filled = false; /* used up; a replay does not say so */
+        queue->micros[micro].feed.filled = false; /* used up; a replay does not say so */
     queue->steps++;
-    for (const float *loss = queue->results; loss < norm; loss++) record->loss += (double)*loss;
-    record->loss /= desc->micro_batches;
+    for (uint32_t micro = 0; micro < desc->micro_batches; micro++)
+        dtrain__trainer_add(trainer, micro, queue->results[micro],
+                            dtrain__queue_weight(trainer, micro));
     record->grad_norm = (double)*norm;
-    if (dtrain_is_finite(*norm)) desc->optimizer->step_count++;
+    if (dtrain_is_finite(*norm) && norm[1] > 0) dtrain__optimizer_count(desc->optimizer);
     return DTRAIN_OK;
+}
+
+/* Return the weight of a micro-batch whose inputs are filled in: as its backward gave it to the
+ * strategy, but that the number of samples may be another one since. */
+static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
+{
+    const dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain__queued *queued = &trainer->queue->micros[micro];
+    if (!queued->samples.terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES)
+        return queued->weight;
+    if (trainer->ranks == 1 && trainer->desc.micro_batches == 1)
+        return dtrain__samples_count(&queued->samples) > 0;
+    return dtrain__weight_of(strategy, &queued->samples);
 }
 
 /* Fetch the inputs of all micro-batches before anything is queued: from the second step on it is
@@ -67,7 +84,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer)
 {
     for (uint32_t micro = 0; micro < trainer->desc.micro_batches; micro++) {
-        dtrain__feed *feed = &trainer->queue->feeds[micro];
+        dtrain__feed *feed = &trainer->queue->micros[micro].feed;
         if (!feed->filled) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
         for (size_t i = 0; i < feed->count && !feed->filled; i++)
             dtrain__feed_fill(&feed->items[i]);
@@ -87,7 +104,8 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
     while (trainer->micro < desc->micro_batches) {
         const uint32_t micro = trainer->micro;
-        dtrain__feed *feed = &queue->feeds[micro];
+        dtrain__queued *queued = &queue->micros[micro];
+        dtrain__feed *feed = &queued->feed;
         dtrain_tensor *loss;
         feed->next = 0;
         tape->feed = feed;
@@ -97,6 +115,8 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
         tape->scalars = NULL;
         feed->filled = false;
         DTRAIN__TRY(result);
+        queued->samples = ((const dtrain__tape_tensor *)loss)->samples;
+        queued->weight = trainer->micro_weight;
         DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
@@ -107,11 +127,17 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     clip.max_norm = desc->clip;
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
+    clip.weight = desc->strategy->tally;
     DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
+    if (!desc->strategy->device_weight)
+        DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
         dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
+    DTRAIN__TRY(device->ops->copy_async(device, queue->results + desc->micro_batches + 1,
+                                        clip.weight, sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST,
+                                        NULL));
     return device->ops->copy_async(device, queue->results + desc->micro_batches, clip.norm,
                                    sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL);
 }
@@ -125,7 +151,9 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     char text[DTRAIN__ERROR_BYTES];
     const double flops = trainer->tape->flops;
     DTRAIN__TRY(device->ops->graph_begin(device));
+    trainer->desc.strategy->device_weight = &trainer->queue->scalars->weight;
     const dtrain_result result = dtrain__queue_all(trainer);
+    trainer->desc.strategy->device_weight = NULL;
     trainer->queue->flops = trainer->tape->flops - flops;
     if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
@@ -158,7 +186,8 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     else if (trainer->desc.strategy->desc.compression)
         missing = "no compression: its first steps are not like the later ones";
     else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
-        missing = "DTRAIN_MISSING_GRADIENT_ZERO: the other setting asks all ranks in every step";
+        missing =
+            "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
         missing = "collectives on the device (dtrain_nccl.h): those here go through the host";
     if (!missing) return DTRAIN_OK;
@@ -176,12 +205,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer)
         (dtrain__queue *)dtrain__alloc(&trainer->allocator, 1, sizeof *queue, "a queued step");
     if (!queue) return DTRAIN_ERROR_MEMORY;
     dtrain_device *device = queue->device = dtrain_world_device(trainer->world);
-    queue->feeds = (dtrain__feed *)dtrain__alloc(&trainer->allocator, micro_batches,
-                                                 sizeof *queue->feeds, "a queued step's inputs");
-    if (!queue->feeds) return DTRAIN_ERROR_MEMORY;
+    queue->micros = (dtrain__queued *)dtrain__alloc(
+        &trainer->allocator, micro_batches, sizeof *queue->micros, "a queued step's inputs");
+    if (!queue->micros) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(device->ops->alloc(device, 2 * sizeof *queue->scalars, &memory));
     queue->scalars = (dtrain_step_scalars *)memory;
-    queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 1) * sizeof(float);
+    queue->pinned_bytes = sizeof *queue->now + ((size_t)micro_batches + 2) * sizeof(float);
     DTRAIN__TRY(device->ops->host_alloc(device, queue->pinned_bytes, &memory));
     queue->now = (dtrain_step_scalars *)memory;
     queue->results = (float *)(void *)(queue->now + 1);
@@ -197,12 +226,12 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
     dtrain_device *device = queue->device;
     device->ops->synchronize(device);
     if (queue->graph) device->ops->graph_destroy(device, queue->graph);
-    for (uint32_t m = 0; queue->feeds && m < micro_batches; m++)
-        for (size_t i = 0; i < queue->feeds[m].count; i++)
-            device->ops->host_free(device, queue->feeds[m].items[i].pinned,
-                                   queue->feeds[m].items[i].bytes + sizeof(float));
+    for (uint32_t m = 0; queue->micros && m < micro_batches; m++)
+        for (size_t i = 0; i < queue->micros[m].feed.count; i++)
+            device->ops->host_free(device, queue->micros[m].feed.items[i].pinned,
+                                   queue->micros[m].feed.items[i].bytes + DTRAIN__VALID_BYTES);
     if (queue->scalars) device->ops->free(device, queue->scalars, 2 * sizeof *queue->scalars);
     if (queue->now) device->ops->host_free(device, queue->now, queue->pinned_bytes);
-    dtrain__free(&trainer->allocator, queue->feeds, micro_batches, sizeof *queue->feeds);
+    dtrain__free(&trainer->allocator, queue->micros, micro_batches, sizeof *queue->micros);
     dtrain__free(&trainer->allocator, queue, 1, sizeof *queue);
 }

@@ -80,7 +80,9 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     for (int kind = 0; kind < DTRAIN_COLLECTIVE_KINDS; kind++)
         full.kind_bytes[kind] = after.comm.kind_bytes[kind] - before.comm.kind_bytes[kind];
     dtrain__trainer_figures(trainer, &before, &after, own);
-    own[DTRAIN__WORD_LOSS] = (float)full.loss;
+    own[DTRAIN__WORD_LOSS] =
+        (float)(trainer->weight > 0 ? trainer->loss / trainer->weight : trainer->loss);
+    own[DTRAIN__WORD_WEIGHT] = (float)(trainer->weight / trainer->desc.micro_batches);
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
@@ -139,9 +141,20 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     if (result == DTRAIN_OK)
         result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
+    trainer->micro_weight = desc->strategy->weight;
     result = dtrain_strategy_finish(desc->strategy);
     trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
     return result;
+}
+
+/* Add the loss of a micro-batch to the step's; the first one begins it. One that is not finite must
+ * be seen whatever its weight is. */
+DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
+                                         float weight)
+{
+    if (micro == 0) trainer->loss = trainer->weight = 0;
+    trainer->loss += dtrain_is_finite(loss) ? (double)loss * (double)weight : (double)loss;
+    trainer->weight += (double)weight;
 }
 
 /* Fetch a micro-batch, in a span: the step stands still meanwhile. */
@@ -154,7 +167,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
     return result;
 }
 
-/* Run micro-batches and update with the host in the middle, and fill loss and grad_norm. A norm
+/* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
  * that is not finite leaves the parameters as they are. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
 {
@@ -164,14 +177,13 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     while (trainer->micro < desc->micro_batches) {
         dtrain_tensor *tensor;
         float loss = 0;
-        if (trainer->micro == 0) trainer->loss = 0;
+        const uint32_t micro = trainer->micro;
         DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
         DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
                                           dtrain_tensor_read(trainer->tape, tensor, &loss)));
-        trainer->loss += (double)loss;
+        dtrain__trainer_add(trainer, micro, loss, trainer->micro_weight);
     }
     trainer->micro = 0;
-    record->loss = trainer->loss / desc->micro_batches;
     if (trainer->scaling)
         DTRAIN__TRY(dtrain_loss_scaler_unscale(&trainer->scaler, desc->strategy, desc->clip, &norm,
                                                &scale, &found_inf));
@@ -343,8 +355,9 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     return DTRAIN_OK;
 }
 
-/* Gather the words of all ranks, in place, and take their means in rank order: the same bits
- * everywhere. Nothing is allocated per step. */
+/* Gather the words of all ranks, in place, and take their means in rank order, of losses by their
+ * weights: the same bits everywhere. Without any weight the mean loss is 0, or not finite as a
+ * rank's is. Nothing is allocated per step. */
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
                                               double *mean)
 {
@@ -353,10 +366,16 @@ static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const flo
     DTRAIN__TRY(dtrain_all_gather(trainer->comm, slot, trainer->words, DTRAIN__WORD_COUNT,
                                   DTRAIN_DTYPE_F32, NULL));
     for (int word = 0; word < DTRAIN__WORD_COUNT; word++) {
+        double weights = 0;
         mean[word] = 0;
-        for (int r = 0; r < trainer->ranks; r++)
-            mean[word] += (double)trainer->words[r * DTRAIN__WORD_COUNT + word];
-        mean[word] /= trainer->ranks;
+        for (int r = 0; r < trainer->ranks; r++) {
+            const float *words = trainer->words + r * DTRAIN__WORD_COUNT;
+            const double weight =
+                word == DTRAIN__WORD_LOSS ? (double)words[DTRAIN__WORD_WEIGHT] : 1;
+            mean[word] += (double)words[word] * weight;
+            weights += weight;
+        }
+        if (weights > 0) mean[word] /= weights;
     }
     return DTRAIN_OK;
 }
@@ -399,11 +418,10 @@ static void dtrain__straggler(dtrain_trainer *trainer, dtrain_step_record *recor
 
 /* ---- evaluation -------------------------------------------------------------------------------*/
 
-/* Evaluate on a tape that keeps nothing for a backward; one exchange at the end averages the means
- * of all ranks. */
-/* Add the loss of one batch to *sum. */
+/* Evaluate one batch, on a tape that keeps nothing for a backward: add its loss times its weight to
+ * *sum, and the weight to *weights. */
 static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_fn next_batch,
-                                          void *user, double *sum)
+                                          void *user, double *sum, double *weights)
 {
     const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
     float loss = 0;
@@ -415,7 +433,11 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(dtrain_tape_error(trainer->tape));
     DTRAIN__TRY(dtrain_tensor_read(trainer->tape, tensor, &loss));
-    *sum += (double)loss;
+    const dtrain__samples *samples = &((const dtrain__tape_tensor *)tensor)->samples;
+    DTRAIN__TRY(dtrain__agree_unit(trainer->desc.strategy, samples->terms));
+    const double weight = (double)dtrain__weight_of(trainer->desc.strategy, samples);
+    *sum += dtrain_is_finite(loss) ? (double)loss * weight : (double)loss;
+    *weights += weight;
     return DTRAIN_OK;
 }
 
@@ -428,15 +450,17 @@ DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                            "dtrain_trainer_evaluate: trainer or loss is NULL, or batches (%lld) "
                            "is less than 1",
                            (long long)batches);
-    double sum = 0;
+    double sum = 0, weights = 0;
     for (int64_t i = 0; i < batches; i++) {
-        const dtrain_result result = dtrain__evaluate_one(trainer, next_batch, user, &sum);
+        const dtrain_result result =
+            dtrain__evaluate_one(trainer, next_batch, user, &sum, &weights);
         DTRAIN__TRY(dtrain__strategy_keep(trainer->desc.strategy, result));
     }
     float own[DTRAIN__WORD_COUNT]; /* the figures of the last step stay as they are */
     double mean[DTRAIN__WORD_COUNT];
     memcpy(own, trainer->words + trainer->rank * DTRAIN__WORD_COUNT, DTRAIN__WORDS_BYTES);
-    own[DTRAIN__WORD_LOSS] = (float)(sum / (double)batches);
+    own[DTRAIN__WORD_LOSS] = (float)(weights > 0 ? sum / weights : sum);
+    own[DTRAIN__WORD_WEIGHT] = (float)(weights / (double)batches);
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
     *loss = mean[DTRAIN__WORD_LOSS];
     return DTRAIN_OK;

@@ -20,8 +20,9 @@
 /* What a rank tells the others each step: its figures, and behind them */
 enum {
     DTRAIN__WORD_LOSS = DTRAIN_FIGURE_COUNT,
-    DTRAIN__WORD_COMM, /* seconds that an operation was in flight */
-    DTRAIN__WORD_STOP, /* 1: this rank was asked to stop */
+    DTRAIN__WORD_WEIGHT, /* of its loss in the mean of all: see dtrain_strategy_weight */
+    DTRAIN__WORD_COMM,   /* seconds that an operation was in flight */
+    DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
     DTRAIN__WORD_COUNT
 };
 
@@ -38,12 +39,14 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
-    uint64_t tokens;   /* of all ranks, in the steps before */
-    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
-    uint32_t in_a_row; /* ... and how many of them were the last ones */
-    uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
-    double loss;       /* their sum */
-    double saving;     /* seconds in checkpoints until the end of the last step */
+    uint64_t tokens;    /* of all ranks, in the steps before */
+    uint64_t skipped;   /* steps whose gradients were not finite, without loss scaling ... */
+    uint32_t in_a_row;  /* ... and how many of them were the last ones */
+    uint32_t micro;     /* micro-batches of this step that are done: where it goes on if repeated */
+    double loss;        /* their sum, each times its weight ... */
+    double weight;      /* ... and the sum of their weights */
+    float micro_weight; /* of the last one */
+    double saving;      /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median */
@@ -53,12 +56,20 @@ struct dtrain_trainer {
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
+/* A micro-batch: its inputs, and what its loss is a mean over, or its weight where that is not
+ * counted. */
+typedef struct dtrain__queued {
+    dtrain__feed feed;
+    dtrain__samples samples;
+    float weight;
+} dtrain__queued;
+
 typedef struct dtrain__queue {
     dtrain_device *device;
-    dtrain__feed *feeds;          /* (micro_batches): one a micro-batch */
     dtrain_step_scalars *scalars; /* device memory; norm (1) lies behind it */
     dtrain_step_scalars *now;     /* page-locked: what scalars will be */
-    float *results;               /* behind it (micro_batches + 1): losses, norm */
+    float *results;               /* behind it (micro_batches + 2): losses, norm, sum of weights */
+    dtrain__queued *micros;       /* (micro_batches) */
     size_t pinned_bytes;          /* of both */
     dtrain_graph *graph;          /* NULL: not recorded yet */
     int64_t steps;                /* queued or replayed */
@@ -73,6 +84,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
                                                     dtrain_tensor **loss);
+DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
+                                         float weight);
 
 /* train/queued_step.c */
 DTRAIN__PRIVATE dtrain_result dtrain__queue_create(dtrain_trainer *trainer);

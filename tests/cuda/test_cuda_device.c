@@ -11,7 +11,7 @@ static bool says(const char *words) { return strstr(dtrain_last_error(), words) 
 /* y += 1 on the compute stream: work that takes its time. */
 static dtrain_result add_one(float *y, int64_t count)
 {
-    dtrain_axpby_args args = {count, true, 1, 1, NULL, y, false, DTRAIN_DTYPE_F32};
+    dtrain_axpby_args args = {count, true, 1, 1, NULL, y, false, DTRAIN_DTYPE_F32, NULL};
     return gpu->ops->axpby(gpu, &args);
 }
 

@@ -96,7 +96,7 @@ static void check_axpby(int64_t count, dtrain_dtype dtype, size_t shift, bool ac
 {
     vector x = make(count, dtype, 0), y = make(count, dtype, shift);
     double *want = doubles(count);
-    dtrain_axpby_args args = {count, accumulate, 0.75f, -1.5f, x.device, y.device, false, dtype};
+    dtrain_axpby_args args = {count, accumulate, 0.75f, -1.5f, x.device, y.device, false, dtype, NULL};
     for (int64_t i = 0; i < count; i++)
         want[i] = 0.75 * at(&x, i) + (accumulate ? -1.5 * at(&y, i) : 0);
     if (!accumulate) memset(y.host, 0xff, (size_t)count * width_of(dtype)); /* NaN: not read */
@@ -485,7 +485,7 @@ static void test_large_sum(void)
     float out;
     gpu_open();
     float *x = (float *)gpu_take((size_t)count * sizeof(float), 0);
-    dtrain_axpby_args ones = {count, false, 1, 0, NULL, x, false, DTRAIN_DTYPE_F32};
+    dtrain_axpby_args ones = {count, false, 1, 0, NULL, x, false, DTRAIN_DTYPE_F32, NULL};
     dtrain_sum_args args = {count, false, false, 1, x, NULL, NULL, DTRAIN_DTYPE_F32, NULL};
     double *total = (double *)gpu_take(sizeof(double), 0), got;
     args.total = total;
@@ -509,7 +509,7 @@ static void check_clip(double sum_squares, float max_norm, float grad_scale, uin
     scalars.grad_scale = grad_scale;
     dtrain_clip_args args = {(const double *)gpu_give(&sum_squares, sizeof sum_squares, 0),
                              max_norm, (dtrain_step_scalars *)gpu_give(&scalars, sizeof scalars, 0),
-                             (float *)gpu_take(sizeof(float), 0)};
+                             (float *)gpu_take(sizeof(float), 0), NULL};
     CHECK(gpu->ops->clip(gpu, &args) == DTRAIN_OK);
     gpu_read(&got, args.scalars, sizeof got);
     gpu_read(&norm, args.norm, sizeof norm);
@@ -561,7 +561,7 @@ static void test_large(void)
 static void test_nothing(void)
 {
     dtrain_add_args add = {0, NULL, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
-    dtrain_axpby_args axpby = {0, true, 1, 1, NULL, NULL, false, DTRAIN_DTYPE_F32};
+    dtrain_axpby_args axpby = {0, true, 1, 1, NULL, NULL, false, DTRAIN_DTYPE_F32, NULL};
     dtrain_dropout_args dropout = {0, 0.5f, false, 1, 1, NULL, NULL, NULL, DTRAIN_DTYPE_F32};
     dtrain_convert_args convert = {0, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_BF16};
     dtrain_convert_args equal = {0, NULL, NULL, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};

@@ -529,7 +529,9 @@ static dtrain_result naive_add(dtrain_device *device, const dtrain_add_args *a)
 static dtrain_result naive_axpby(dtrain_device *device, const dtrain_axpby_args *a)
 {
     (void)device;
-    for (int64_t i = 0; i < a->count; i++) {
+    for (int64_t i = 0; a->divisor && a->divisor[0] != 0 && i < a->count; i++)
+        ((float *)a->y)[i] *= a->a / a->divisor[0];
+    for (int64_t i = 0; !a->divisor && i < a->count; i++) {
         double x = a->x ? naive_get(a->x, a->dtype, a->broadcast ? 0 : i) : 1;
         double y = a->accumulate ? (double)a->b * naive_get(a->y, a->dtype, i) : 0;
         naive_put(a->y, a->dtype, i, (double)a->a * x + y);
@@ -566,7 +568,7 @@ static dtrain_result naive_clip(dtrain_device *device, const dtrain_clip_args *a
     double norm = sqrt(a->sum_squares[0]) * (double)a->scalars->grad_scale;
     (void)device;
     a->norm[0] = (float)norm;
-    if (!isfinite(a->norm[0])) a->scalars->skip = 1;
+    if (!isfinite(a->norm[0]) || (a->weight && a->weight[0] == 0)) a->scalars->skip = 1;
     else if (a->max_norm > 0 && (double)a->max_norm / (norm + 1e-6) < 1)
         a->scalars->grad_scale =
             (float)((double)a->scalars->grad_scale * (double)a->max_norm / (norm + 1e-6));

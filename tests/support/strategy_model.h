@@ -74,12 +74,15 @@ typedef struct strategy_case {
     uint32_t tape_flags, checkpoint_every, param_dtype, reduce_dtype, optimizer;
     int64_t whole_below;
     bool keep_all, keep_one, no_overlap, hierarchical;
+    bool ignores; /* targets: of some eight samples in a row none counts, of others a part or all */
+    bool uneven;  /* ranks and micro-batches have different numbers of samples */
     int batch, steps; /* of all ranks and micro-batches together; 0 = the most */
 } strategy_case;
 
 typedef struct strategy_outcome {
-    double losses[RANKS_MOST][MODEL_STEPS]; /* of this rank, mean over its micro-batches */
-    double eval_loss[RANKS_MOST];           /* without gradients, between steps 1 and 2 */
+    double losses[RANKS_MOST][MODEL_STEPS]; /* of this rank, mean over its micro-batches' samples */
+    double samples[RANKS_MOST][MODEL_STEPS];
+    double eval_loss[RANKS_MOST]; /* without gradients, between steps 1 and 2 */
     float norms[RANKS_MOST][MODEL_STEPS];
     uint64_t hash[RANKS_MOST], read_hash[RANKS_MOST]; /* by dtrain_strategy_verify; of values */
     uint64_t wire_bytes[RANKS_MOST];                  /* of the last step, all of it */
@@ -261,6 +264,8 @@ static inline dtrain_tensor *model_loss(strategy_job *job, int64_t first)
         const uint64_t at = ranks_mix((uint64_t)(first * per + i) + 17);
         tokens[i] = (int32_t)(at % MODEL_VOCAB);
         targets[i] = (int32_t)(at / MODEL_VOCAB % 7); /* few of them: there is something to learn */
+        if (job->c->ignores && at / 999 % 3 >= ranks_mix((uint64_t)(first + i / per) / 8) % 4)
+            targets[i] = -1;
     }
     if (job->c->model == MODEL_GPT)
         logits = gpt_logits(
@@ -339,9 +344,10 @@ static inline void strategy_job_destroy(strategy_job *job)
     dtrain_strategy_destroy(job->strategy);
 }
 
-/* One micro-batch, forward and, unless NO_GRAD is set, backward; *loss += its loss. */
+/* One micro-batch, forward and, unless NO_GRAD is set, backward; *loss += its loss, times its
+ * samples, which are added to *samples. */
 static inline dtrain_result strategy_pass(strategy_job *job, int64_t sample, uint32_t flags,
-                                          float scale, double *loss)
+                                          float scale, double *loss, double *samples)
 {
     dtrain_tensor *tensor;
     float value = 0;
@@ -349,7 +355,8 @@ static inline dtrain_result strategy_pass(strategy_job *job, int64_t sample, uin
     if (result != DTRAIN_OK) return result;
     tensor = model_loss(job, sample);
     result = dtrain_tensor_read(job->tape, tensor, &value);
-    *loss += (double)value;
+    *loss += (double)value * dtrain_tensor_samples(tensor);
+    *samples += dtrain_tensor_samples(tensor);
     if (result != DTRAIN_OK || (flags & DTRAIN_TAPE_NO_GRAD)) return result;
     result = dtrain_tape_backward(job->tape, tensor, scale);
     return result == DTRAIN_OK ? dtrain_strategy_finish(job->strategy) : result;
@@ -358,17 +365,23 @@ static inline dtrain_result strategy_pass(strategy_job *job, int64_t sample, uin
 static inline dtrain_result strategy_step(strategy_job *job, int step)
 {
     const strategy_case *c = job->c;
-    double loss = 0;
+    const int64_t rows = job->rows;
+    double loss = 0, samples = 0;
     float scale;
     uint32_t micro;
     dtrain_result result = DTRAIN_OK;
     for (micro = 0; micro < c->micro && result == DTRAIN_OK; micro++) {
         const int64_t place = ((int64_t)step * c->micro + micro) * job->ranks + job->rank;
+        const int64_t more = c->uneven && job->ranks > 1 ? (micro & 1 ? -2 : 2) : 0;
         result = dtrain_strategy_accumulate(job->strategy, micro + 1 < c->micro);
+        job->rows = rows + (job->rank == 0 ? more : job->rank == 1 ? -more : 0);
         if (result == DTRAIN_OK)
-            result = strategy_pass(job, place * job->rows, 0, 1 / (float)c->micro, &loss);
+            result = strategy_pass(job, place * rows + (job->rank == 1 ? more : 0), 0,
+                                   1 / (float)c->micro, &loss, &samples);
+        job->rows = rows;
     }
-    job->out->losses[job->rank][step] = loss / c->micro;
+    job->out->losses[job->rank][step] = samples > 0 ? loss / samples : 0;
+    job->out->samples[job->rank][step] = samples;
     if (result == DTRAIN_OK)
         result = dtrain_clip_grad_norm(job->strategy,
                                        c->optimizer == DTRAIN_OPTIMIZER_SGD ? 0 : MODEL_CLIP,
@@ -428,8 +441,10 @@ static inline dtrain_result strategy_job_run(strategy_job *job)
     for (step = 0; step < steps; step++) {
         dtrain_result result = DTRAIN_OK;
         if (step == 2) {
+            double samples = 0;
             result = strategy_pass(job, 1000000, DTRAIN_TAPE_NO_GRAD, 0,
-                                   &job->out->eval_loss[job->rank]);
+                                   &job->out->eval_loss[job->rank], &samples);
+            job->out->eval_loss[job->rank] /= samples;
         }
         if (step == 3) result = strategy_job_read(job); /* as a checkpoint would */
         dtrain_comm_query(info.comm, &before);
@@ -465,10 +480,13 @@ static inline dtrain_result strategy_train(dtrain_world *world, const strategy_c
 
 static inline double strategy_mean_loss(const strategy_outcome *out, int ranks, int step)
 {
-    double sum = 0;
+    double sum = 0, samples = 0;
     int r;
-    for (r = 0; r < ranks; r++) sum += out->losses[r][step];
-    return sum / ranks;
+    for (r = 0; r < ranks; r++) {
+        sum += out->losses[r][step] * out->samples[r][step];
+        samples += out->samples[r][step];
+    }
+    return sum / samples;
 }
 
 /* Every trainable element belongs to one rank's shards, in every copy of the model. */

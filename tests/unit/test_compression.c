@@ -2432,7 +2432,7 @@ static int lesson_rank(dtrain_world *world, void *user)
     const dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     strategy_case c;
     strategy_job job;
-    double loss = 0;
+    double loss = 0, samples = 0;
     float mean;
     int step;
     memset(&c, 0, sizeof c);
@@ -2447,11 +2447,11 @@ static int lesson_rank(dtrain_world *world, void *user)
     RANKS_TRY(dtrain_tape_create(world, job.strategy, NULL, &job.tape));
     for (step = 0; step < run->steps; step++) {
         const int64_t place = (int64_t)(step * job.ranks + job.rank) * job.rows;
-        if (step == run->steps - 30) loss = 0;
-        RANKS_TRY(strategy_pass(&job, place, 0, 1, &loss));
+        if (step == run->steps - 30) loss = samples = 0;
+        RANKS_TRY(strategy_pass(&job, place, 0, 1, &loss, &samples));
         RANKS_TRY(dtrain_optimizer_step(job.optimizer, 0.005f, 1));
     }
-    mean = (float)(loss / 30);
+    mean = (float)(loss / samples);
     RANKS_TRY(dtrain_all_reduce(dtrain_world_comm(world), &mean, &mean, 1, DTRAIN_DTYPE_F32,
                                 DTRAIN_REDUCE_MEAN, NULL));
     if (job.rank == 0) run->loss = (double)mean;

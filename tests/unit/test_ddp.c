@@ -687,7 +687,7 @@ static int arguments_main(dtrain_world *world, void *user)
     dtrain_param p[3];
     int i;
     (void)user;
-    for (i = 0; i < 18; i++) {
+    for (i = 0; i < 19; i++) {
         size_t count = 2;
         p[0] = ranks_param("a", memory, NULL, 2, 3);
         p[1] = ranks_param("b", memory + 8, NULL, 4, 0);
@@ -712,12 +712,13 @@ static int arguments_main(dtrain_world *world, void *user)
         case 14: p[1].flags = 8; break;
         case 15: p[1].init = 4; break;
         case 16: p[1].count = p[1].shape[0] = 0; break;
-        default: desc.missing_gradient = 2; break;
+        case 17: desc.average = 2; break;
+        default: desc.average = 0, desc.missing_gradient = 3; break;
         }
         CHECK_MSG(dtrain_strategy_create(world, p, count, &desc, &ddp) == DTRAIN_ERROR_ARGUMENT &&
                       !ddp,
                   "case %d passes", i);
-        CHECK_MSG(i == 17 || strstr(dtrain_last_error(), "parameter 1 "), "case %d: %s", i,
+        CHECK_MSG(i >= 17 || strstr(dtrain_last_error(), "parameter 1 "), "case %d: %s", i,
                   dtrain_last_error());
     }
     CHECK(dtrain_strategy_create(NULL, p, 1, NULL, &ddp) == DTRAIN_ERROR_ARGUMENT);
@@ -934,7 +935,8 @@ static int misuse_main(dtrain_world *world, void *user)
 
 static void test_misuse(void) { ranks_run(2, DTRAIN_LAUNCH_THREADS, misuse_main, NULL); }
 
-/* What the wire carries: the padded buckets once per step, by the ring formula; nothing alone. */
+/* What the wire carries: the padded buckets once per step, by the ring formula, and behind them the
+ * weight and which gradients there are; nothing alone. */
 static int bytes_main(dtrain_world *world, void *user)
 {
     config c = usual(0);
@@ -958,10 +960,13 @@ static int bytes_main(dtrain_world *world, void *user)
     dtrain_strategy_query(ddp, &info);
     CHECK(info.bucket_count == 3 && info.sync_count == 1);
     CHECK(after.operation_count - before.operation_count ==
-          (n > 1 ? 3u : 0u) + 1); /* and the loss */
-    CHECK(after.payload_bytes - before.payload_bytes == (n > 1 ? info.bucket_bytes : 0) + 4);
+          (n > 1 ? 4u : 0u) + 1); /* and the loss */
+    CHECK(after.payload_bytes - before.payload_bytes ==
+          (n > 1 ? info.bucket_bytes + 4 * (1 + PARAMS) : 0) + 4);
     CHECK_CLOSE((double)(after.wire_bytes - before.wire_bytes),
-                2.0 * (n - 1) / n * (double)(info.bucket_bytes + 4), 0.01);
+                2.0 * (n - 1) / n * (double)(info.bucket_bytes + 4 * (1 + PARAMS) + 4), 0.01);
+    CHECK_CLOSE((double)info.step_bytes,
+                2.0 * (n - 1) / n * (double)(info.bucket_bytes + 4 * (1 + PARAMS)), 0.01);
     CHECK(after.staged_bytes == before.staged_bytes); /* buckets are read where they lie */
     dtrain_strategy_destroy(ddp);
     free(m);

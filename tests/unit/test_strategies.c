@@ -73,7 +73,7 @@ static int matrix_joined_case(matrix *joined, const strategy_case *c)
         const strategy_case *known = &joined->cases[i];
         if (known->model == c->model && known->tape_flags == c->tape_flags &&
             known->optimizer == c->optimizer && known->batch == c->batch &&
-            known->steps == c->steps)
+            known->steps == c->steps && known->ignores == c->ignores)
             return i;
     }
     joined->cases[i].model = c->model;
@@ -81,6 +81,7 @@ static int matrix_joined_case(matrix *joined, const strategy_case *c)
     joined->cases[i].optimizer = c->optimizer;
     joined->cases[i].batch = c->batch;
     joined->cases[i].steps = c->steps;
+    joined->cases[i].ignores = c->ignores;
     joined->cases[i].kind = DTRAIN_STRATEGY_DDP;
     joined->cases[i].micro = 1;
     joined->count++;
@@ -316,6 +317,57 @@ static void test_reduce_dtype(void)
 {
     check_reduce_dtype(DTRAIN_DTYPE_BF16, 4e-3);
     check_reduce_dtype(DTRAIN_DTYPE_F16, 1e-3);
+}
+
+/* However samples lie on ranks and in micro-batches, and however many of them are ignored, a step is
+ * one mean over those that count. */
+static void check_uneven_samples(int ranks, bool uneven, uint32_t tape_flags, uint32_t reduce_dtype,
+                                 double tolerance)
+{
+    matrix *m = matrix_create(ranks, DTRAIN_LAUNCH_THREADS);
+    strategy_case like = plain_case(tolerance);
+    double most = 0, least = 1e9;
+    like.ignores = true;
+    like.uneven = uneven;
+    like.tape_flags = tape_flags;
+    like.reduce_dtype = reduce_dtype;
+    matrix_add_kinds(m, "samples", like);
+    for (int i = 0; reduce_dtype && i < m->count; i++) /* which rounds sums inside nodes as well */
+        if (m->cases[i].kind == DTRAIN_STRATEGY_HYBRID_SHARD)
+            snprintf(m->cases[i].group, sizeof m->cases[i].group, "%d", i);
+    if (ranks == 4)
+        for (int i = 0; i < 2; i++) {
+            strategy_case *c = matrix_add(m, "by nodes", DTRAIN_STRATEGY_DDP, 1, 0);
+            char group[sizeof c->group];
+            memcpy(group, c->group, sizeof group);
+            *c = like;
+            memcpy(c->group, group, sizeof group);
+            c->kind = i ? DTRAIN_STRATEGY_ZERO1 : DTRAIN_STRATEGY_DDP;
+            c->micro = 1;
+            c->hierarchical = true;
+            c->node_size = 2;
+        }
+    matrix_run(m);
+    for (int r = 0; r < ranks; r++)
+        for (int step = 0; step < MODEL_STEPS; step++) {
+            const double samples = m->out[0].samples[r][step];
+            most = samples > most ? samples : most, least = samples < least ? samples : least;
+        }
+    if (ranks == 8) CHECK(least == 0 && most > 40); /* ranks without any took part */
+}
+
+static void test_uneven_samples(void)
+{
+    check_uneven_samples(2, true, 0, 0, 4e-6);
+    check_uneven_samples(4, false, 0, DTRAIN_DTYPE_F16, 1e-3);
+    check_uneven_samples(8, false, 0, 0, 4e-6);
+    if (!test_full()) return;
+    check_uneven_samples(1, false, 0, 0, 4e-6);
+    check_uneven_samples(3, true, 0, 0, 4e-6);
+    check_uneven_samples(4, false, 0, 0, 4e-6);
+    check_uneven_samples(2, true, DTRAIN_TAPE_BF16, 0, 4e-3);
+    check_uneven_samples(3, false, DTRAIN_TAPE_F16, 0, 1e-3);
+    check_uneven_samples(3, true, 0, DTRAIN_DTYPE_BF16, 4e-3);
 }
 
 /* Where units lie between forward and backward, and when they travel, changes no bit. */
@@ -1386,6 +1438,7 @@ int main(int argc, char **argv)
     RUN_NUMBERS(test_checkpointing);
     RUN_NUMBERS(test_bf16_parameters);
     RUN_NUMBERS(test_reduce_dtype);
+    RUN_NUMBERS(test_uneven_samples);
     RUN_NUMBERS(test_keeping_units);
     RUN_NUMBERS(test_64_ranks);
     RUN(test_memory);

@@ -20,8 +20,9 @@ typedef struct run {
     int stumbling_rank; /* whose every second read fails once, and is repeated */
     int bad_rank;       /* whose loss fails in step 2 */
     uint32_t nonfinite, skip_limit, verify_every;
-    bool nan_on;    /* from nan_step on */
-    int drift_rank; /* in whose memory a bit flips in step 5 */
+    bool nan_on;          /* from nan_step on */
+    bool ignored, scaled; /* half of the targets, unevenly, and in step 7 all; loss scaling */
+    int drift_rank;       /* in whose memory a bit flips in step 5 */
     float clip, dropout;
     uint64_t seed;
     dtrain_allocator allocator;
@@ -69,6 +70,8 @@ static dtrain_result next_batch(void *user)
     for (int64_t i = 0; i < s->batch; i++) {
         s->tokens[i] = (int32_t)((first + i) % VOCAB);
         s->targets[i] = (int32_t)((7 * (first + i) + 3) % VOCAB);
+        if (s->r->ignored && (step == 7 || (first + i) / 6 % 4 == 0 || (first + i) % 5 < 2))
+            s->targets[i] = -1;
     }
     if (s->rank == s->r->slow_rank || (s->r->slow_rank < 0 && s->r->sleep_us)) {
         struct timespec nap = {0, s->r->sleep_us * 1000L};
@@ -184,6 +187,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     desc.nonfinite = s->r->nonfinite;
     desc.skip_limit = s->r->skip_limit;
     desc.verify_every = s->r->verify_every;
+    if (s->r->scaled) desc.loss_scaling.initial_scale = 1024;
     desc.schedule.kind = DTRAIN_SCHEDULE_COSINE;
     desc.schedule.lr = 0.02f;
     desc.schedule.min_lr = 0.002f;
@@ -282,6 +286,32 @@ static void test_ranks_and_micro_batches_agree(void)
         check_same_losses(many, one, 2e-5);
         for (uint32_t rank = 1; rank < many->ranks; rank++) /* replicas stay equal to the bit */
             CHECK(memcmp(many->after[0], many->after[rank], sizeof many->after[0]) == 0);
+    }
+}
+
+/* One mean over all targets that count, however they lie; a step without any changes nothing. */
+static void test_ignored_targets(void)
+{
+    static const uint32_t cases[][2] = {{1, 2}, {1, 4}, {2, 1}, {4, 1}, {2, 3}, {4, 2}};
+    run *one = run_create(1, 1, 20);
+    one->ignored = true;
+    one->eval_at = 10;
+    run_well(one);
+    CHECK(one->records[0][7].loss == 0 && one->records[0][7].grad_norm == 0);
+    for (size_t i = 0; i < 2 * sizeof cases / sizeof cases[0]; i++) {
+        run *many = run_create(cases[i / 2][0], cases[i / 2][1], i % 2 ? 20 : 8);
+        many->ignored = true;
+        many->scaled = i % 2 != 0;
+        many->eval_at = i % 2 ? 10 : -1;
+        run_well(many);
+        one->steps = many->steps;
+        check_same_losses(many, one, 2e-5);
+        for (uint32_t rank = 1; rank < many->ranks; rank++)
+            CHECK(memcmp(many->after[0], many->after[rank], sizeof many->after[0]) == 0);
+        if (many->accumulation == 1 && i % 2) /* batches of the same samples */
+            CHECK_CLOSE(many->eval_loss[0], one->eval_loss[0], 2e-5);
+        if (i % 2 == 0) /* step 7 is the last */
+            CHECK(memcmp(many->before[0], many->after[0], sizeof many->after[0]) == 0);
     }
 }
 
@@ -713,6 +743,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_learns);
     RUN(test_ranks_and_micro_batches_agree);
+    RUN(test_ignored_targets);
     RUN(test_processes_are_threads_to_the_bit);
     RUN(test_clipping);
     RUN(test_dropout_seeds);

@@ -317,7 +317,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_add(dtrain_device *device, const dtrai
 DTRAIN__PRIVATE dtrain_result dtrain__cpu_axpby(dtrain_device *device,
                                                 const dtrain_axpby_args *args)
 {
-    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->axpby, args, args->count,
+    dtrain_axpby_args now = *args;
+    if (args->divisor) {
+        if (args->divisor[0] == 0 || args->divisor[0] == args->a) return DTRAIN_OK;
+        now.a = args->a / args->divisor[0];
+        now.x = args->y;
+    }
+    return dtrain__elementwise(device, dtrain__cpu_kernels(device)->axpby, &now, args->count,
                                args->dtype);
 }
 
@@ -353,7 +359,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__cpu_clip(dtrain_device *device, const dtra
     const float factor = args->max_norm / (norm + 1e-6f); /* as dtrain_clip_grad_norm rounds it */
     (void)device;
     args->norm[0] = norm;
-    if (!dtrain_is_finite(norm)) args->scalars->skip = 1;
+    if (!dtrain_is_finite(norm) || (args->weight && args->weight[0] == 0)) args->scalars->skip = 1;
     else if (args->max_norm > 0 && factor < 1) args->scalars->grad_scale *= factor;
     return DTRAIN_OK;
 }

@@ -113,9 +113,26 @@ static dtrain_result dtrain_cuda_axpby_as(dtrain_device *device, const dtrain_ax
     return dtrain_cuda_each(device, "axpby", op, args->count, aligned);
 }
 
+/* y (count) times a / divisor[0]. Where that is 1 every thread leaves before it reads y. */
+static __global__ void __launch_bounds__(DTRAIN_CUDA_EACH_THREADS)
+    dtrain_cuda_divide_kernel(float *y, int64_t count, float a, const float *divisor)
+{
+    const float by = divisor[0];
+    const int64_t threads = (int64_t)gridDim.x * blockDim.x;
+    if (by == 0 || by == a) return;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += threads)
+        y[i] *= a / by;
+}
+
 static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby_args *args)
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("axpby", args->dtype));
+    if (args->divisor && args->count > 0)
+        return DTRAIN_CUDA_RUN(device, "axpby", dtrain_cuda_divide_kernel,
+                               dtrain_cuda_blocks(dtrain_cuda_state_of(device), args->count,
+                                                  DTRAIN_CUDA_EACH_THREADS),
+                               DTRAIN_CUDA_EACH_THREADS, 0, (float *)args->y, args->count, args->a,
+                               args->divisor);
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_axpby_as)(device, args);
 }
 

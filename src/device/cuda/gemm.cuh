@@ -300,7 +300,7 @@ static dtrain_result dtrain_cuda_gemm_run_fused(dtrain_device *device, const dtr
     if (!args->accumulate_bias_grad) return DTRAIN_OK;
     const int64_t count = args->flags & DTRAIN_GEMM_BIAS_GRAD_C ? args->n : args->m;
     const dtrain_axpby_args add = {
-        count, true, 1, 1, product->vector, args->bias_grad, false, DTRAIN_DTYPE_F32};
+        count, true, 1, 1, product->vector, args->bias_grad, false, DTRAIN_DTYPE_F32, NULL};
     return dtrain_cuda_axpby(device, &add); /* without scratch, where the vector is */
 }
 

@@ -109,14 +109,15 @@ static dtrain_result dtrain_cuda_sum(dtrain_device *device, const dtrain_sum_arg
 /* ---- clip: one thread ---------------------------------------------------------------------------
  *
  * Rounds to fp32 where dtrain_clip_grad_norm does: a recorded step has the bits of another one. A
- * norm that is not finite sets skip and leaves the gradient scale alone. */
+ * norm that is not finite, or a weight of 0, sets skip and leaves the gradient scale alone. */
 
 static __global__ void dtrain_cuda_clip_kernel(const dtrain_clip_args args)
 {
     const float norm = (float)(sqrt(args.sum_squares[0]) * (double)args.scalars->grad_scale);
     const float factor = args.max_norm / (norm + 1e-6f);
     args.norm[0] = norm;
-    if ((__float_as_uint(norm) & 0x7f800000u) == 0x7f800000u) args.scalars->skip = 1;
+    const bool empty = args.weight && args.weight[0] == 0;
+    if (empty || (__float_as_uint(norm) & 0x7f800000u) == 0x7f800000u) args.scalars->skip = 1;
     else if (args.max_norm > 0 && factor < 1) args.scalars->grad_scale *= factor;
 }
 
