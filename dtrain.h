@@ -25059,6 +25059,8 @@ struct dtrain_state {
     int64_t step;
 };
 
+#define DTRAIN__STATE_MISSED "optimizer.missed" /* of HOST: of each parameter, see optim_internal.h */
+
 /* state/state.c */
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);
 DTRAIN__PRIVATE const char *dtrain__state_kind_name(uint32_t kind);
@@ -25173,6 +25175,22 @@ static dtrain_result dtrain__state_moments(dtrain_state *state)
             DTRAIN__TRY(dtrain__state_like(state, &shard, kind, memory, NULL));
         }
     }
+    return DTRAIN_OK;
+}
+
+/* Append in how many steps each parameter was left out of updates. */
+static dtrain_result dtrain__state_missed(dtrain_state *state)
+{
+    const dtrain_optimizer *optimizer = state->desc.optimizer;
+    if (!optimizer) return DTRAIN_OK;
+    dtrain_state_tensor *tensor =
+        dtrain__state_append(state, DTRAIN__STATE_MISSED, DTRAIN_STATE_HOST);
+    if (!tensor) return DTRAIN_ERROR_MEMORY;
+    tensor->dtype = DTRAIN_DTYPE_I64;
+    tensor->shape[0] = tensor->total = tensor->count = (int64_t)optimizer->strategy->param_count;
+    tensor->memory = optimizer->missed;
+    tensor->copies = dtrain_comm_size(state->comm);
+    tensor->copy = dtrain_comm_rank(state->comm);
     return DTRAIN_OK;
 }
 
@@ -25360,6 +25378,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     dtrain__state_list_scalars(state);
     dtrain_result result = dtrain__state_values(state);
     if (result == DTRAIN_OK) result = dtrain__state_moments(state);
+    if (result == DTRAIN_OK) result = dtrain__state_missed(state);
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);
@@ -26862,7 +26881,8 @@ static void dtrain__name_list_add(dtrain__name_list *list, uint32_t kind, const 
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
-    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q;
+    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q &&
+           strcmp(tensor->name, DTRAIN__STATE_MISSED) != 0;
 }
 
 static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)

@@ -74,7 +74,8 @@ static void dtrain__name_list_add(dtrain__name_list *list, uint32_t kind, const 
 static bool dtrain__is_needed(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     if (tensor->kind == DTRAIN_STATE_VALUE) return true;
-    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q;
+    return !load->desc.values_only && !tensor->own && tensor->kind != DTRAIN_STATE_Q &&
+           strcmp(tensor->name, DTRAIN__STATE_MISSED) != 0;
 }
 
 static bool dtrain__is_loaded(const dtrain__load *load, uint32_t kind)

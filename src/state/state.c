@@ -130,6 +130,22 @@ static dtrain_result dtrain__state_moments(dtrain_state *state)
     return DTRAIN_OK;
 }
 
+/* Append in how many steps each parameter was left out of updates. */
+static dtrain_result dtrain__state_missed(dtrain_state *state)
+{
+    const dtrain_optimizer *optimizer = state->desc.optimizer;
+    if (!optimizer) return DTRAIN_OK;
+    dtrain_state_tensor *tensor =
+        dtrain__state_append(state, DTRAIN__STATE_MISSED, DTRAIN_STATE_HOST);
+    if (!tensor) return DTRAIN_ERROR_MEMORY;
+    tensor->dtype = DTRAIN_DTYPE_I64;
+    tensor->shape[0] = tensor->total = tensor->count = (int64_t)optimizer->strategy->param_count;
+    tensor->memory = optimizer->missed;
+    tensor->copies = dtrain_comm_size(state->comm);
+    tensor->copy = dtrain_comm_rank(state->comm);
+    return DTRAIN_OK;
+}
+
 /* Append what compression keeps of a parameter. */
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain_compression_state *kept)
@@ -314,6 +330,7 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     dtrain__state_list_scalars(state);
     dtrain_result result = dtrain__state_values(state);
     if (result == DTRAIN_OK) result = dtrain__state_moments(state);
+    if (result == DTRAIN_OK) result = dtrain__state_missed(state);
     if (result == DTRAIN_OK) result = dtrain__state_compression(state);
     if (result == DTRAIN_OK) *out = state;
     else dtrain_state_destroy(state);

@@ -12,7 +12,7 @@
  * A program is a pure function of its seed: every decision of a rank is drawn from (seed, what, rank,
  * step, micro-batch, parameter), so that the oracle can take it too. What ranks may do differently: lack
  * gradients, single ones or all of a unit or of a micro-batch; mark them in another order; own the memory
- * of some; step over units in backward; gather one twice; come late; look (query) at any moment; ask in the
+ * of some; have micro-batches of more or fewer samples, or of none; step over units in backward; gather one twice; come late; look (query) at any moment; ask in the
  * middle of a backward for what belongs between two steps, and are refused. All
  * ranks together read, verify and evaluate between forward and backward, and between steps, and make the activations
  * of some units again in a backward, whatever units each has stepped over by then. In one program of
@@ -68,6 +68,8 @@ typedef struct program {
     uint64_t lacks, lacks_unit, lacks_all, stragglers, looks, own_order, repeats, again, odd;
     int quitter, quit_step; /* a rank that gives up in the middle of this step; -1: none */
     int64_t elements;       /* of all storages */
+    bool weighted;          /* micro-batches have samples of different numbers */
+    bool adamw;             /* of the library, which leaves absent parameters alone */
     bool nccl;              /* on emulated GPUs; else staged */
     char note[16];          /* what shrinking took away */
 } program;
@@ -76,8 +78,10 @@ typedef struct program {
 typedef struct report {
     int outcome[MOST_RANKS]; /* 0: not reported; 1: as expected; 2: not */
     char text[MOST_RANKS][400];
-    bool fails[MOST_STEPS]; /* finish must refuse this step, for a missing gradient */
-    int misuses;            /* of NCCL, and what it still holds at the end */
+    bool fails[MOST_STEPS];       /* finish must refuse this step, for a missing gradient */
+    bool empty[MOST_STEPS];       /* no micro-batch of this step has samples */
+    uint32_t present[MOST_STEPS]; /* bit p: some rank has a gradient of this storage */
+    int misuses;                  /* of NCCL, and what it still holds at the end */
     double tolerance, gathered_tolerance;
     double data[]; /* mean (steps, elements), base (elements) */
 } report;
@@ -105,7 +109,9 @@ enum {
     POLLS,
     AGAIN,
     ODD,
-    RATES
+    RATES,
+    WEIGHT,
+    MISSING
 };
 
 static uint64_t draw(const program *g, uint64_t what, int rank, int step, int micro, int64_t item)
@@ -140,6 +146,13 @@ static float gradient(const program *g, int rank, int step, int micro, int p, in
     return (float)((int64_t)(draw(g, GRAD, rank, step, micro, p * 65536 + i) % 17) - 8) / 8;
 }
 
+/* The samples of a micro-batch, in units. */
+static float weight(const program *g, int rank, int step, int micro)
+{
+    static const float weights[] = {0, 0, 0.25f, 0.5f, 1, 1, 1.5f, 3};
+    return g->weighted ? weights[draw(g, WEIGHT, rank, step, micro, 0) % 8] : 1;
+}
+
 /* ---- Oracle ---------------------------------------------------------------------------------------*/
 
 static double *mean_of(const play *y, int step, int p)
@@ -148,7 +161,8 @@ static double *mean_of(const play *y, int step, int p)
 }
 static double *base_of(const play *y, int p) { return mean_of(y, y->g->steps, p); }
 
-/* The mean over ranks of what their micro-batches add up to, element by element. */
+/* The mean over ranks of what their micro-batches add up to, element by element, and over samples
+ * where those differ. */
 static void oracle(const play *y)
 {
     const program *g = y->g;
@@ -167,13 +181,56 @@ static void oracle(const play *y)
                 missing = missing || !seen;
             }
         y->r->fails[step] = missing && g->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
+        double weights = 0;
+        for (int rank = 0; rank < g->ranks; rank++)
+            for (int micro = 0; micro < g->micro; micro++) {
+                weights += (double)weight(g, rank, step, micro);
+                for (int p = 0; p < g->params; p++)
+                    if (has_gradient(g, rank, step, micro, p))
+                        y->r->present[step] |= 1u << g->p[p].storage;
+            }
+        y->r->empty[step] = weights == 0;
+        if (g->desc.missing_gradient != DTRAIN_MISSING_GRADIENT_SKIP) y->r->present[step] = ~0u;
+        for (int64_t i = 0; i < g->elements && weights > 0; i++)
+            y->r->data[step * g->elements + i] *= g->ranks * g->micro / weights;
     }
+}
+
+static dtrain_optimizer_desc adamw_desc(void)
+{
+    dtrain_optimizer_desc desc = dtrain_adamw_defaults();
+    desc.epsilon = 0.01f; /* a rounded gradient near 0 is no step */
+    desc.weight_decay = 0.1f;
+    return desc;
+}
+
+/* What AdamW makes of an element in the steps before this one, as torch counts them: a parameter
+ * that nobody has a gradient of is not touched. */
+static double adamw_value(const play *y, int step, int p, int64_t i)
+{
+    const dtrain_optimizer_desc d = adamw_desc();
+    const double b1 = (double)d.beta1, b2 = (double)d.beta2, rate = (double)RATE;
+    double value = base_of(y, p)[i], m = 0, v = 0;
+    int updates = 0;
+    for (int s = 0; s < step; s++) {
+        const double grad = mean_of(y, s, p)[i];
+        if (y->r->fails[s] || y->r->empty[s] || !trainable(y->g, p)) continue;
+        if (!(y->r->present[s] >> p & 1)) continue;
+        updates++;
+        m = b1 * m + (1 - b1) * grad;
+        v = b2 * v + (1 - b2) * grad * grad;
+        value *= 1 - rate * (double)d.weight_decay;
+        value -= rate * m / (1 - pow(b1, updates)) /
+                 (sqrt(v / (1 - pow(b2, updates))) + (double)d.epsilon);
+    }
+    return value;
 }
 
 /* The value of an element before a step; a step that fails updates nothing. */
 static double value_of(const play *y, int step, int p, int64_t i)
 {
     double value = base_of(y, p)[i];
+    if (y->g->adamw) return adamw_value(y, step, p, i);
     for (int s = 0; s < step; s++)
         if (!y->r->fails[s]) value -= (double)RATE * mean_of(y, s, p)[i];
     return value;
@@ -185,6 +242,7 @@ typedef struct rank_state {
     play y;
     int rank;
     dtrain_strategy *strategy;
+    dtrain_optimizer *optimizer; /* NULL: updates are the program's own */
     dtrain_param params[MOST_PARAMS];
     dtrain_device *device;
     float *memory, *host; /* the model's own arrays, of the device; scratch of this program */
@@ -463,6 +521,7 @@ static int check_gradients(rank_state *s, int step)
                              step, p, (long long)(shards[k].offset + i), (double)s->host[i],
                              expected);
         }
+        if (s->optimizer) continue;
         for (int64_t i = 0; i < size; i++) updates[i] = RATE * s->host[i];
         if (!look_at(s, shards[k].value, size)) return no_copy(s, step);
         for (int64_t i = 0; i < size; i++) s->host[i] -= updates[i];
@@ -482,6 +541,8 @@ static int train(rank_state *s)
             STEP(together(s, step, micro, 0));
             STEP(backward(s, step, micro));
             alone(s, step, micro, 1);
+            if (g->weighted)
+                GOOD(dtrain_strategy_weight(s->strategy, weight(g, s->rank, step, micro)));
             result = dtrain_strategy_finish(s->strategy);
             if (micro + 1 < g->micro) GOOD(result);
             if (micro + 1 < g->micro) STEP(together(s, step, micro, 1));
@@ -497,7 +558,8 @@ static int train(rank_state *s)
                          dtrain_last_error());
         STEP(together(s, step, 0, 2));
         STEP(check_gradients(s, step));
-        GOOD(dtrain_strategy_publish(s->strategy));
+        if (s->optimizer) GOOD(dtrain_optimizer_step(s->optimizer, RATE, 1));
+        else GOOD(dtrain_strategy_publish(s->strategy));
         STEP(together(s, step + 1, 0, 3));
     }
     GOOD(dtrain_strategy_verify(s->strategy, NULL));
@@ -517,6 +579,7 @@ static void register_model(rank_state *s)
         memset(q, 0, sizeof *q);
         q->name = names[p];
         q->count = plan->count;
+        if (g->adamw) q->shape[0] = plan->count, q->shape[1] = 1; /* a matrix: decayed */
         q->unit = plan->unit;
         q->flags = plan->flags;
         q->init = DTRAIN_INIT_UNIFORM;
@@ -566,6 +629,10 @@ static int rank_main(dtrain_world *world, void *user)
         DTRAIN_OK)
         wrong(s, "create: %.350s", dtrain_last_error());
     else {
+        const dtrain_optimizer_desc adamw = adamw_desc();
+        if (g->adamw &&
+            dtrain_optimizer_create(world, s->strategy, &adamw, &s->optimizer) != DTRAIN_OK)
+            wrong(s, "optimizer: %.350s", dtrain_last_error());
         for (int p = 0; p < g->params; p++)
             if (g->p[p].storage == p) {
                 if (dtrain_strategy_read(s->strategy, (size_t)p, s->host) != DTRAIN_OK) break;
@@ -575,6 +642,7 @@ static int rank_main(dtrain_world *world, void *user)
         result = dtrain_barrier(dtrain_world_comm(world)) == DTRAIN_OK ? train(s) : 1;
         if (result == 0) y->r->outcome[s->rank] = 1;
     }
+    dtrain_optimizer_destroy(s->optimizer);
     dtrain_strategy_destroy(s->strategy);
     s->device->ops->free(s->device, s->memory, bytes);
     free(s->host);
@@ -682,6 +750,10 @@ static program generate(uint64_t seed)
     g.nccl = draw(&g, NCCL, 0, 0, 0, 0) % 3 == 0;
     state = draw(&g, RATES, 0, 0, 0, 0);
     g.again = rate(&state), g.odd = rate(&state);
+    g.weighted = draw(&g, WEIGHT, 0, 0, 0, -1) % 2 == 0;
+    g.adamw = draw(&g, WEIGHT, 0, 0, 0, -2) % 2 == 0;
+    if (!g.desc.missing_gradient && draw(&g, MISSING, 0, 0, 0, 0) % 3 == 0)
+        g.desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ZERO;
     if (OVER_MPI)
         g.mode = DTRAIN_LAUNCH_PROCESSES, g.quitter = -1; /* MPI is not called after a failure */
     return g;
@@ -695,7 +767,7 @@ static void print_program(const program *g)
     printf("  seed %llu%s: %d ranks (%s%s), %s, %d steps of %d micro-batches, accumulation %u, "
            "node_size %u%s, "
            "missing %u, reduce %s, param %s, whole_below %lld, buckets %zu %zu%s, no_overlap %02x, "
-           "compression %u (dense %llu), quits %d in %d\n"
+           "compression %u (dense %llu), quits %d in %d%s%s\n"
            "  one in: lacks %llu, unit %llu, all %llu; late %llu, looks %llu, order %llu, repeats "
            "%llu, again %llu, odd %llu\n",
            (unsigned long long)g->seed, g->note, g->ranks, ranks_mode_name(g->mode),
@@ -705,11 +777,12 @@ static void print_program(const program *g)
            dtrain_dtype_name((dtrain_dtype)d->param_dtype), (long long)d->whole_below,
            d->first_bucket_bytes, d->bucket_bytes, d->keep_after_forward ? ", kept" : "",
            g->no_overlap, g->compression.kind, (unsigned long long)g->compression.dense_steps,
-           g->quitter, g->quit_step, (unsigned long long)g->lacks,
-           (unsigned long long)g->lacks_unit, (unsigned long long)g->lacks_all,
-           (unsigned long long)g->stragglers, (unsigned long long)g->looks,
-           (unsigned long long)g->own_order, (unsigned long long)g->repeats,
-           (unsigned long long)g->again, (unsigned long long)g->odd);
+           g->quitter, g->quit_step, g->weighted ? ", weighted" : "", g->adamw ? ", AdamW" : "",
+           (unsigned long long)g->lacks, (unsigned long long)g->lacks_unit,
+           (unsigned long long)g->lacks_all, (unsigned long long)g->stragglers,
+           (unsigned long long)g->looks, (unsigned long long)g->own_order,
+           (unsigned long long)g->repeats, (unsigned long long)g->again,
+           (unsigned long long)g->odd);
     for (int p = 0; p < g->params; p++) {
         printf("  p%d: unit %u, %lld%s%s", p, g->p[p].unit, (long long)g->p[p].count,
                g->p[p].flags ? ", frozen" : "", g->p[p].host_value ? ", host's value" : "");
@@ -843,7 +916,7 @@ static bool passes(program *g, char *text, size_t room)
 /* Takes away what the failure does not need: a change that still fails is kept. */
 static void shrink(program *g)
 {
-    enum { FIRST_PARAM = 27 }; /* changes of parameters come behind all others */
+    enum { FIRST_PARAM = 29 }; /* changes of parameters come behind all others */
     char text[500];
     bool smaller = true;
     while (smaller) {
@@ -879,6 +952,8 @@ static void shrink(program *g)
             case 24: next.nccl = false; break;
             case 25: next.again = 0; break;
             case 26: next.odd = 0; break;
+            case 27: next.weighted = false; break;
+            case 28: next.adamw = false; break;
             default:
                 next.p[own].host_grads = 0, next.p[own].host_value = false;
                 if (next.p[own].count > 1 && next.p[own].storage == own) {
