@@ -102,7 +102,8 @@ static inline void saved_param(saved_rank *s, int at, uint32_t unit, const char 
     p->init_scale = columns ? 0.3f : 0.1f;
 }
 
-/* Two blocks between a tied embedding; a frozen tensor, one that gets no gradient, one of one element. */
+/* Two blocks between a tied embedding; a frozen tensor, one that gets no gradient, one that gets
+ * none in every second step, one of one element. */
 static inline void saved_model(saved_rank *s)
 {
     saved_param(s, 0, 0, "wte", 256, SAVED_WIDTH);
@@ -139,7 +140,8 @@ static inline dtrain_result saved_next(void *user)
 static inline dtrain_tensor *saved_block(saved_rank *s, dtrain_tape *t, dtrain_param *p,
                                          dtrain_tensor *x)
 {
-    dtrain_tensor *h = dtrain_linear(t, x, &p[0], &p[1], DTRAIN_ACTIVATION_GELU);
+    const bool biased = p != &s->params[2] || s->step % 2;
+    dtrain_tensor *h = dtrain_linear(t, x, &p[0], biased ? &p[1] : NULL, DTRAIN_ACTIVATION_GELU);
     h = dtrain_linear(t, h, &p[2], NULL, DTRAIN_ACTIVATION_NONE);
     return dtrain_add(t, x, dtrain_dropout(t, h, s->r->dropout));
 }
