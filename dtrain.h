@@ -453,6 +453,7 @@ extern "C" {
     X(DTRAIN_ERROR_FILE, -12, "a file could not be read or written")                     \
     X(DTRAIN_ERROR_DATA, -13, "data does not have the expected form")                    \
     X(DTRAIN_ERROR_NOT_FOUND, -14, "there is nothing by this name")                      \
+    X(DTRAIN_ERROR_END, -15, "there is no more data")                                    \
     X(DTRAIN_ERROR_MISMATCH, -20, "ranks disagree about what they are doing")            \
     X(DTRAIN_ERROR_PEER, -21, "another rank died, failed or left")                       \
     X(DTRAIN_ERROR_TIMEOUT, -22, "a deadline passed")                                    \
@@ -1502,6 +1503,22 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
+/* Take part in a micro-batch of the others without one of one's own, where the data of a rank ends
+ * earlier than theirs (torch: Join): in place of forward, backward and finish, with a weight of 0.
+ * The mean is over those that have data. *over becomes true when a step ends in which no rank had
+ * any, on all of them. Collective; everything else of a step stays, accumulate, clipping, update:
+ *
+ *     while (!over) {
+ *         if (has_batch(data)) train(data);   // forward, backward, dtrain_strategy_finish
+ *         else dtrain_strategy_join(strategy, &over);
+ *         dtrain_optimizer_step(optimizer, lr, 1);
+ *     }
+ *
+ * Gathers each unit once, in forward and in backward: a backward of the program's own that gathers
+ * units for forward again has no rank that joins. Buffers of a rank that joins count in their
+ * mean. */
+DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over);
+
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
  * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call
  * publish. */
@@ -2342,7 +2359,10 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
 typedef struct dtrain_trainer dtrain_trainer;
 
-/* Fill the host's own buffers with the next micro-batch. */
+/* Fill the host's own buffers with the next micro-batch. DTRAIN_ERROR_END says that this rank's data
+ * has ended: it takes part in the steps of the others without samples until the data of all has
+ * (dtrain_strategy_join), and is not called again before; record.ended then ends the epoch. Not with
+ * graph. */
 typedef dtrain_result (*dtrain_batch_fn)(void *user);
 /* Build the loss (one element, mean over the micro-batch) of what next_batch fetched. Which
  * operations it calls must not depend on values: memory is planned by running it on the plan
@@ -2423,7 +2443,8 @@ typedef struct dtrain_spread {
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
     int64_t step;     /* from 1: how many are done with this one */
-    double loss;      /* mean over micro-batches and ranks */
+    double loss;      /* mean over the samples of all micro-batches and ranks; 0 without any. With
+                         DTRAIN_AVERAGE_MEANS over micro-batches and ranks */
     double val_loss;  /* NaN unless the host evaluated and set it */
     double grad_norm; /* before clipping */
     double lr;
@@ -2441,6 +2462,7 @@ typedef struct dtrain_step_record {
     int ranks; /* that the figures come from; 0: a record without figures */
     dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
     uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
+    bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;
@@ -2470,8 +2492,8 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * micro-batch that could not be read, while the other ranks wait. An error of loss, of the tape or
  * of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Evaluate the mean loss without gradients over `batches` calls of next_batch, averaged over
- * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
+/* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on every
+ * rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user may differ from training's; the loss function gets this
  * user. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
@@ -13463,6 +13485,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int6
 DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
+DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy);
@@ -13972,7 +13995,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 }
 
 /* Report parameters that ready has not seen in this step, at most eight by name; a warning names
- * one once. All buckets have been launched: whatever this rank
+ * one once, and a rank without samples misses nothing. All buckets have been launched: whatever this rank
  * lacks, the others are not left waiting. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
@@ -13981,7 +14004,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     char names[640] = "";
     size_t count = 0, used = 0;
     dtrain_result result = DTRAIN_OK;
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->trainable || entry->seen || (entry->warned && !strict)) continue;
@@ -23960,6 +23983,7 @@ enum {
     DTRAIN__WORD_WEIGHT, /* of its loss in the mean of all: see dtrain_strategy_weight */
     DTRAIN__WORD_COMM,   /* seconds that an operation was in flight */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
+    DTRAIN__WORD_ENDED,  /* the share of micro-batches that came behind the end of its data */
     DTRAIN__WORD_COUNT
 };
 
@@ -23982,6 +24006,8 @@ struct dtrain_trainer {
     uint32_t micro;     /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;        /* their sum, each times its weight ... */
     double weight;      /* ... and the sum of their weights */
+    bool ended;         /* this rank's data has */
+    uint32_t joined;    /* micro-batches of this step behind that */
     float micro_weight; /* of the last one */
     double saving;      /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
@@ -24042,6 +24068,7 @@ typedef struct dtrain__step_mark {
 #define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
 
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
+static dtrain_result dtrain__trainer_join(dtrain_trainer *trainer, dtrain_tensor **loss);
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record);
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
@@ -24073,6 +24100,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     own[DTRAIN__WORD_LOSS] =
         (float)(trainer->weight > 0 ? trainer->loss / trainer->weight : trainer->loss);
     own[DTRAIN__WORD_WEIGHT] = (float)(trainer->weight / trainer->desc.micro_batches);
+    own[DTRAIN__WORD_ENDED] = (float)trainer->joined / (float)trainer->desc.micro_batches;
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
@@ -24080,6 +24108,11 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(recorded);
     trainer->saving = after.spans[DTRAIN_SPAN_CHECKPOINT];
+    if (full.ended) {
+        trainer->ended = false; /* the next step begins another epoch */
+        if (record) *record = full;
+        return DTRAIN_OK;
+    }
     trainer->step++;
     trainer->tokens = full.tokens;
     const uint32_t every = trainer->desc.verify_every;
@@ -24122,7 +24155,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
     const uint32_t micro = trainer->micro;
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
-    if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+    if (micro == 0) trainer->joined = 0;
+    if (desc->next_batch && !fetched && !trainer->ended) {
+        const dtrain_result next = dtrain__trainer_fetch(trainer);
+        trainer->ended = next == DTRAIN_ERROR_END;
+        if (!trainer->ended) DTRAIN__TRY(next);
+    }
+    if (trainer->ended) return dtrain__trainer_join(trainer, loss);
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
     const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
@@ -24134,6 +24173,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     trainer->micro_weight = desc->strategy->weight;
     result = dtrain_strategy_finish(desc->strategy);
     trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
+    return result;
+}
+
+/* Take part in a micro-batch of the others: this rank's data has ended. */
+static dtrain_result dtrain__trainer_join(dtrain_trainer *trainer, dtrain_tensor **loss)
+{
+    bool over;
+    *loss = NULL;
+    trainer->micro_weight = 0;
+    const dtrain_result result = dtrain_strategy_join(trainer->desc.strategy, &over);
+    trainer->joined++;
+    trainer->micro = result == DTRAIN_OK ? trainer->micro + 1 : 0;
     return result;
 }
 
@@ -24154,7 +24205,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
     dtrain__span_end(trainer->world, span);
-    return result;
+    if (result != DTRAIN_ERROR_END || !trainer->queue) return result;
+    return dtrain__strategy_keep(
+        trainer->desc.strategy,
+        dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                    "dtrain_trainer_step: the data of this rank has ended, and a graph replays "
+                    "steps that have data; use graph = false, or give all ranks as many batches"));
 }
 
 /* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
@@ -24169,8 +24225,9 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         float loss = 0;
         const uint32_t micro = trainer->micro;
         DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
-        DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
-                                          dtrain_tensor_read(trainer->tape, tensor, &loss)));
+        if (tensor)
+            DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
+                                              dtrain_tensor_read(trainer->tape, tensor, &loss)));
         dtrain__trainer_add(trainer, micro, loss, trainer->micro_weight);
     }
     trainer->micro = 0;
@@ -24319,19 +24376,21 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     dtrain_loss_scaler *scaler = &trainer->scaler;
     double mean[DTRAIN__WORD_COUNT];
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->ranks = trainer->ranks;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
         record->figures[f] = dtrain__trainer_spread(trainer, f);
     const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
     record->skipped_steps = trainer->skipped;
-    if (trainer->scaling) {
-        record->loss_scale = (double)scaler->scale;
+    if (trainer->scaling) record->loss_scale = (double)scaler->scale;
+    if (trainer->scaling && !record->ended) {
         DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
         record->skipped_steps = scaler->skipped_steps;
     }
-    const uint64_t tokens =
-        (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
+    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->ranks *
+                          trainer->desc.micro_batches; /* that had data */
+    const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
     record->loss = mean[DTRAIN__WORD_LOSS];
     record->val_loss = DTRAIN__NAN;
     record->tokens = trainer->tokens + tokens;
@@ -24414,8 +24473,10 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
                                           void *user, double *sum, double *weights)
 {
     const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
+    const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     float loss = 0;
-    if (next_batch) DTRAIN__TRY(next_batch(user));
+    if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
+    DTRAIN__TRY(next);
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);

@@ -17,6 +17,7 @@
     X(DTRAIN_ERROR_FILE, -12, "a file could not be read or written")                     \
     X(DTRAIN_ERROR_DATA, -13, "data does not have the expected form")                    \
     X(DTRAIN_ERROR_NOT_FOUND, -14, "there is nothing by this name")                      \
+    X(DTRAIN_ERROR_END, -15, "there is no more data")                                    \
     X(DTRAIN_ERROR_MISMATCH, -20, "ranks disagree about what they are doing")            \
     X(DTRAIN_ERROR_PEER, -21, "another rank died, failed or left")                       \
     X(DTRAIN_ERROR_TIMEOUT, -22, "a deadline passed")                                    \

@@ -457,7 +457,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 }
 
 /* Report parameters that ready has not seen in this step, at most eight by name; a warning names
- * one once. All buckets have been launched: whatever this rank
+ * one once, and a rank without samples misses nothing. All buckets have been launched: whatever this rank
  * lacks, the others are not left waiting. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
@@ -466,7 +466,7 @@ static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
     char names[640] = "";
     size_t count = 0, used = 0;
     dtrain_result result = DTRAIN_OK;
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
         dtrain__entry *entry = &strategy->layout.entries[i];
         const dtrain_param *p = &strategy->params[i];
         if (!entry->trainable || entry->seen || (entry->warned && !strict)) continue;

@@ -220,6 +220,22 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
+/* Take part in a micro-batch of the others without one of one's own, where the data of a rank ends
+ * earlier than theirs (torch: Join): in place of forward, backward and finish, with a weight of 0.
+ * The mean is over those that have data. *over becomes true when a step ends in which no rank had
+ * any, on all of them. Collective; everything else of a step stays, accumulate, clipping, update:
+ *
+ *     while (!over) {
+ *         if (has_batch(data)) train(data);   // forward, backward, dtrain_strategy_finish
+ *         else dtrain_strategy_join(strategy, &over);
+ *         dtrain_optimizer_step(optimizer, lr, 1);
+ *     }
+ *
+ * Gathers each unit once, in forward and in backward: a backward of the program's own that gathers
+ * units for forward again has no rank that joins. Buffers of a rank that joins count in their
+ * mean. */
+DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over);
+
 /* A flat fp32 slice of a parameter that this rank's optimizer updates; at most one a parameter.
  * Under DDP every trainable parameter is one, whole. After updating them (all ranks, or none) call
  * publish. */

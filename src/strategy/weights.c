@@ -81,6 +81,37 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
     return DTRAIN_OK;
 }
 
+/* ---- Without samples --------------------------------------------------------------------------*/
+
+/* Gather the units as the forward of a micro-batch does, in which this rank has no samples, and take
+ * part in what the first one agrees on. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u < strategy->layout.unit_count; u++) {
+        const uint32_t id = strategy->layout.units[u].id;
+        DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
+        DTRAIN__TRY(dtrain_strategy_release(strategy, id));
+    }
+    if (!strategy->taped) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
+{
+    const char *const call = "dtrain_strategy_join";
+    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
+    *over = false;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    const bool last = !strategy->more;
+    DTRAIN__TRY(dtrain__join_forward(strategy));
+    strategy->weight = 0;
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (!last) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy)));
+    *over = strategy->empty;
+    return DTRAIN_OK;
+}
+
 /* ---- The tally --------------------------------------------------------------------------------*/
 
 /* Set count elements of the tally. A constant comes with the kernel's arguments: no memory of the
@@ -106,7 +137,7 @@ static void dtrain__note_absent(dtrain_strategy *strategy)
     strategy->unsure = strategy->empty;
     for (size_t i = 0; i < strategy->param_count; i++) {
         const dtrain_param *p = &strategy->params[i];
-        entries[i].absent = skips && entries[i].trainable && p->state.storage == p && p->count;
+        entries[i].absent = skips && entries[i].trainable && p->state.storage == p;
     }
     for (size_t i = 0; i < strategy->param_count; i++)
         if (entries[i].seen) entries[strategy->params[i].state.storage->state.index].absent = false;

@@ -52,6 +52,7 @@ typedef struct dtrain__step_mark {
 #define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
 
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
+static dtrain_result dtrain__trainer_join(dtrain_trainer *trainer, dtrain_tensor **loss);
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record);
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
@@ -83,6 +84,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     own[DTRAIN__WORD_LOSS] =
         (float)(trainer->weight > 0 ? trainer->loss / trainer->weight : trainer->loss);
     own[DTRAIN__WORD_WEIGHT] = (float)(trainer->weight / trainer->desc.micro_batches);
+    own[DTRAIN__WORD_ENDED] = (float)trainer->joined / (float)trainer->desc.micro_batches;
     own[DTRAIN__WORD_STOP] = dtrain_world_stop_requested(trainer->world) ? 1.0f : 0.0f;
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_OTHER, "record", DTRAIN__UNNUMBERED);
@@ -90,6 +92,11 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     dtrain__span_end(trainer->world, span);
     DTRAIN__TRY(recorded);
     trainer->saving = after.spans[DTRAIN_SPAN_CHECKPOINT];
+    if (full.ended) {
+        trainer->ended = false; /* the next step begins another epoch */
+        if (record) *record = full;
+        return DTRAIN_OK;
+    }
     trainer->step++;
     trainer->tokens = full.tokens;
     const uint32_t every = trainer->desc.verify_every;
@@ -132,7 +139,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
     const uint32_t micro = trainer->micro;
     DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
-    if (desc->next_batch && !fetched) DTRAIN__TRY(dtrain__trainer_fetch(trainer));
+    if (micro == 0) trainer->joined = 0;
+    if (desc->next_batch && !fetched && !trainer->ended) {
+        const dtrain_result next = dtrain__trainer_fetch(trainer);
+        trainer->ended = next == DTRAIN_ERROR_END;
+        if (!trainer->ended) DTRAIN__TRY(next);
+    }
+    if (trainer->ended) return dtrain__trainer_join(trainer, loss);
     dtrain_result result =
         dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
     const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
@@ -144,6 +157,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uin
     trainer->micro_weight = desc->strategy->weight;
     result = dtrain_strategy_finish(desc->strategy);
     trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
+    return result;
+}
+
+/* Take part in a micro-batch of the others: this rank's data has ended. */
+static dtrain_result dtrain__trainer_join(dtrain_trainer *trainer, dtrain_tensor **loss)
+{
+    bool over;
+    *loss = NULL;
+    trainer->micro_weight = 0;
+    const dtrain_result result = dtrain_strategy_join(trainer->desc.strategy, &over);
+    trainer->joined++;
+    trainer->micro = result == DTRAIN_OK ? trainer->micro + 1 : 0;
     return result;
 }
 
@@ -164,7 +189,12 @@ DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
     const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
     dtrain__span_end(trainer->world, span);
-    return result;
+    if (result != DTRAIN_ERROR_END || !trainer->queue) return result;
+    return dtrain__strategy_keep(
+        trainer->desc.strategy,
+        dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                    "dtrain_trainer_step: the data of this rank has ended, and a graph replays "
+                    "steps that have data; use graph = false, or give all ranks as many batches"));
 }
 
 /* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
@@ -179,8 +209,9 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
         float loss = 0;
         const uint32_t micro = trainer->micro;
         DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
-        DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
-                                          dtrain_tensor_read(trainer->tape, tensor, &loss)));
+        if (tensor)
+            DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
+                                              dtrain_tensor_read(trainer->tape, tensor, &loss)));
         dtrain__trainer_add(trainer, micro, loss, trainer->micro_weight);
     }
     trainer->micro = 0;
@@ -329,19 +360,21 @@ static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float
     dtrain_loss_scaler *scaler = &trainer->scaler;
     double mean[DTRAIN__WORD_COUNT];
     DTRAIN__TRY(dtrain__trainer_exchange(trainer, own, mean));
+    record->ended = !(mean[DTRAIN__WORD_ENDED] < 1);
     DTRAIN__TRY(dtrain__check_finite(trainer, record, overflow));
     record->ranks = trainer->ranks;
     for (int f = 0; f < DTRAIN_FIGURE_COUNT; f++)
         record->figures[f] = dtrain__trainer_spread(trainer, f);
     const double seconds = record->figures[DTRAIN_FIGURE_STEP].max;
     record->skipped_steps = trainer->skipped;
-    if (trainer->scaling) {
-        record->loss_scale = (double)scaler->scale;
+    if (trainer->scaling) record->loss_scale = (double)scaler->scale;
+    if (trainer->scaling && !record->ended) {
         DTRAIN__TRY(dtrain_loss_scaler_update(scaler, overflow));
         record->skipped_steps = scaler->skipped_steps;
     }
-    const uint64_t tokens =
-        (uint64_t)trainer->desc.tokens * trainer->desc.micro_batches * (uint64_t)trainer->ranks;
+    const double micros = (1 - mean[DTRAIN__WORD_ENDED]) * trainer->ranks *
+                          trainer->desc.micro_batches; /* that had data */
+    const uint64_t tokens = (uint64_t)trainer->desc.tokens * (uint64_t)(micros + 0.5);
     record->loss = mean[DTRAIN__WORD_LOSS];
     record->val_loss = DTRAIN__NAN;
     record->tokens = trainer->tokens + tokens;
@@ -424,8 +457,10 @@ static dtrain_result dtrain__evaluate_one(dtrain_trainer *trainer, dtrain_batch_
                                           void *user, double *sum, double *weights)
 {
     const uint32_t flags = trainer->desc.tape_flags | DTRAIN_TAPE_NO_GRAD;
+    const dtrain_result next = next_batch ? next_batch(user) : DTRAIN_OK;
     float loss = 0;
-    if (next_batch) DTRAIN__TRY(next_batch(user));
+    if (next == DTRAIN_ERROR_END) return dtrain__join_forward(trainer->desc.strategy);
+    DTRAIN__TRY(next);
     DTRAIN__TRY(dtrain_tape_begin(trainer->tape, flags, 0));
     const uint32_t span =
         dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "evaluate", DTRAIN__UNNUMBERED);

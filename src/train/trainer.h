@@ -23,7 +23,10 @@
 
 typedef struct dtrain_trainer dtrain_trainer;
 
-/* Fill the host's own buffers with the next micro-batch. */
+/* Fill the host's own buffers with the next micro-batch. DTRAIN_ERROR_END says that this rank's data
+ * has ended: it takes part in the steps of the others without samples until the data of all has
+ * (dtrain_strategy_join), and is not called again before; record.ended then ends the epoch. Not with
+ * graph. */
 typedef dtrain_result (*dtrain_batch_fn)(void *user);
 /* Build the loss (one element, mean over the micro-batch) of what next_batch fetched. Which
  * operations it calls must not depend on values: memory is planned by running it on the plan
@@ -104,7 +107,8 @@ typedef struct dtrain_spread {
 /* One step, the same on every rank except where noted. */
 typedef struct dtrain_step_record {
     int64_t step;     /* from 1: how many are done with this one */
-    double loss;      /* mean over micro-batches and ranks */
+    double loss;      /* mean over the samples of all micro-batches and ranks; 0 without any. With
+                         DTRAIN_AVERAGE_MEANS over micro-batches and ranks */
     double val_loss;  /* NaN unless the host evaluated and set it */
     double grad_norm; /* before clipping */
     double lr;
@@ -122,6 +126,7 @@ typedef struct dtrain_step_record {
     int ranks; /* that the figures come from; 0: a record without figures */
     dtrain_spread figures[DTRAIN_FIGURE_COUNT];   /* by dtrain_figure */
     uint64_t kind_bytes[DTRAIN_COLLECTIVE_KINDS]; /* comm_bytes, by dtrain_collective_kind */
+    bool ended; /* the data of all ranks had ended: this was no step, and it is not counted */
     bool stop_requested; /* of a rank, by a signal (desc.catch_signals of dtrain_launch): all ranks
                             see it in the same step, and end behind it together */
 } dtrain_step_record;
@@ -151,8 +156,8 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * micro-batch that could not be read, while the other ranks wait. An error of loss, of the tape or
  * of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Evaluate the mean loss without gradients over `batches` calls of next_batch, averaged over
- * ranks. Collective. next_batch and user may differ from training's; the loss function gets this
+/* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on every
+ * rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user may differ from training's; the loss function gets this
  * user. An error on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,

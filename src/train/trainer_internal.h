@@ -23,6 +23,7 @@ enum {
     DTRAIN__WORD_WEIGHT, /* of its loss in the mean of all: see dtrain_strategy_weight */
     DTRAIN__WORD_COMM,   /* seconds that an operation was in flight */
     DTRAIN__WORD_STOP,   /* 1: this rank was asked to stop */
+    DTRAIN__WORD_ENDED,  /* the share of micro-batches that came behind the end of its data */
     DTRAIN__WORD_COUNT
 };
 
@@ -45,6 +46,8 @@ struct dtrain_trainer {
     uint32_t micro;     /* micro-batches of this step that are done: where it goes on if repeated */
     double loss;        /* their sum, each times its weight ... */
     double weight;      /* ... and the sum of their weights */
+    bool ended;         /* this rank's data has */
+    uint32_t joined;    /* micro-batches of this step behind that */
     float micro_weight; /* of the last one */
     double saving;      /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */

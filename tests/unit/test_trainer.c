@@ -20,9 +20,12 @@ typedef struct run {
     int stumbling_rank; /* whose every second read fails once, and is repeated */
     int bad_rank;       /* whose loss fails in step 2 */
     uint32_t nonfinite, skip_limit, verify_every;
-    bool nan_on;          /* from nan_step on */
-    bool ignored, scaled; /* half of the targets, unevenly, and in step 7 all; loss scaling */
-    int drift_rank;       /* in whose memory a bit flips in step 5 */
+    bool nan_on; /* from nan_step on */
+    uint32_t kind;
+    int64_t ends[MAX_RANKS]; /* micro-batches that a rank's data has; 0: it has no end */
+    bool end_ignored;        /* behind it no target counts, and ranks go on */
+    bool ignored, scaled;    /* half of the targets, unevenly, and in step 7 all; loss scaling */
+    int drift_rank;          /* in whose memory a bit flips in step 5 */
     float clip, dropout;
     uint64_t seed;
     dtrain_allocator allocator;
@@ -77,6 +80,10 @@ static dtrain_result next_batch(void *user)
         struct timespec nap = {0, s->r->sleep_us * 1000L};
         nanosleep(&nap, NULL);
     }
+    if (s->r->ends[s->rank] && s->micro >= s->r->ends[s->rank]) {
+        if (!s->r->end_ignored) return dtrain_fail(DTRAIN_ERROR_END, "no more data");
+        for (int64_t i = 0; i < s->batch; i++) s->targets[i] = -1;
+    }
     if (step == s->r->fail_step)
         return dtrain_fail(DTRAIN_ERROR_DATA, "the well has run dry at step %d", (int)step);
     if (s->rank == s->r->stumbling_rank && s->micro % 2 && !s->stumbled) {
@@ -124,7 +131,7 @@ static void fill_param(dtrain_param *p, const char *name, int64_t rows, int64_t 
 
 static void copy_params(const rank_state *s, float *to)
 {
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 5 && s->params[i].value; i++) {
         memcpy(to, s->params[i].value, (size_t)s->params[i].count * sizeof *to);
         to += s->params[i].count;
     }
@@ -167,6 +174,7 @@ static dtrain_result build(dtrain_world *world, rank_state *s, dtrain_strategy *
     dtrain_trainer_desc desc;
     dtrain_optimizer_desc adamw = dtrain_adamw_defaults();
     dtrain_strategy_desc ddp = {0};
+    ddp.kind = s->r->kind;
     ddp.first_bucket_bytes = 512; /* several buckets for a model this small */
     ddp.bucket_bytes = 1024;
     fill_param(&s->params[0], "embedding", VOCAB, WIDTH);
@@ -312,6 +320,33 @@ static void test_ignored_targets(void)
             CHECK_CLOSE(many->eval_loss[0], one->eval_loss[0], 2e-5);
         if (i % 2 == 0) /* step 7 is the last */
             CHECK(memcmp(many->before[0], many->after[0], sizeof many->after[0]) == 0);
+    }
+}
+
+/* A rank whose data ends takes part without samples: the bits of one none of whose targets count. */
+static void test_data_ends_earlier(void)
+{
+    static const uint32_t kinds[] = {DTRAIN_STRATEGY_DDP, DTRAIN_STRATEGY_SHARD_GRAD_OP,
+                                     DTRAIN_STRATEGY_FULL_SHARD, DTRAIN_STRATEGY_ZERO3};
+    static const int64_t ends[2][3] = {{7, 12, 16}, {16, 9, 0}};
+    for (size_t i = 0; i < 2 * sizeof kinds / sizeof kinds[0]; i++) {
+        run *joins = run_create(3, 2, i % 2 ? 8 : 9), *goes_on = run_create(3, 2, 8);
+        joins->kind = goes_on->kind = kinds[i / 2];
+        joins->checkpoint_every = 1;
+        memcpy(joins->ends, ends[i % 2], sizeof ends[0]);
+        memcpy(goes_on->ends, ends[i % 2], sizeof ends[0]);
+        if (i % 2) joins->ends[0] = goes_on->ends[0] = -1; /* without data from the beginning */
+        goes_on->end_ignored = true;
+        joins->eval_at = goes_on->eval_at = 5;
+        run_well(joins);
+        run_well(goes_on);
+        check_same_losses(joins, goes_on, 0);
+        CHECK(joins->eval_loss[0] == goes_on->eval_loss[0]);
+        const dtrain_step_record *last = &joins->records[2][joins->steps - 1];
+        CHECK(last->ended == (i % 2 == 0) && !joins->records[2][7].ended);
+        if (i % 2) continue;
+        CHECK(last->step == 8 && last->loss == 0); /* and it would be taken again */
+        CHECK(last->tokens == (7 + 12 + 16) * 4);
     }
 }
 
@@ -744,6 +779,7 @@ int main(int argc, char **argv)
     RUN(test_learns);
     RUN(test_ranks_and_micro_batches_agree);
     RUN(test_ignored_targets);
+    RUN(test_data_ends_earlier);
     RUN(test_processes_are_threads_to_the_bit);
     RUN(test_clipping);
     RUN(test_dropout_seeds);
