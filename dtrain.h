@@ -341,12 +341,17 @@
    Promises (each has a test)
 
    Same mathematics   N ranks on N shards of a batch give the gradients of one rank on all of it,
-                      to rounding.
+                      to rounding: also where shards or micro-batches differ in size, in how many
+                      targets are ignored, or a rank's data ends earlier (dtrain_strategy_weight,
+                      dtrain_strategy_join).
    Same bits          run after run, for any bucket size, with or without overlap, for any number
                       of threads, with gradients in buckets or copied; from any compiler, dialect
                       and -O (on one instruction set, without -ffast-math); and under DDP, ZERO1,
                       SHARD_GRAD_OP, FULL_SHARD and ZERO3 alike (HYBRID_SHARD and hierarchical
-                      add node by node).
+                      add node by node). With several micro-batches there are two orders of adding
+                      up: DDP and ZERO1 sum each rank's micro-batches first, kinds that shard
+                      gradients the ranks of each micro-batch first; DTRAIN_ACCUMULATION_LAST makes
+                      all do as DDP.
                       With clipping, kinds add up the norm in different orders, in double: it is
                       the same float but in rare cases (about one step in 10^8). GPU kernels use no
                       floating atomics; NCCL's sums alone depend on its choice of algorithm.
@@ -370,7 +375,9 @@
                       power while saving leaves those that were there.
    Steady state       after the first step nothing is allocated, but by a save, and all addresses
                       repeat.
-   Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N.
+   Exact averages     sums are taken in fp32 in rank order and multiplied once by 1/N; where the
+                      samples of ranks or micro-batches differ in number, once more, to be the mean
+                      over samples.
    Finite checks      look at exponent bits: -ffast-math does not disable them.
 
    Threads: a world and everything made from it belong to the thread of its rank.

@@ -69,6 +69,7 @@ typedef struct program {
     int quitter, quit_step; /* a rank that gives up in the middle of this step; -1: none */
     int64_t elements;       /* of all storages */
     bool weighted;          /* micro-batches have samples of different numbers */
+    bool joins;             /* a rank without samples calls dtrain_strategy_join alone */
     bool adamw;             /* of the library, which leaves absent parameters alone */
     bool nccl;              /* on emulated GPUs; else staged */
     char note[16];          /* what shrinking took away */
@@ -150,6 +151,7 @@ static float gradient(const program *g, int rank, int step, int micro, int p, in
 static float weight(const program *g, int rank, int step, int micro)
 {
     static const float weights[] = {0, 0, 0.25f, 0.5f, 1, 1, 1.5f, 3};
+    if (g->joins && idle(g, rank, step, micro)) return 0;
     return g->weighted ? weights[draw(g, WEIGHT, rank, step, micro, 0) % 8] : 1;
 }
 
@@ -168,9 +170,11 @@ static void oracle(const play *y)
     const program *g = y->g;
     for (int step = 0; step < g->steps; step++) {
         bool missing = false;
-        for (int rank = 0; rank < g->ranks; rank++)
+        for (int rank = 0; rank < g->ranks; rank++) {
+            float samples = 0;
+            for (int micro = 0; micro < g->micro; micro++) samples += weight(g, rank, step, micro);
             for (int p = 0; p < g->params; p++) {
-                bool seen = !trainable(g, p) || g->p[p].count == 0;
+                bool seen = !trainable(g, p) || g->p[p].count == 0 || samples == 0;
                 for (int micro = 0; micro < g->micro; micro++) {
                     if (!has_gradient(g, rank, step, micro, p)) continue;
                     seen = true;
@@ -180,6 +184,7 @@ static void oracle(const play *y)
                 }
                 missing = missing || !seen;
             }
+        }
         y->r->fails[step] = missing && g->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
         double weights = 0;
         for (int rank = 0; rank < g->ranks; rank++)
@@ -362,6 +367,7 @@ static int read_all(rank_state *s, int step)
 static int together(rank_state *s, int step, int micro, int64_t where)
 {
     const program *g = s->y.g;
+    if (g->joins && where == 0) return 0; /* whoever joins is past it */
     const uint64_t what = g->looks ? draw(g, TOGETHER, 0, step, micro, where) % (4 * g->looks) : 99;
     if (what == 0) return forward(s, step, false, "evaluation");
     if (what == 1) return read_all(s, step);
@@ -536,12 +542,23 @@ static int train(rank_state *s)
     for (int step = 0; step < g->steps; step++) {
         dtrain_result result = DTRAIN_OK;
         for (int micro = 0; micro < g->micro; micro++) {
+            bool over;
             GOOD(dtrain_strategy_accumulate(s->strategy, micro + 1 < g->micro));
+            if (g->joins && idle(g, s->rank, step, micro) && s->rank != g->quitter) {
+                alone(s, step, micro, 1);
+                result = dtrain_strategy_join(s->strategy, &over);
+                if (result == DTRAIN_OK && micro + 1 == g->micro && over != s->y.r->empty[step])
+                    return wrong(s, "step %d: join says that it is%s over", step,
+                                 over ? "" : " not");
+                if (micro + 1 < g->micro) GOOD(result);
+                if (micro + 1 < g->micro) STEP(together(s, step, micro, 1));
+                continue;
+            }
             STEP(forward(s, step, one_in(g, 2, TOGETHER, 0, step, micro, -1), "forward"));
             STEP(together(s, step, micro, 0));
             STEP(backward(s, step, micro));
             alone(s, step, micro, 1);
-            if (g->weighted)
+            if (g->weighted || g->joins)
                 GOOD(dtrain_strategy_weight(s->strategy, weight(g, s->rank, step, micro)));
             result = dtrain_strategy_finish(s->strategy);
             if (micro + 1 < g->micro) GOOD(result);
@@ -751,6 +768,7 @@ static program generate(uint64_t seed)
     state = draw(&g, RATES, 0, 0, 0, 0);
     g.again = rate(&state), g.odd = rate(&state);
     g.weighted = draw(&g, WEIGHT, 0, 0, 0, -1) % 2 == 0;
+    g.joins = !g.again && draw(&g, WEIGHT, 0, 0, 0, -3) % 2 == 0; /* which makes nothing again */
     g.adamw = draw(&g, WEIGHT, 0, 0, 0, -2) % 2 == 0;
     if (!g.desc.missing_gradient && draw(&g, MISSING, 0, 0, 0, 0) % 3 == 0)
         g.desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ZERO;
@@ -767,7 +785,7 @@ static void print_program(const program *g)
     printf("  seed %llu%s: %d ranks (%s%s), %s, %d steps of %d micro-batches, accumulation %u, "
            "node_size %u%s, "
            "missing %u, reduce %s, param %s, whole_below %lld, buckets %zu %zu%s, no_overlap %02x, "
-           "compression %u (dense %llu), quits %d in %d%s%s\n"
+           "compression %u (dense %llu), quits %d in %d%s%s%s\n"
            "  one in: lacks %llu, unit %llu, all %llu; late %llu, looks %llu, order %llu, repeats "
            "%llu, again %llu, odd %llu\n",
            (unsigned long long)g->seed, g->note, g->ranks, ranks_mode_name(g->mode),
@@ -777,12 +795,12 @@ static void print_program(const program *g)
            dtrain_dtype_name((dtrain_dtype)d->param_dtype), (long long)d->whole_below,
            d->first_bucket_bytes, d->bucket_bytes, d->keep_after_forward ? ", kept" : "",
            g->no_overlap, g->compression.kind, (unsigned long long)g->compression.dense_steps,
-           g->quitter, g->quit_step, g->weighted ? ", weighted" : "", g->adamw ? ", AdamW" : "",
-           (unsigned long long)g->lacks, (unsigned long long)g->lacks_unit,
-           (unsigned long long)g->lacks_all, (unsigned long long)g->stragglers,
-           (unsigned long long)g->looks, (unsigned long long)g->own_order,
-           (unsigned long long)g->repeats, (unsigned long long)g->again,
-           (unsigned long long)g->odd);
+           g->quitter, g->quit_step, g->weighted ? ", weighted" : "", g->joins ? ", joins" : "",
+           g->adamw ? ", AdamW" : "", (unsigned long long)g->lacks,
+           (unsigned long long)g->lacks_unit, (unsigned long long)g->lacks_all,
+           (unsigned long long)g->stragglers, (unsigned long long)g->looks,
+           (unsigned long long)g->own_order, (unsigned long long)g->repeats,
+           (unsigned long long)g->again, (unsigned long long)g->odd);
     for (int p = 0; p < g->params; p++) {
         printf("  p%d: unit %u, %lld%s%s", p, g->p[p].unit, (long long)g->p[p].count,
                g->p[p].flags ? ", frozen" : "", g->p[p].host_value ? ", host's value" : "");
@@ -916,7 +934,7 @@ static bool passes(program *g, char *text, size_t room)
 /* Takes away what the failure does not need: a change that still fails is kept. */
 static void shrink(program *g)
 {
-    enum { FIRST_PARAM = 29 }; /* changes of parameters come behind all others */
+    enum { FIRST_PARAM = 30 }; /* changes of parameters come behind all others */
     char text[500];
     bool smaller = true;
     while (smaller) {
@@ -954,6 +972,7 @@ static void shrink(program *g)
             case 26: next.odd = 0; break;
             case 27: next.weighted = false; break;
             case 28: next.adamw = false; break;
+            case 29: next.joins = false; break;
             default:
                 next.p[own].host_grads = 0, next.p[own].host_value = false;
                 if (next.p[own].count > 1 && next.p[own].storage == own) {

@@ -486,7 +486,7 @@ static inline double strategy_mean_loss(const strategy_outcome *out, int ranks, 
         sum += out->losses[r][step] * out->samples[r][step];
         samples += out->samples[r][step];
     }
-    return sum / samples;
+    return samples > 0 ? sum / samples : 0;
 }
 
 /* Every trainable element belongs to one rank's shards, in every copy of the model. */
