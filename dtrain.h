@@ -24117,6 +24117,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     trainer->saving = after.spans[DTRAIN_SPAN_CHECKPOINT];
     if (full.ended) {
         trainer->ended = false; /* the next step begins another epoch */
+        full.step = trainer->step;
         if (record) *record = full;
         return DTRAIN_OK;
     }
@@ -25127,7 +25128,8 @@ struct dtrain_state {
     int64_t step;
 };
 
-#define DTRAIN__STATE_MISSED "optimizer.missed" /* of HOST: of each parameter, see optim_internal.h */
+#define DTRAIN__STATE_MISSED \
+    "optimizer.missed" /* of HOST: of each parameter, see optim_internal.h */
 
 /* state/state.c */
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);

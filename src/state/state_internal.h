@@ -25,7 +25,8 @@ struct dtrain_state {
     int64_t step;
 };
 
-#define DTRAIN__STATE_MISSED "optimizer.missed" /* of HOST: of each parameter, see optim_internal.h */
+#define DTRAIN__STATE_MISSED \
+    "optimizer.missed" /* of HOST: of each parameter, see optim_internal.h */
 
 /* state/state.c */
 DTRAIN__PRIVATE size_t dtrain__state_bytes(uint32_t dtype);

@@ -94,6 +94,7 @@ static dtrain_result dtrain__trainer_step(dtrain_trainer *trainer, dtrain_step_r
     trainer->saving = after.spans[DTRAIN_SPAN_CHECKPOINT];
     if (full.ended) {
         trainer->ended = false; /* the next step begins another epoch */
+        full.step = trainer->step;
         if (record) *record = full;
         return DTRAIN_OK;
     }
