@@ -1497,17 +1497,14 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
 /* Say how many samples the backward under way, or the next one, is of; 1 where nobody says. Its
- * gradients are then the sum over them divided by a unit that is the same on every rank and in every
- * micro-batch, and weight is their number divided by the same unit: the last finish of the step
- * divides by the sum of all weights (times 1 / (ranks * micro-batches), as in a mean of means). So
+ * gradients are the sum over them divided by a unit that is the same on every rank and in every
+ * micro-batch, and weight is their number divided by that unit: of `rows` targets, `valid` of which
+ * count, (sum over valid) / rows and valid / rows. The step's last finish makes the mean over all
+ * samples of it. A step whose weights are all 0 changes no parameter.
  *
- *     dtrain_strategy_weight(s, (float)valid / rows);       // of `rows` targets here, valid count
- *     gradient = sum over valid samples / rows
- *
- * A step whose weights are all 0 has no samples: no parameter changes. dtrain_tape_backward does all
- * that for losses of the tape that are means: of cross-entropy the targets that are not ignored
- * count, of others the elements; a sum, or a loss of the program's own, leaves the weight as it is.
- * With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
+ * dtrain_tape_backward does that for losses of the tape that are means: of cross-entropy the
+ * targets that are not ignored count, of others the elements; a sum, or a loss of the program's
+ * own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in a micro-batch of the others without one of one's own, where the data of a rank ends
@@ -2366,10 +2363,9 @@ DTRAIN_API void dtrain_loader_seek(dtrain_loader *loader, uint64_t position);
 
 typedef struct dtrain_trainer dtrain_trainer;
 
-/* Fill the host's own buffers with the next micro-batch. DTRAIN_ERROR_END says that this rank's data
- * has ended: it takes part in the steps of the others without samples until the data of all has
- * (dtrain_strategy_join), and is not called again before; record.ended then ends the epoch. Not with
- * graph. */
+/* Fill the host's own buffers with the next micro-batch. DTRAIN_ERROR_END: this rank's data has
+ * ended. It takes part in the steps of the others without samples (dtrain_strategy_join) until
+ * record.ended says that the data of all has; it is not called before. Not with graph. */
 typedef dtrain_result (*dtrain_batch_fn)(void *user);
 /* Build the loss (one element, mean over the micro-batch) of what next_batch fetched. Which
  * operations it calls must not depend on values: memory is planned by running it on the plan
@@ -2499,9 +2495,10 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * micro-batch that could not be read, while the other ranks wait. An error of loss, of the tape or
  * of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on every
- * rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user may differ from training's; the loss function gets this
- * user. An error on one rank is one on all, and stands. */
+/* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
+ * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
+ * may differ from training's; the loss function gets this user. An error on one rank is one on
+ * all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);
@@ -14002,8 +13999,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 }
 
 /* Report parameters that ready has not seen in this step, at most eight by name; a warning names
- * one once, and a rank without samples misses nothing. All buckets have been launched: whatever this rank
- * lacks, the others are not left waiting. */
+ * one once, and a rank without samples misses nothing. All buckets have been launched: whatever
+ * this rank lacks, the others are not left waiting. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     const char *const call = "dtrain_strategy_finish";
@@ -18849,8 +18846,8 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
-/* Set the gradient of the loss to scale times its weight, computed alike where a replayed pass finds
- * the number of samples on the device; tell the strategy the weight. */
+/* Set the gradient of the loss to scale times its weight, which a replayed pass finds on the device
+ * and computes alike; tell the strategy the weight. */
 static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;

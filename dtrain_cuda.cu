@@ -1724,11 +1724,10 @@ static dtrain_result dtrain_cuda_axpby(dtrain_device *device, const dtrain_axpby
 {
     DTRAIN_CUDA_TRY(dtrain_cuda_known_dtype("axpby", args->dtype));
     if (args->divisor && args->count > 0)
-        return DTRAIN_CUDA_RUN(device, "axpby", dtrain_cuda_divide_kernel,
-                               dtrain_cuda_blocks(dtrain_cuda_state_of(device), args->count,
-                                                  DTRAIN_CUDA_EACH_THREADS),
-                               DTRAIN_CUDA_EACH_THREADS, 0, (float *)args->y, args->count, args->a,
-                               args->divisor);
+        return DTRAIN_CUDA_RUN(
+            device, "axpby", dtrain_cuda_divide_kernel,
+            dtrain_cuda_blocks(dtrain_cuda_state_of(device), args->count, DTRAIN_CUDA_EACH_THREADS),
+            DTRAIN_CUDA_EACH_THREADS, 0, (float *)args->y, args->count, args->a, args->divisor);
     return DTRAIN_CUDA_BY_DTYPE(args->dtype, dtrain_cuda_axpby_as)(device, args);
 }
 

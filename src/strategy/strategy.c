@@ -457,8 +457,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, s
 }
 
 /* Report parameters that ready has not seen in this step, at most eight by name; a warning names
- * one once, and a rank without samples misses nothing. All buckets have been launched: whatever this rank
- * lacks, the others are not left waiting. */
+ * one once, and a rank without samples misses nothing. All buckets have been launched: whatever
+ * this rank lacks, the others are not left waiting. */
 static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
     const char *const call = "dtrain_strategy_finish";

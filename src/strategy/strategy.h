@@ -207,17 +207,14 @@ DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy);
 DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more);
 
 /* Say how many samples the backward under way, or the next one, is of; 1 where nobody says. Its
- * gradients are then the sum over them divided by a unit that is the same on every rank and in every
- * micro-batch, and weight is their number divided by the same unit: the last finish of the step
- * divides by the sum of all weights (times 1 / (ranks * micro-batches), as in a mean of means). So
+ * gradients are the sum over them divided by a unit that is the same on every rank and in every
+ * micro-batch, and weight is their number divided by that unit: of `rows` targets, `valid` of which
+ * count, (sum over valid) / rows and valid / rows. The step's last finish makes the mean over all
+ * samples of it. A step whose weights are all 0 changes no parameter.
  *
- *     dtrain_strategy_weight(s, (float)valid / rows);       // of `rows` targets here, valid count
- *     gradient = sum over valid samples / rows
- *
- * A step whose weights are all 0 has no samples: no parameter changes. dtrain_tape_backward does all
- * that for losses of the tape that are means: of cross-entropy the targets that are not ignored
- * count, of others the elements; a sum, or a loss of the program's own, leaves the weight as it is.
- * With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
+ * dtrain_tape_backward does that for losses of the tape that are means: of cross-entropy the
+ * targets that are not ignored count, of others the elements; a sum, or a loss of the program's
+ * own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
 /* Take part in a micro-batch of the others without one of one's own, where the data of a rank ends

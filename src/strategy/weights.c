@@ -1,8 +1,7 @@
 /* Weights: what the mean of a step is over
  *
- * However the samples of a step lie on ranks and in micro-batches, its gradient is one mean over
- * all of them. A backward brings the sum over its own samples divided by a unit that is the same
- * everywhere, and its weight is how many they are, in that unit:
+ * A backward brings the sum over its own samples divided by a unit that is the same everywhere, and
+ * its weight is how many they are, in that unit:
  *
  *     targets, unit 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
  *     gradient           sum of 4 / 4          sum of 1 / 4
@@ -11,9 +10,8 @@
  *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
  *
  * The unit is the largest number of targets that a rank had in its first micro-batch, ignored ones
- * included. Where all have as many and ignore none, every weight is 1, nothing is corrected, and the
- * bits are those of a mean of means. Before the correction numbers are as large as in a mean of
- * means, or smaller: no loss scale and no reduce_dtype overflows by it.
+ * included. Where all have as many and ignore none, every weight is 1 and nothing is corrected: the
+ * bits of a mean of means. Sums are no larger than in one, so that none overflows by it.
  *
  * Weights are summed up by an all-reduce of the tally, behind the last buckets of a step:
  *
@@ -83,8 +81,7 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
 
 /* ---- Without samples --------------------------------------------------------------------------*/
 
-/* Gather the units as the forward of a micro-batch does, in which this rank has no samples, and take
- * part in what the first one agrees on. */
+/* Gather the units as a forward does, and take part in what the first backward agrees on. */
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
 {
     for (size_t u = 0; u < strategy->layout.unit_count; u++) {

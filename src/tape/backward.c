@@ -49,8 +49,8 @@ static dtrain_result dtrain__backward_node(dtrain_tape *tape, dtrain_node *node)
     return DTRAIN_OK;
 }
 
-/* Set the gradient of the loss to scale times its weight, computed alike where a replayed pass finds
- * the number of samples on the device; tell the strategy the weight. */
+/* Set the gradient of the loss to scale times its weight, which a replayed pass finds on the device
+ * and computes alike; tell the strategy the weight. */
 static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, float scale)
 {
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;

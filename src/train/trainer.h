@@ -23,10 +23,9 @@
 
 typedef struct dtrain_trainer dtrain_trainer;
 
-/* Fill the host's own buffers with the next micro-batch. DTRAIN_ERROR_END says that this rank's data
- * has ended: it takes part in the steps of the others without samples until the data of all has
- * (dtrain_strategy_join), and is not called again before; record.ended then ends the epoch. Not with
- * graph. */
+/* Fill the host's own buffers with the next micro-batch. DTRAIN_ERROR_END: this rank's data has
+ * ended. It takes part in the steps of the others without samples (dtrain_strategy_join) until
+ * record.ended says that the data of all has; it is not called before. Not with graph. */
 typedef dtrain_result (*dtrain_batch_fn)(void *user);
 /* Build the loss (one element, mean over the micro-batch) of what next_batch fetched. Which
  * operations it calls must not depend on values: memory is planned by running it on the plan
@@ -156,9 +155,10 @@ DTRAIN_API void dtrain_trainer_destroy(dtrain_trainer *trainer);
  * micro-batch that could not be read, while the other ranks wait. An error of loss, of the tape or
  * of a kernel on one rank is one on all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_step_record *record);
-/* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on every
- * rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user may differ from training's; the loss function gets this
- * user. An error on one rank is one on all, and stands. */
+/* Evaluate the mean loss without gradients over the samples of `batches` calls of next_batch on
+ * every rank; one that ends earlier (DTRAIN_ERROR_END) has fewer. Collective. next_batch and user
+ * may differ from training's; the loss function gets this user. An error on one rank is one on
+ * all, and stands. */
 DTRAIN_API dtrain_result dtrain_trainer_evaluate(dtrain_trainer *trainer,
                                                  dtrain_batch_fn next_batch, void *user,
                                                  int64_t batches, double *loss);

@@ -96,7 +96,8 @@ static void check_axpby(int64_t count, dtrain_dtype dtype, size_t shift, bool ac
 {
     vector x = make(count, dtype, 0), y = make(count, dtype, shift);
     double *want = doubles(count);
-    dtrain_axpby_args args = {count, accumulate, 0.75f, -1.5f, x.device, y.device, false, dtype, NULL};
+    dtrain_axpby_args args = {count,    accumulate, 0.75f, -1.5f, x.device,
+                              y.device, false,      dtype, NULL};
     for (int64_t i = 0; i < count; i++)
         want[i] = 0.75 * at(&x, i) + (accumulate ? -1.5 * at(&y, i) : 0);
     if (!accumulate) memset(y.host, 0xff, (size_t)count * width_of(dtype)); /* NaN: not read */

@@ -12,8 +12,9 @@
  * A program is a pure function of its seed: every decision of a rank is drawn from (seed, what, rank,
  * step, micro-batch, parameter), so that the oracle can take it too. What ranks may do differently: lack
  * gradients, single ones or all of a unit or of a micro-batch; mark them in another order; own the memory
- * of some; have micro-batches of more or fewer samples, or of none; step over units in backward; gather one twice; come late; look (query) at any moment; ask in the
- * middle of a backward for what belongs between two steps, and are refused. All
+ * of some; have micro-batches of more or fewer samples, or of none; step over units in backward; gather one
+ * twice; come late; look (query) at any moment; ask in the middle of a backward for what belongs between two
+ * steps, and are refused; join where they have no samples. All
  * ranks together read, verify and evaluate between forward and backward, and between steps, and make the activations
  * of some units again in a backward, whatever units each has stepped over by then. In one program of
  * twelve a rank gives up in the middle: then the others end with an error that says so, at once. Gradients

@@ -239,11 +239,13 @@ static void test_add_axpby(void)
             dtrain_device *d = devices[t];
             float *out = floats(n), *z = floats(n);
             const dtrain_add_args add = {n, x, y, out, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
-            const dtrain_axpby_args scale = {n, false, 1.5f, 9, x, z, false, DTRAIN_DTYPE_F32, NULL};
+            const dtrain_axpby_args scale = {n,   false, 1.5f, 9, x, z, false, DTRAIN_DTYPE_F32,
+                                             NULL};
             CHECK(!d->ops->add(d, &add) && close_to(out, sum, n, 1e-6));
             CHECK(!d->ops->axpby(d, &scale) && close_to(z, scaled, n, 1e-6));
             memcpy(z, y, (size_t)n * 4);
-            const dtrain_axpby_args mix = {n, true, 1.5f, -0.25f, x, z, false, DTRAIN_DTYPE_F32, NULL};
+            const dtrain_axpby_args mix = {n,   true, 1.5f, -0.25f, x, z, false, DTRAIN_DTYPE_F32,
+                                           NULL};
             CHECK(!d->ops->axpby(d, &mix) && close_to(z, mixed, n, 1e-6));
             memcpy(z, y, (size_t)n * 4);
             const dtrain_add_args in_place = {n, x, z, z, DTRAIN_DTYPE_F32, DTRAIN_DTYPE_F32};
