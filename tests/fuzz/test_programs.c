@@ -148,12 +148,17 @@ static float gradient(const program *g, int rank, int step, int micro, int p, in
     return (float)((int64_t)(draw(g, GRAD, rank, step, micro, p * 65536 + i) % 17) - 8) / 8;
 }
 
-/* The samples of a micro-batch, in units. */
-static float weight(const program *g, int rank, int step, int micro)
+/* The samples of a micro-batch, in units; and what they weigh. */
+static float samples_of(const program *g, int rank, int step, int micro)
 {
     static const float weights[] = {0, 0, 0.25f, 0.5f, 1, 1, 1.5f, 3};
     if (g->joins && idle(g, rank, step, micro)) return 0;
     return g->weighted ? weights[draw(g, WEIGHT, rank, step, micro, 0) % 8] : 1;
+}
+static float weight(const program *g, int rank, int step, int micro)
+{
+    const float samples = samples_of(g, rank, step, micro);
+    return g->desc.average == DTRAIN_AVERAGE_MEANS ? samples > 0 : samples;
 }
 
 /* ---- Oracle ---------------------------------------------------------------------------------------*/
@@ -560,7 +565,7 @@ static int train(rank_state *s)
             STEP(backward(s, step, micro));
             alone(s, step, micro, 1);
             if (g->weighted || g->joins)
-                GOOD(dtrain_strategy_weight(s->strategy, weight(g, s->rank, step, micro)));
+                GOOD(dtrain_strategy_weight(s->strategy, samples_of(g, s->rank, step, micro)));
             result = dtrain_strategy_finish(s->strategy);
             if (micro + 1 < g->micro) GOOD(result);
             if (micro + 1 < g->micro) STEP(together(s, step, micro, 1));
@@ -771,6 +776,7 @@ static program generate(uint64_t seed)
     g.weighted = draw(&g, WEIGHT, 0, 0, 0, -1) % 2 == 0;
     g.joins = !g.again && draw(&g, WEIGHT, 0, 0, 0, -3) % 2 == 0; /* which makes nothing again */
     g.adamw = draw(&g, WEIGHT, 0, 0, 0, -2) % 2 == 0;
+    g.desc.average = draw(&g, MISSING, 0, 0, 0, 1) % 4 == 0;
     if (!g.desc.missing_gradient && draw(&g, MISSING, 0, 0, 0, 0) % 3 == 0)
         g.desc.missing_gradient = DTRAIN_MISSING_GRADIENT_ZERO;
     if (OVER_MPI)
@@ -796,8 +802,9 @@ static void print_program(const program *g)
            dtrain_dtype_name((dtrain_dtype)d->param_dtype), (long long)d->whole_below,
            d->first_bucket_bytes, d->bucket_bytes, d->keep_after_forward ? ", kept" : "",
            g->no_overlap, g->compression.kind, (unsigned long long)g->compression.dense_steps,
-           g->quitter, g->quit_step, g->weighted ? ", weighted" : "", g->joins ? ", joins" : "",
-           g->adamw ? ", AdamW" : "", (unsigned long long)g->lacks,
+           g->quitter, g->quit_step,
+           g->weighted ? g->desc.average ? ", weighted, means" : ", weighted" : "",
+           g->joins ? ", joins" : "", g->adamw ? ", AdamW" : "", (unsigned long long)g->lacks,
            (unsigned long long)g->lacks_unit, (unsigned long long)g->lacks_all,
            (unsigned long long)g->stragglers, (unsigned long long)g->looks,
            (unsigned long long)g->own_order, (unsigned long long)g->repeats,
@@ -935,7 +942,7 @@ static bool passes(program *g, char *text, size_t room)
 /* Takes away what the failure does not need: a change that still fails is kept. */
 static void shrink(program *g)
 {
-    enum { FIRST_PARAM = 30 }; /* changes of parameters come behind all others */
+    enum { FIRST_PARAM = 31 }; /* changes of parameters come behind all others */
     char text[500];
     bool smaller = true;
     while (smaller) {
@@ -974,6 +981,7 @@ static void shrink(program *g)
             case 27: next.weighted = false; break;
             case 28: next.adamw = false; break;
             case 29: next.joins = false; break;
+            case 30: next.desc.average = 0; break;
             default:
                 next.p[own].host_grads = 0, next.p[own].host_value = false;
                 if (next.p[own].count > 1 && next.p[own].storage == own) {
