@@ -120,7 +120,7 @@ static void describe_axpby(kernel *k)
 }
 static dtrain_result call_axpby(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_axpby_args a = {k->count, true, 0.5f, 0.25f, m[0], m[1], false, k->dtype};
+    dtrain_axpby_args a = {k->count, true, 0.5f, 0.25f, m[0], m[1], false, k->dtype, NULL};
     return device->ops->axpby(device, &a);
 }
 
@@ -385,7 +385,7 @@ static void describe_clip(kernel *k)
 }
 static dtrain_result call_clip(dtrain_device *device, const kernel *k, void *const *m)
 {
-    dtrain_clip_args a = {m[0], 1.0f, m[1], m[2]};
+    dtrain_clip_args a = {m[0], 1.0f, m[1], m[2], NULL};
     (void)k;
     return device->ops->clip(device, &a);
 }

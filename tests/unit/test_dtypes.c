@@ -486,8 +486,14 @@ static void test_elementwise(void)
                  *z = noise(N, types[options % TYPES], 1);
             ON_BOTH(axpby, args,
                     {N, add, 1.5f, 0.5f, constant ? NULL : any(x, side), any(y, side), broadcast,
-                     types[t]})
+                     types[t], NULL})
             same(y, 1e-6, "axpby");
+            for (int i = 0; i < 3 && types[t] == DTRAIN_DTYPE_F32; i++) { /* by 1, nothing, 1.5 */
+                static const float divisors[] = {3, 0, 2};
+                ON_BOTH(axpby, divided,
+                        {N, false, 3, 0, NULL, any(y, side), false, types[t], &divisors[i]})
+                same(y, 1e-6, "axpby of a quotient");
+            }
             ON_BOTH(add, sum,
                     {N, any(x, side), any(z, side), any(x, side), types[t], types[options % TYPES]})
             same(x, 1e-6, "add in place");
@@ -528,7 +534,7 @@ static void test_clip(void)
             float norm[2];
             memset(now, 0, sizeof now);
             now[0].grad_scale = now[1].grad_scale = 0.5f;
-            ON_BOTH(clip, args, {&squares[i], (float)max_norm, &now[side], &norm[side]})
+            ON_BOTH(clip, args, {&squares[i], (float)max_norm, &now[side], &norm[side], NULL})
             CHECK((isinf(norm[0]) && isinf(norm[1])) ||
                   test_close((double)norm[0], (double)norm[1], 1e-6));
             CHECK_CLOSE(now[0].grad_scale, now[1].grad_scale, 1e-6);
