@@ -36,9 +36,10 @@ static inline dtrain_result hf_weights(const char *path, char *weights, size_t r
     const bool inside = stat(path, &about) == 0 && S_ISDIR(about.st_mode);
     char other[4096];
     snprintf(weights, room, inside ? "%s/model.safetensors" : "%s", path);
-    if (!inside || stat(weights, &about) == 0) return DTRAIN_OK;
+    if (stat(weights, &about) == 0) return DTRAIN_OK;
     snprintf(other, sizeof other, "%.4000s.index.json", weights);
     if (stat(other, &about) == 0) return DTRAIN_OK;
+    if (!inside) return dtrain_fail(DTRAIN_ERROR_NOT_FOUND, "%s: No such file or directory", path);
     snprintf(other, sizeof other, "%.4000s/pytorch_model.bin", path);
     return dtrain_fail(DTRAIN_ERROR_FILE, "%s has no model.safetensors%s", path,
                        stat(other, &about) != 0
