@@ -217,10 +217,10 @@ DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, b
  * own, leaves the weight as it is. With DTRAIN_AVERAGE_MEANS every weight above 0 is 1. Local. */
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight);
 
-/* Take part in a micro-batch of the others without one of one's own, where the data of a rank ends
- * earlier than theirs (torch: Join): in place of forward, backward and finish, with a weight of 0.
- * The mean is over those that have data. *over becomes true when a step ends in which no rank had
- * any, on all of them. Collective; everything else of a step stays, accumulate, clipping, update:
+/* Take part in the others' micro-batch without a batch, on a rank whose data has ended before
+ * theirs: in place of forward, backward and finish, with a weight of 0 (torch calls this Join). The
+ * mean is over the ranks that have data. *over becomes true, on all ranks, when a step ends in which
+ * none had any. Collective; everything else of a step stays, accumulate, clipping, update:
  *
  *     while (!over) {
  *         if (has_batch(data)) train(data);   // forward, backward, dtrain_strategy_finish
