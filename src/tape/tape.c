@@ -293,10 +293,9 @@ DTRAIN_API dtrain_result dtrain_tensor_read(dtrain_tape *tape, const dtrain_tens
 
 DTRAIN_API double dtrain_tensor_samples(const dtrain_tensor *loss)
 {
+    if (!loss || loss->dtype != DTRAIN_DTYPE_F32) return 1;
     const dtrain__samples *samples = &((const dtrain__tape_tensor *)loss)->samples;
-    return !loss || loss->dtype != DTRAIN_DTYPE_F32 || !samples->terms
-               ? 1
-               : dtrain__samples_count(samples);
+    return samples->terms ? dtrain__samples_count(samples) : 1;
 }
 
 DTRAIN_API dtrain_result dtrain_tensor_read_grad(dtrain_tape *tape, const dtrain_tensor *tensor,
