@@ -99,6 +99,7 @@
        src/strategy/strategy.c              The road of a gradient: ready, launch, reduce, finish, publish
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
+       src/strategy/weights.c               Weights: what the mean of a step is over
        src/strategy/shards.c                Sharded gradients
        src/strategy/gather.c                Sharded parameters: gather, release
        src/strategy/hierarchy.c             Two levels of ranks
@@ -14210,6 +14211,231 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, d
     snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
              dtrain__bare(dtrain_last_error()));
     return strategy->failure;
+}
+
+/* ================================================================================================
+ * src/strategy/weights.c
+ * ==============================================================================================*/
+
+/* Weights: what the mean of a step is over
+ *
+ * A backward brings the sum over its own samples divided by a unit that is the same everywhere, and
+ * its weight is how many they are, in that unit:
+ *
+ *     targets, unit 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
+ *     gradient           sum of 4 / 4          sum of 1 / 4
+ *     weight             1                     1/4
+ *     reduced            sum of 5 / 4 / 2      as always: times 1/N
+ *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
+ *
+ * The unit is the largest number of targets that a rank had in its first micro-batch, ignored ones
+ * included. Where all have as many and ignore none, every weight is 1 and nothing is corrected: the
+ * bits of a mean of means. Sums are no larger than in one, so that none overflows by it.
+ *
+ * Weights are summed up by an all-reduce of the tally, behind the last buckets of a step:
+ *
+ *     | sum of weights | of each parameter: how many ranks had a gradient of it |
+ *
+ * It stays in device memory, where the correction reads it. The host waits for it only where it
+ * cannot know what is in it: a rank with samples and all gradients knows that the step has samples
+ * and that no parameter is absent. */
+
+/* Count the elements of a tally. */
+DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count)
+{
+    return 1 + (desc->missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP ? param_count : 0);
+}
+
+/* ---- Weights ----------------------------------------------------------------------------------*/
+
+/* Tell whether the next backward is weighed against others of its step. */
+DTRAIN__PRIVATE bool dtrain__weighs(const dtrain_strategy *strategy)
+{
+    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
+           (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
+}
+
+/* Agree on the unit of weights, once: the first micro-batch of this rank has a mean over `terms`
+ * samples, ignored ones included; 0: over nothing that is counted. Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms)
+{
+    if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
+    if (strategy->layout.all > 1) {
+        dtrain__flight_label(strategy->comm, "unit of weights", 0, "");
+        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, &terms, &terms, 1, DTRAIN_DTYPE_I64,
+                                      DTRAIN_REDUCE_MAX, NULL));
+        terms = dtrain__max(terms, 1);
+    }
+    strategy->unit = terms;
+    return DTRAIN_OK;
+}
+
+/* Count the samples that a loss is a mean over. */
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
+{
+    return samples->valid ? (double)samples->valid[1] : (double)samples->terms;
+}
+
+/* Return the weight of a loss, in units; 1 where nothing is counted. */
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples)
+{
+    if (!strategy || !strategy->unit || !samples->terms) return 1;
+    return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight)
+{
+    const char *const call = "dtrain_strategy_weight";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!dtrain_is_finite(weight) || weight < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
+                           (double)weight);
+    strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
+    return DTRAIN_OK;
+}
+
+/* ---- Without samples --------------------------------------------------------------------------*/
+
+/* Gather the units as a forward does, and take part in what the first backward agrees on. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u < strategy->layout.unit_count; u++) {
+        const uint32_t id = strategy->layout.units[u].id;
+        DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
+        DTRAIN__TRY(dtrain_strategy_release(strategy, id));
+    }
+    if (!strategy->taped) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
+{
+    const char *const call = "dtrain_strategy_join";
+    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
+    *over = false;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    const bool last = !strategy->more;
+    DTRAIN__TRY(dtrain__join_forward(strategy));
+    strategy->weight = 0;
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (!last) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy)));
+    *over = strategy->empty;
+    return DTRAIN_OK;
+}
+
+/* ---- The tally --------------------------------------------------------------------------------*/
+
+/* Set count elements of the tally. A constant comes with the kernel's arguments: no memory of the
+ * host's is read later. */
+static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
+                                       float value)
+{
+    dtrain_axpby_args fill; /* x NULL: the constant 1 */
+    memset(&fill, 0, sizeof fill);
+    fill.count = (int64_t)count;
+    fill.a = value;
+    fill.y = strategy->tally + first;
+    fill.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &fill);
+}
+
+/* Note which parameters this rank has no gradient of, aliases counted with their storage. */
+static void dtrain__note_absent(dtrain_strategy *strategy)
+{
+    dtrain__entry *entries = strategy->layout.entries;
+    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
+    strategy->empty = strategy->weights == 0;
+    strategy->unsure = strategy->empty;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        entries[i].absent = skips && entries[i].trainable && p->state.storage == p;
+    }
+    for (size_t i = 0; i < strategy->param_count; i++)
+        if (entries[i].seen) entries[strategy->params[i].state.storage->state.index].absent = false;
+    for (size_t i = 0; i < strategy->param_count; i++)
+        if (entries[i].absent) strategy->unsure = true;
+}
+
+/* Write this rank's part of the tally and start its sum. */
+DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
+{
+    const dtrain_device_ops *ops = strategy->device->ops;
+    const dtrain__entry *entries = strategy->layout.entries;
+    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    if (strategy->device_weight) { /* who is absent does not change in steps that are replayed */
+        DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
+                              sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
+    } else {
+        dtrain__note_absent(strategy);
+        DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
+    }
+    if (strategy->layout.all == 1) {
+        strategy->unsure = false;
+        return DTRAIN_OK;
+    }
+    for (size_t i = 1, end; i < count; i = end) { /* neighbours with the same answer in one call */
+        for (end = i + 1; end < count && entries[end - 1].absent == entries[i - 1].absent;) end++;
+        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
+    }
+    dtrain__flight_label(strategy->comm, "weights of step", (int64_t)strategy->sync_count, "");
+    return dtrain_all_reduce(strategy->comm, strategy->tally, strategy->tally, count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
+}
+
+/* Copy the tally to strategy->sums; the host waits. */
+static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
+{
+    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->tally,
+                                       count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+/* Wait for the tally, and make reduced gradients the mean over all samples: times the micro-batches
+ * of all ranks, by which they have been divided, over the sum of their weights. Where the two are
+ * equal, or there is no sample, gradients stay as they are. */
+DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const float passes = (float)layout->all * (float)strategy->passes;
+    dtrain_work *work = strategy->tally_work;
+    dtrain_axpby_args correct;
+    memset(&correct, 0, sizeof correct);
+    correct.a = passes;
+    correct.dtype = DTRAIN_DTYPE_F32;
+    strategy->tally_work = NULL;
+    DTRAIN__TRY(dtrain_work_wait(work));
+    strategy->sums[0] = strategy->weights;
+    if (layout->all > 1 && layout->grad_home->host) DTRAIN__TRY(dtrain__tally_read(strategy));
+    else if (layout->all > 1 || strategy->device_weight) correct.divisor = strategy->tally;
+    if (!correct.divisor) {
+        if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
+        correct.a = passes / strategy->sums[0];
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain_device *device = bucket->grad_home->host ? strategy->offload.cpu : strategy->device;
+        if (!bucket->trainable || bucket->shard_count == 0) continue;
+        correct.count = bucket->shard_count;
+        correct.x = correct.y = bucket->grad_shard;
+        DTRAIN__TRY(device->ops->axpby(device, &correct));
+    }
+    return DTRAIN_OK;
+}
+
+/* Learn whether the last step had samples (strategy->empty), and which parameters no rank had a
+ * gradient of (entries' absent): the host waits where this rank cannot know. */
+DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy)
+{
+    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    if (!strategy->unsure) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__tally_read(strategy));
+    strategy->unsure = false;
+    strategy->empty = strategy->sums[0] == 0;
+    for (size_t i = 1; i < count; i++)
+        if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
+    return DTRAIN_OK;
 }
 
 /* ================================================================================================

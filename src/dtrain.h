@@ -91,6 +91,7 @@ extern "C" {
 #include "comm/mpi_meet.c"
 #include "comm/backend.c"
 #include "strategy/strategy.c"
+#include "strategy/weights.c"
 #include "strategy/shards.c"
 #include "strategy/gather.c"
 #include "strategy/hierarchy.c"
