@@ -184,7 +184,8 @@ struct dtrain_checkpoint {
     pthread_mutex_t mutex;
     pthread_cond_t moved;
     uint32_t phase;
-    bool cancel; /* another rank has failed: do not publish */
+    double deadline; /* for other ranks' lists: nearer when all have written, past when one has
+                        failed */
     dtrain_result written, published;
     char written_text[DTRAIN__ERROR_BYTES], published_text[DTRAIN__ERROR_BYTES];
 
