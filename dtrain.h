@@ -25988,7 +25988,8 @@ struct dtrain_checkpoint {
     pthread_mutex_t mutex;
     pthread_cond_t moved;
     uint32_t phase;
-    bool cancel; /* another rank has failed: do not publish */
+    double deadline; /* for other ranks' lists: nearer when all have written, past when one has
+                        failed */
     dtrain_result written, published;
     char written_text[DTRAIN__ERROR_BYTES], published_text[DTRAIN__ERROR_BYTES];
 
@@ -26461,7 +26462,7 @@ static dtrain_result dtrain__save(dtrain_checkpoint *c, int64_t step, double met
     c->metric = metric;
     c->begun = start;
     c->phase = DTRAIN__SAVE_IDLE;
-    c->cancel = false;
+    c->deadline = start + 1e-9 * (double)c->world->timeout_ns;
     c->outstanding = true;
     c->written = c->published = DTRAIN_OK;
     const dtrain_result begun = dtrain__agree(c->comm, dtrain__save_begin(c));
@@ -26635,7 +26636,7 @@ static void dtrain__save_run(dtrain_checkpoint *c)
 /* Read the list of a rank's files. It is there when all ranks have written, unless this host sees
  * it later than the one that has written it. */
 static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *directory, int rank,
-                                        double deadline, char **text, size_t *bytes, size_t *room)
+                                        char **text, size_t *bytes, size_t *room)
 {
     char path[2 * DTRAIN__PATH];
     snprintf(path, sizeof path, "%s/rank-%05d.json", directory, rank);
@@ -26650,9 +26651,9 @@ static dtrain_result dtrain__list_await(dtrain_checkpoint *c, const char *direct
             dtrain__free(&c->allocator, *text, *room, 1);
         }
         pthread_mutex_lock(&c->mutex);
-        const bool cancel = c->cancel;
+        const double deadline = c->deadline;
         pthread_mutex_unlock(&c->mutex);
-        if (cancel || dtrain_seconds() > deadline) return result;
+        if (dtrain_seconds() > deadline) return result;
         nanosleep(&nap, NULL);
     }
 }
@@ -26663,14 +26664,11 @@ static dtrain_result dtrain__lists_join(dtrain_checkpoint *c, const char *direct
                                         dtrain__text *manifest)
 {
     const size_t before = sizeof "{\"files\": [" - 1, after = sizeof "]}" - 1;
-    const double patience =
-        c->desc.background ? 1e-9 * (double)c->world->timeout_ns : 1e-3 * DTRAIN__SHARED_MS;
-    const double deadline = dtrain_seconds() + patience;
     bool any = false;
     for (int r = 0; r < c->ranks; r++) {
         char path[2 * DTRAIN__PATH], *text;
         size_t bytes, room;
-        DTRAIN__TRY(dtrain__list_await(c, directory, r, deadline, &text, &bytes, &room));
+        DTRAIN__TRY(dtrain__list_await(c, directory, r, &text, &bytes, &room));
         if (bytes > before + after) {
             dtrain__text_add(manifest, "%s%.*s", any ? "," : "", (int)(bytes - before - after),
                              text + before);
@@ -26804,11 +26802,12 @@ static dtrain_result dtrain__save_agree(dtrain_checkpoint *c)
     dtrain_result result = dtrain__agree(c->comm, mine), published = DTRAIN_OK;
     char text[DTRAIN__ERROR_BYTES];
     snprintf(text, sizeof text, "%s", dtrain_last_error());
-    if (result != DTRAIN_OK) {
-        pthread_mutex_lock(&c->mutex);
-        c->cancel = true;
-        pthread_mutex_unlock(&c->mutex);
-    }
+    /* the others wait for the list's reader: less long than their own deadline */
+    const int64_t patience =
+        dtrain__min(DTRAIN__SHARED_MS * (int64_t)1000000, (int64_t)c->world->timeout_ns / 2);
+    pthread_mutex_lock(&c->mutex);
+    c->deadline = dtrain_seconds() + (result == DTRAIN_OK ? 1e-9 * (double)patience : 0);
+    pthread_mutex_unlock(&c->mutex);
     if (c->rank == 0 && c->threaded) published = dtrain__phase_await(c, DTRAIN__SAVE_DONE);
     else if (c->rank == 0 && result == DTRAIN_OK) published = dtrain__publish(c);
     dtrain__thread_end(c, mine != DTRAIN_ERROR_TIMEOUT && published != DTRAIN_ERROR_TIMEOUT);
