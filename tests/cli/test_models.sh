@@ -90,7 +90,7 @@ say '"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5000
 good "rope_parameters of transformers 5" 'step     1' "$build/llama" --import "$tmp/llama" $to_again
 try "export writes what was imported" cmp "$tmp/llama/config.json" "$tmp/llama2/config.json"
 bad "no Llama" '"model_type" is gpt2' "$build/llama" --import "$tmp/hf0"
-bad "no model" 'none/model.safetensors|config.json' "$build/llama" --import "$tmp/none"
+bad "no model" 'none: No such file' "$build/llama" --import "$tmp/none"
 mkdir "$tmp/alone"; cp "$tmp/weights" "$tmp/alone/model.safetensors"
 bad "weights alone" 'there is no .*alone/config.json' "$build/llama" --import "$tmp/alone"
 
