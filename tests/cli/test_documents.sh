@@ -133,7 +133,7 @@ begins() {
 # A model of GPT-2 or Llama is at nobody's hand here (test_models.sh makes some): flags are known, the file is looked for.
 no_model() {
     how="looks for the model"
-    ! in_time 60 "$1" && grep -q 'no_model/.*No such file' "$tmp/out"
+    ! in_time 60 "$1" && grep -q -E '(no_model|--import: ).*No such file' "$tmp/out"
 }
 
 # One sentence instead of a run, where there is no GPU.
