@@ -219,8 +219,8 @@ DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float
 
 /* Take part in the others' micro-batch without a batch, on a rank whose data has ended before
  * theirs: in place of forward, backward and finish, with a weight of 0 (torch calls this Join). The
- * mean is over the ranks that have data. *over becomes true, on all ranks, when a step ends in which
- * none had any. Collective; everything else of a step stays, accumulate, clipping, update:
+ * mean is over the ranks that have data. *over becomes true, on all ranks, when a step ends in
+ * which none had any. Collective; everything else of a step stays, accumulate, clipping, update:
  *
  *     while (!over) {
  *         if (has_batch(data)) train(data);   // forward, backward, dtrain_strategy_finish
