@@ -36,6 +36,10 @@ done
 for joined in dtrain.h dtrain_cuda.cu dtrain_nccl.h; do
     sh tools/join.sh src/$joined | cmp -s - $joined || complain "$joined is stale: make $joined"
 done
+# Each source is in one of them: src/ compiled file by file would not miss it.
+for file in $(find src -name '*.c' -o -name '*.cuh'); do
+    grep -q -F "$file" dtrain.h dtrain_cuda.cu dtrain_nccl.h || complain "$file is in no joined file: include it in src/dtrain.h or the like"
+done
 sh tools/house.sh | cmp -s - docs/house.svg || complain "docs/house.svg is stale: make docs"
 sh tools/api_index.sh | cmp -s - docs/api.md || complain "docs/api.md is stale: make docs"
 
