@@ -181,8 +181,7 @@ static dtrain_result dtrain__load_compare(dtrain__load *load)
     }
     return dtrain_fail(DTRAIN_ERROR_DATA,
                        "%s does not fit this run%s%s%s:%s%s%s%s%s%s%s; build the same model and "
-                       "optimizer, or load "
-                       "with `partial` or `values_only`",
+                       "optimizer, or load with `partial` or `values_only`",
                        load->directory, settings[0] ? " (" : "", settings, settings[0] ? ")" : "",
                        missing.count ? " missing in it: " : "", missing.text,
                        missing.count && different.count ? ";" : "",
@@ -480,9 +479,9 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
     if (result != DTRAIN_OK) return result;
     dtrain__scalars_load(load);
-    if (!load->desc.values_only) dtrain__note_moments(load);
-    if (!load->desc.values_only) dtrain__note_residuals(load);
     if (!load->desc.values_only) {
+        dtrain__note_moments(load);
+        dtrain__note_residuals(load);
         dtrain__note_arrays(load);
         load->state->step = load->manifest.step;
         if (load->manifest.run) load->state->run = load->manifest.run;

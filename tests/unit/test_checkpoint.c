@@ -781,13 +781,7 @@ static int torn_main(dtrain_world *world, void *user)
     CHECK(dtrain_checkpoint_load(s->state, good, &part, NULL) == DTRAIN_ERROR_USAGE);
     CHECK(dtrain_checkpoint_load(s->state, good, NULL, NULL) == DTRAIN_OK);
     CHECK(dtrain_trainer_step(s->trainer, &record) == DTRAIN_OK);
-    dtrain_state_destroy(s->state);
-    dtrain_trainer_destroy(s->trainer);
-    dtrain_optimizer_destroy(s->optimizer);
-    dtrain_strategy_destroy(s->strategy);
-    dtrain_loader_destroy(s->loader);
-    dtrain_dataset_close(s->dataset);
-    free(s);
+    saved_free(s);
     return 0;
 }
 
