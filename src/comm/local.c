@@ -7,15 +7,18 @@
  *
  * An operation is a ladder of stages. "To reach" a stage is to store it in one's slot (release); to
  * go on, a rank looks until all ranks have reached it (acquire). Stage 1 says what is being called;
- * when all are there and agree, one of three paths is taken, the same on every rank:
+ * when all are there and agree, one of four paths is taken, the same on every rank:
  *
  *     small    the data came along in the slots: every rank computes its own result, done
  *     direct   all buffers are in shared memory: rank r computes slice r of everybody's result and
  *              reaches stage 2; when all have, done. No copy, no temporary
+ *     read     large buffers of the host's own, where the kernel lets ranks read each other's
+ *              memory: rank r computes slice r of its own result and reaches stage 2; when all
+ *              have, it reads the other slices from the ranks that computed them: stage 3, done
  *     copied   otherwise: chunk c goes into half c % 2 of one's stage, stage c + 2 is reached; when
  *              all have, every rank computes its own result from the stages
  *
- * All three add in rank order in fp32 and round once, so the bits do not tell which one ran. With
+ * All of them add in rank order in fp32 and round once, so the bits do not tell which one ran. With
  * emulated links there is one more stage, which a rank reaches when its transfer is due.
  *
  * Q = 2 W slots are enough, see comm/engine_internal.h. */
@@ -33,7 +36,9 @@
 #include "device/backend.h"
 
 #define DTRAIN__SLOTS (2 * DTRAIN__WINDOW)
-#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10) /* half a stage: two ranks' stages stay in L2 */
+#define DTRAIN__CHUNK_BYTES ((size_t)128 << 10)   /* half a stage: two ranks' stages stay in L2 */
+#define DTRAIN__READ_BYTES ((size_t)128 << 10)    /* buffers from this size on are read ... */
+#define DTRAIN__SCRATCH_BYTES ((size_t)512 << 10) /* ... in blocks of all ranks that fit here */
 #define DTRAIN__CELL_BYTES ((size_t)32 << 10)
 #define DTRAIN__CELLS 4u
 #define DTRAIN__STAGE_BITS 24 /* progress = sequence << 24 | stage */
@@ -45,7 +50,8 @@ typedef struct dtrain__slot {
     char data[DTRAIN__SMALL_BYTES];
     const char *send;
     char *recv;
-    uint64_t direct; /* the other ranks can reach these buffers */
+    uint64_t direct;   /* the other ranks can reach these buffers */
+    uint64_t readable; /* this rank can read everybody's, and they can read these */
 } dtrain__slot;
 
 /* Messages of one ordered pair of ranks, cut in cells. head - tail cells are filled. */
@@ -69,6 +75,9 @@ struct dtrain__part {
     uint32_t departed;           /* atomic: ranks that have destroyed the communicator ... */
     uint32_t size;               /* ... out of so many */
     char *stage;                 /* 2 chunks, made when first needed */
+    int64_t pid;                 /* of its rank, in whose private memory */
+    const uint64_t *proof;       /* ... this address holds */
+    uint64_t proof_value;        /* ... this number */
     dtrain__part *next;          /* among this rank's retired parts */
     dtrain__channel *channels[DTRAIN_MAX_RANKS]; /* atomic; to each rank, made by the first send */
     dtrain__slot slots[DTRAIN__SLOTS];
@@ -77,14 +86,20 @@ struct dtrain__part {
 typedef struct dtrain__local_comm {
     dtrain__engine base;
     dtrain__part **parts; /* (size) */
+    char *scratch;        /* made when first needed */
+    uint64_t proof;       /* what others read to see that they can */
+    bool reads;           /* this rank can read every rank's memory */
 } dtrain__local_comm;
+
+typedef enum dtrain__path { DTRAIN__DIRECT, DTRAIN__READ, DTRAIN__COPIED } dtrain__path;
 
 typedef struct dtrain__local_work {
     dtrain__work base;
     uint32_t stage, final; /* reached; final 0: the path is not chosen yet */
-    int seen;              /* ranks below it have reached `stage` */
-    size_t moved;          /* messages: bytes */
-    bool sent;             /* a long message to another node: all of it is in the channel */
+    dtrain__path path;
+    int seen;     /* ranks below it have reached `stage` */
+    size_t moved; /* messages: bytes */
+    bool sent;    /* a long message to another node: all of it is in the channel */
 } dtrain__local_work;
 
 static dtrain__slot *dtrain__slot_of(const dtrain__engine *base, int rank, uint64_t sequence)
@@ -118,6 +133,59 @@ static void dtrain__reach(const dtrain__engine *comm, dtrain__local_work *work, 
                   work->base.sequence << DTRAIN__STAGE_BITS | stage);
 }
 
+/* ---- Reading another rank's memory ------------------------------------------------------------*/
+
+/* Copy memory of another rank's process; false with errno when the kernel refuses. */
+static bool dtrain__read_memory(int64_t pid, const void *from, void *to, size_t bytes)
+{
+    for (size_t done = 0; done < bytes;) {
+        struct iovec target = {(char *)to + done, bytes - done},
+                     source = {(char *)(uintptr_t)from + done, bytes - done};
+        const ssize_t got = process_vm_readv((pid_t)pid, &target, 1, &source, 1, 0);
+        if (got <= 0) return false;
+        done += (size_t)got;
+    }
+    return true;
+}
+
+/* Say whether the kernel can read these bytes of this rank: not those that a driver has mapped. */
+static bool dtrain__is_readable(const void *memory, size_t bytes)
+{
+    char byte;
+    return !bytes || !memory ||
+           (dtrain__read_memory(getpid(), memory, &byte, 1) &&
+            dtrain__read_memory(getpid(), (const char *)memory + bytes - 1, &byte, 1));
+}
+
+/* Read a number at an address that every rank has published, and compare. A kernel can forbid it
+ * (yama, seccomp), a rank in another namespace has another process under this number. */
+static bool dtrain__reads_all(const dtrain__local_comm *comm)
+{
+    for (int i = 0; i < comm->base.base.size; i++) {
+        const dtrain__part *part = comm->parts[i];
+        uint64_t value = 0;
+        if (!dtrain__read_memory(part->pid, part->proof, &value, sizeof value) ||
+            value != part->proof_value)
+            return false;
+    }
+    return true;
+}
+
+/* Take bytes that another rank has. False: that rank has ended, which the wait will report, or the
+ * communicator has failed. */
+static bool dtrain__fetch(dtrain__engine *comm, int rank, const char *from, char *to, size_t bytes)
+{
+    comm->base.info.staged_bytes += bytes;
+    if (dtrain__read_memory(((dtrain__local_comm *)comm)->parts[rank]->pid, from, to, bytes))
+        return true;
+    if (errno != ESRCH)
+        dtrain__engine_failf(comm, DTRAIN_ERROR_PEER,
+                             "rank %d's buffer of %zu bytes cannot be read: %s; was it freed while "
+                             "the operation was under way?",
+                             comm->base.world_ranks[rank], bytes, strerror(errno));
+    return false;
+}
+
 static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
 {
     const dtrain_collective *what = &work->what;
@@ -128,12 +196,18 @@ static void dtrain__local_show(dtrain__engine *comm, dtrain__work *work)
     slot->send = (const char *)what->send;
     slot->recv = (char *)what->recv;
     /* what other ranks would touch on the direct path: results of a slice are written to all */
+    slot->readable = !work->small && ((const dtrain__local_comm *)comm)->reads &&
+                     dtrain__send_bytes(what, comm->base.size) >= DTRAIN__READ_BYTES;
     slot->direct =
         !work->small &&
         dtrain__is_shared(world, what->send, dtrain__send_bytes(what, comm->base.size)) &&
         (kind->cuts || kind->joins ||
          (what->kind == DTRAIN_COLLECTIVE_REDUCE && what->root != comm->base.rank) ||
          dtrain__is_shared(world, what->recv, dtrain__recv_bytes(what, comm->base.size)));
+    if (slot->readable && !slot->direct)
+        slot->readable =
+            dtrain__is_readable(what->send, dtrain__send_bytes(what, comm->base.size)) &&
+            dtrain__is_readable(what->recv, dtrain__recv_bytes(what, comm->base.size));
     dtrain__reach(comm, (dtrain__local_work *)work, 1);
 }
 
@@ -144,7 +218,7 @@ static const dtrain__shown *dtrain__local_heard(const dtrain__engine *comm, uint
                                                     : NULL;
 }
 
-/* ---- The three paths --------------------------------------------------------------------------*/
+/* ---- The paths --------------------------------------------------------------------------------*/
 
 static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *work)
 {
@@ -166,6 +240,78 @@ static void dtrain__direct_path(const dtrain__engine *comm, const dtrain__work *
     if (whole) dtrain__pull(&comm->base, what, in, 0, length);
     else if (kind->reduces) dtrain__combine(what, in, comm->base.size, out, outs, length);
     else dtrain__combine(what, in + what->root, 1, out, outs, length);
+}
+
+/* The read path, first half of a sum: compute slice `rank` of this rank's own result (the root of a
+ * reduce computes everything) from blocks of the others' parts. A block of all of them stays in a
+ * cache. An all-reduce in place overwrites a slice that no other rank reads. */
+static bool dtrain__read_sum(dtrain__engine *comm, const dtrain__work *work)
+{
+    dtrain__local_comm *local = (dtrain__local_comm *)comm;
+    const dtrain_collective *what = &work->what;
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const size_t block = DTRAIN__SCRATCH_BYTES / (size_t)comm->base.size / DTRAIN__CACHE_LINE *
+                         DTRAIN__CACHE_LINE / unit;
+    const char *in[DTRAIN_MAX_RANKS];
+    size_t first, length;
+    dtrain__slice(what, comm->base.size, comm->base.rank, &first, &length);
+    if (what->kind == DTRAIN_COLLECTIVE_REDUCE) {
+        first = 0;
+        length = dtrain__gets(what, comm->base.rank) ? what->count : 0;
+    }
+    if (!local->scratch) {
+        local->scratch = (char *)dtrain__alloc(&comm->base.world->allocator, DTRAIN__SCRATCH_BYTES,
+                                               1, "blocks of other ranks");
+        if (!local->scratch) {
+            (void)dtrain__engine_fail(&comm->base, DTRAIN_ERROR_MEMORY, dtrain_last_error());
+            return false;
+        }
+    }
+    char *out = (char *)what->recv + (dtrain__kind_of(what->kind)->cuts ? 0 : first * unit);
+    for (size_t at = 0, count; at < length; at += count, out += count * unit) {
+        count = length - at < block ? length - at : block;
+        for (int i = 0; i < comm->base.size; i++) {
+            const char *part = dtrain__slot_of(comm, i, work->sequence)->send + (first + at) * unit;
+            char *copy = local->scratch + (size_t)i * block * unit;
+            in[i] = i == comm->base.rank ? part : copy;
+            if (i != comm->base.rank && !dtrain__fetch(comm, i, part, copy, count * unit))
+                return false;
+        }
+        dtrain__combine(what, in, comm->base.size, &out, 1, count);
+    }
+    return true;
+}
+
+/* The read path, what is not added: read the pieces that others have to where they belong, the next
+ * rank's first, so that not all read the same rank. */
+static bool dtrain__read_pieces(dtrain__engine *comm, const dtrain__work *work)
+{
+    const dtrain_collective *what = &work->what;
+    const dtrain__kind *kind = dtrain__kind_of(what->kind);
+    const size_t unit = dtrain_dtype_bytes(what->dtype);
+    const int size = comm->base.size, own = comm->base.rank;
+    if (!dtrain__gets(what, own)) return true;
+    for (int turn = 1; turn <= size; turn++) {
+        const int i = (own + turn) % size;
+        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->sequence);
+        size_t first, length;
+        if (!dtrain__gives(what, i)) continue;
+        dtrain__slice(what, size, i, &first, &length);
+        if (kind->rooted) { /* broadcast */
+            first = 0;
+            length = what->count;
+        }
+        const char *from = kind->reduces ? slot->recv + first * unit
+                           : kind->cuts  ? slot->send + (size_t)own * what->count * unit
+                                         : slot->send;
+        char *to = (char *)what->recv + first * unit;
+        if (i != own) {
+            if (!dtrain__fetch(comm, i, from, to, length * unit)) return false;
+        } else if (from != to) {
+            memcpy(to, from, length * unit);
+        }
+    }
+    return true;
 }
 
 /* The copied path:
@@ -224,15 +370,37 @@ static void dtrain__chunk_out(dtrain__engine *comm, const dtrain_collective *wha
 static void dtrain__choose_path(const dtrain__engine *comm, dtrain__local_work *work)
 {
     const dtrain_collective *what = &work->base.what;
-    bool direct = true;
-    for (int i = 0; i < comm->base.size; i++)
-        direct = direct && dtrain__slot_of(comm, i, work->base.sequence)->direct;
+    bool direct = true, readable = true;
+    for (int i = 0; i < comm->base.size; i++) {
+        const dtrain__slot *slot = dtrain__slot_of(comm, i, work->base.sequence);
+        direct = direct && slot->direct;
+        readable = readable && slot->readable;
+    }
     work->seen = comm->base.size;
-    work->final = 2;
-    if (!direct) {
+    work->path = direct ? DTRAIN__DIRECT : readable ? DTRAIN__READ : DTRAIN__COPIED;
+    work->final = work->path == DTRAIN__READ && what->kind == DTRAIN_COLLECTIVE_ALL_REDUCE ? 3 : 2;
+    if (work->path == DTRAIN__COPIED) {
         const size_t chunk = dtrain__chunk_count(comm, what);
         work->final += (uint32_t)((what->count + chunk - 1) / chunk);
     }
+}
+
+/* Do what follows the stage that all ranks have reached; false: it cannot be done now. */
+static bool dtrain__climb(dtrain__engine *comm, dtrain__local_work *work, bool oldest)
+{
+    const dtrain_collective *what = &work->base.what;
+    if (work->path == DTRAIN__DIRECT) {
+        dtrain__direct_path(comm, &work->base);
+        return true;
+    }
+    if (work->path == DTRAIN__READ)
+        return work->stage == 1 && dtrain__kind_of(what->kind)->reduces
+                   ? dtrain__read_sum(comm, &work->base)
+                   : dtrain__read_pieces(comm, &work->base);
+    if (!oldest) return false;
+    if (work->stage > 1) dtrain__chunk_out(comm, what, work->stage - 2);
+    return work->stage + 1 >= work->final ||
+           dtrain__chunk_in(comm, what, work->stage - 1) == DTRAIN_OK;
 }
 
 static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool oldest)
@@ -242,15 +410,7 @@ static bool dtrain__local_move(dtrain__engine *comm, dtrain__work *base, bool ol
     if (!work->final) dtrain__choose_path(comm, work);
     while (dtrain__all_reached(comm, work)) {
         if (work->stage >= work->final) return true;
-        if (work->final == 2) {
-            dtrain__direct_path(comm, base);
-        } else {
-            if (!oldest) return false;
-            if (work->stage > 1) dtrain__chunk_out(comm, &base->what, work->stage - 2);
-            if (work->stage + 1 < work->final &&
-                dtrain__chunk_in(comm, &base->what, work->stage - 1) != DTRAIN_OK)
-                return false;
-        }
+        if (!dtrain__climb(comm, work, oldest)) return false;
         dtrain__reach(comm, work, work->stage + 1);
     }
     return false;
@@ -388,8 +548,14 @@ static dtrain_result dtrain__local_make(dtrain__engine *base, int64_t *address)
                                                  sizeof *comm->parts, "a table of ranks");
     if (!comm->parts) return DTRAIN_ERROR_MEMORY;
     DTRAIN__TRY(dtrain__shared_alloc(world, sizeof(dtrain__part), &part));
-    comm->parts[base->base.rank] = (dtrain__part *)part;
-    comm->parts[base->base.rank]->size = (uint32_t)base->base.size;
+    dtrain__part *own = comm->parts[base->base.rank] = (dtrain__part *)part;
+    own->size = (uint32_t)base->base.size;
+    own->pid = getpid();
+    own->proof = &comm->proof;
+    own->proof_value = comm->proof = dtrain__now_ns() ^ (uint64_t)(uintptr_t)part;
+#ifdef PR_SET_PTRACER /* where yama guards memory: the launcher's processes may read this one's */
+    if (getppid() > 1) prctl(PR_SET_PTRACER, (unsigned long)getppid(), 0, 0, 0);
+#endif
     *address = (int64_t)(intptr_t)part;
     return DTRAIN_OK;
 }
@@ -399,6 +565,7 @@ static void dtrain__local_join(dtrain__engine *base, const int64_t *addresses)
     dtrain__local_comm *comm = (dtrain__local_comm *)base;
     for (int i = 0; i < base->base.size; i++)
         comm->parts[i] = (dtrain__part *)(intptr_t)addresses[i];
+    comm->reads = dtrain__reads_all(comm);
     base->report = &comm->parts[0]->report;
 }
 
@@ -417,6 +584,7 @@ static void dtrain__local_release(dtrain__engine *base)
     } else {
         dtrain__shared_free(world, part);
     }
+    dtrain__free(&world->allocator, comm->scratch, DTRAIN__SCRATCH_BYTES, 1);
     dtrain__free(&world->allocator, comm->parts, (size_t)base->base.size, sizeof *comm->parts);
 }
 

@@ -6,6 +6,22 @@
 #include "ranks.h"
 #include "naive_comm.h"
 #include <limits.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+
+/* The kernel's call that lets ranks read each other's memory, as the library sees it: refused, as yama and seccomp do,
+ * or failing at the call that counts reads_left down to 0. */
+static bool refuse_reads;
+static int reads_left;
+ssize_t process_vm_readv(pid_t pid, const struct iovec *to, unsigned long to_count,
+                         const struct iovec *from, unsigned long from_count, unsigned long flags)
+{
+    if (refuse_reads || (reads_left && !--reads_left)) {
+        errno = refuse_reads ? EPERM : EFAULT;
+        return -1;
+    }
+    return syscall(SYS_process_vm_readv, (long)pid, to, to_count, from, from_count, flags);
+}
 
 /* ---- every collective, dtype, operation, number of ranks ---- */
 
@@ -222,26 +238,32 @@ static void test_unaligned(void)
 }
 
 /* All sixteen placements (send, recv) x (own, neighbour's) of one call give one result. */
-static int rank_memory_mix(dtrain_world *world, void *user)
+static int mix_memories(desk *d)
 {
     static const size_t counts[] = {5, 300, 3000, 70001};
     size_t i, k;
     int mask;
-    desk d;
-    (void)user;
-    if (open_desk(&d, world, 70001 * 4 * (size_t)dtrain_world_size(world))) return 1;
     for (i = 0; i < 4; i++)
         for (k = 0; k < KINDS; k++)
             for (mask = 0; mask < 16; mask++) {
                 call c =
                     make_call(kinds[k], DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, counts[i], i + 31);
                 if (i == 3 && !test_full() && mask % 5) continue;
-                c.send_memory = mask >> (d.rank % 2 * 2) & 1;
-                c.recv_memory = mask >> (d.rank % 2 * 2 + 1) & 1;
-                if (!run_call(&d, &c)) return 1;
+                c.send_memory = mask >> (d->rank % 2 * 2) & 1;
+                c.recv_memory = mask >> (d->rank % 2 * 2 + 1) & 1;
+                if (!run_call(d, &c)) return 1;
             }
-    close_desk(&d);
     return 0;
+}
+static int rank_memory_mix(dtrain_world *world, void *user)
+{
+    int status;
+    desk d;
+    (void)user;
+    if (open_desk(&d, world, 70001 * 4 * (size_t)dtrain_world_size(world))) return 1;
+    status = mix_memories(&d);
+    close_desk(&d);
+    return status;
 }
 static void test_memory_mix(void)
 {
@@ -252,19 +274,66 @@ static void test_memory_mix(void)
     }
 }
 
+/* Private memory that no rank, or only some ranks, can read travels through stages: the same results. */
+static int rank_refused(dtrain_world *world, void *user)
+{
+    const int others = *(int *)user;
+    dtrain_comm *comm;
+    int status;
+    desk d;
+    refuse_reads = dtrain_world_rank(world) % 2 || others;
+    RANKS_TRY(dtrain_comm_split(dtrain_world_comm(world), 0, 0, &comm));
+    if (open_desk_on(&d, comm, 70001 * 4 * (size_t)dtrain_world_size(world))) return 1;
+    status = mix_memories(&d);
+    close_desk(&d);
+    dtrain_comm_destroy(comm);
+    return status;
+}
+static void test_refused_reads(void)
+{
+    int others;
+    for (others = 0; others < 2; others++) {
+        ranks_run(2, DTRAIN_LAUNCH_PROCESSES, rank_refused, &others);
+        ranks_run(3, DTRAIN_LAUNCH_PROCESSES, rank_refused, &others);
+    }
+}
+
+/* A buffer that turns out to be unreadable is an error on all ranks, and the rank that has it is named. */
+static int rank_unreadable(dtrain_world *world, void *user)
+{
+    const size_t count = (size_t)1 << 20;
+    dtrain_comm *comm = dtrain_world_comm(world);
+    float *buffer = (float *)calloc(count, sizeof *buffer);
+    dtrain_result result;
+    (void)user;
+    if (!buffer) return 1;
+    RANKS_TRY(dtrain_barrier(comm));
+    if (dtrain_world_rank(world) == 1) reads_left = 5; /* after four looks at its own memory */
+    result =
+        dtrain_all_reduce(comm, buffer, buffer, count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, NULL);
+    CHECK_MSG(result == DTRAIN_ERROR_PEER, "%s", dtrain_result_text(result));
+    CHECK_MSG(strstr(dtrain_last_error(), "rank 0's buffer of") &&
+                  strstr(dtrain_last_error(), "cannot be read"),
+              "%s", dtrain_last_error());
+    free(buffer);
+    return 0;
+}
+static void test_unreadable(void) { ranks_run(2, DTRAIN_LAUNCH_PROCESSES, rank_unreadable, NULL); }
+
 /* ---- anything after anything ---- */
 
 static int rank_random_calls(dtrain_world *world, void *user)
 {
     uint64_t state = *(uint64_t *)user;
-    size_t most = 20000;
+    size_t most = 66000;
     int i;
     desk d;
     if (open_desk(&d, world, most * 8 * (size_t)dtrain_world_size(world))) return 1;
     for (i = 0; i < (int)test_draws(250, 500, 2000); i++) {
         call c = make_call(kinds[ranks_random(&state, KINDS)], dtypes[ranks_random(&state, 5)],
                            ops[ranks_random(&state, 5)], 0, ranks_random(&state, 0));
-        size_t size = (size_t)1 << ranks_random(&state, 15);
+        size_t size = (size_t)1 << ranks_random(
+                          &state, i % 8 ? 15 : 17); /* some are read from rank to rank */
         c.count = ranks_random(&state, size);
         c.seed = state;
         if (c.op == DTRAIN_REDUCE_MEAN && is_integer(c.dtype)) c.op = DTRAIN_REDUCE_MAX;
@@ -1096,6 +1165,8 @@ int main(int argc, char **argv)
     RUN(test_large);
     RUN(test_unaligned);
     RUN_NUMBERS(test_memory_mix);
+    RUN(test_refused_reads);
+    RUN(test_unreadable);
     RUN(test_random_calls);
     RUN(test_64_ranks);
     RUN(test_special_values);
