@@ -142,8 +142,9 @@
        src/train/tokens.c                   Token files
        src/train/images.c                   Image files
        src/train/files.c                    Files of a dataset
+       src/train/micro_batch.c              Micro-batches: a forward and a backward, two calls
+       src/train/trainer_internal.h         The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
        src/train/trainer.c                  Trainer
-       src/train/trainer_internal.h         The trainer's structure
        src/train/queued_step.c              A step without the host: recorded and replayed
        src/train/plan.c                     Planning: memory of a step, largest batch
        src/state/state.c                    State: the list of what must survive
@@ -13660,6 +13661,7 @@ DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy);
@@ -14478,6 +14480,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
     return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
 }
 
+/* Take part in the backward of a pass without samples. In the last one of a step, learn whether any
+ * rank has had samples. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy)
+{
+    const bool last = !strategy->more;
+    strategy->weight = 0;
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (!last) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy));
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
 {
     const char *const call = "dtrain_strategy_join";
@@ -14486,11 +14499,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
     const bool last = !strategy->more;
     DTRAIN__TRY(dtrain__join_forward(strategy));
-    strategy->weight = 0;
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy)));
-    *over = strategy->empty;
+    DTRAIN__TRY(dtrain__join_backward(strategy));
+    *over = last && strategy->empty;
     return DTRAIN_OK;
 }
 
@@ -24343,37 +24353,29 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
 }
 
 /* ================================================================================================
- * src/train/trainer.c
+ * src/train/micro_batch.c
  * ==============================================================================================*/
 
-/* Trainer
+/* Micro-batches: a forward and a backward, two calls
  *
- * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
- * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
+ * A step is the sum of its micro-batches. Each is a forward, which ends with a loss, and a backward,
+ * which ends with its part of the gradients reduced. They are two calls so that a schedule can put
+ * other passes between them:
  *
- *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
- *     |<----------------------- step time ------------------------------->|
+ *     one at a time, as the trainer's steps do    F0 B0  F1 B1  F2 B2
+ *     one forward ahead                           F0 F1  B0 F2  B1 B2
  *
- * The all-gather carries every rank's loss and figures. It comes last so that the times are whole,
- * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
- * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
- * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
- * scaling that is a skipped step, unless a loss was not finite either.
- *
- * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
- * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
- * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
- * in the record's own all-gather is in no figure. Waiting for data counts as compute time, so that
- * a rank with a slow disk is found; how much of it that was is a figure of its own. */
+ * Three rules bind a schedule. Every pass in flight has a tape, and input buffers, of its own.
+ * Forwards come in the order of their numbers, because each fetches the next batch; so do
+ * backwards, because the strategy averages behind the last one. All ranks have the same
+ * schedule. */
 
 /* ================================================================================================
  * src/train/trainer_internal.h
  * ==============================================================================================*/
 
-/* The trainer's structure
- *
- * The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
- * queued step (queued_step.c). */
+/* The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
+ * the middle (trainer.c) and the queued step (queued_step.c). */
 
 /* What a rank tells the others each step: its figures, and behind them */
 enum {
@@ -24398,16 +24400,15 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
-    uint64_t tokens;    /* of all ranks, in the steps before */
-    uint64_t skipped;   /* steps whose gradients were not finite, without loss scaling ... */
-    uint32_t in_a_row;  /* ... and how many of them were the last ones */
-    uint32_t micro;     /* micro-batches of this step that are done: where it goes on if repeated */
-    double loss;        /* their sum, each times its weight ... */
-    double weight;      /* ... and the sum of their weights */
-    bool ended;         /* this rank's data has */
-    uint32_t joined;    /* micro-batches of this step behind that */
-    float micro_weight; /* of the last one */
-    double saving;      /* seconds in checkpoints until the end of the last step */
+    uint64_t tokens;   /* of all ranks, in the steps before */
+    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
+    uint32_t in_a_row; /* ... and how many of them were the last ones */
+    uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
+    double loss;       /* their sum, each times its weight ... */
+    double weight;     /* ... and the sum of their weights */
+    bool ended;        /* this rank's data has */
+    uint32_t joined;   /* micro-batches of this step behind that */
+    double saving;     /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median */
@@ -24417,8 +24418,8 @@ struct dtrain_trainer {
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
-/* A micro-batch: its inputs, and what its loss is a mean over, or its weight where that is not
- * counted. */
+/* What a queued step keeps of a micro-batch: its inputs, and the samples that its loss is a mean
+ * over, or its weight where samples are not counted. */
 typedef struct dtrain__queued {
     dtrain__feed feed;
     dtrain__samples samples;
@@ -24440,11 +24441,21 @@ typedef struct dtrain__queue {
 /* Unknown. A bit pattern instead of NAN survives -ffast-math. */
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
-/* train/trainer.c */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
+/* A micro-batch from its forward to the end of its backward. */
+typedef struct dtrain__micro {
+    dtrain_tape *tape;   /* its own from forward to backward: the activations are on it */
+    uint32_t number;     /* in the step, from 0 */
+    uint64_t seed;       /* of the step */
+    dtrain_tensor *loss; /* set by forward; NULL: joined, or an error that backward reports */
+    bool joined;         /* set by forward: this rank's data had ended */
+    float weight;        /* set by backward: of the loss in the mean of the step */
+} dtrain__micro;
+
+/* train/micro_batch.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
-                                                    dtrain_tensor **loss);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtrain__micro *micro);
+DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dtrain__micro *micro);
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
 
@@ -24454,6 +24465,127 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer);
 DTRAIN__PRIVATE dtrain_result dtrain__queue_step(dtrain_trainer *trainer,
                                                  dtrain_step_record *record);
 
+#define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
+#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
+
+/* Return the seed of this rank's step. Random numbers of dropout must differ between steps,
+ * micro-batches and ranks, and a run that is repeated must repeat them. A pass uses the sum of this
+ * and of its micro-batch's seed, which is the same in all steps: so it can be recorded. */
+DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
+{
+    uint32_t random[4];
+    uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
+    dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
+    return (uint64_t)random[1] << 32 | random[0];
+}
+
+/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
+{
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
+    const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
+    dtrain__span_end(trainer->world, span);
+    if (result != DTRAIN_ERROR_END || !trainer->queue) return result;
+    return dtrain__strategy_keep(
+        trainer->desc.strategy,
+        dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
+                    "dtrain_trainer_step: the data of this rank has ended, and a graph replays "
+                    "steps that have data; use graph = false, or give all ranks as many batches"));
+}
+
+/* Fetch a batch, unless the tape's feed holds it already, and run forward to its loss. A rank whose
+ * data has ended gathers what the others gather, and has no loss.
+ *
+ * An error of next_batch leaves the step where it is, to be repeated from here. After any other
+ * error this rank cannot take part in what the others do: the strategy fails on all of them. An
+ * error inside of the loss, a NULL tensor too, is on the tape and comes out of backward. */
+DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtrain__micro *micro)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain_tape *tape = micro->tape;
+    const bool fetched = tape->feed && tape->feed->filled;
+    micro->loss = NULL;
+    micro->joined = false;
+    DTRAIN__TRY(dtrain__strategy_usable(desc->strategy, "dtrain_trainer_step"));
+    if (micro->number == 0) trainer->joined = 0;
+    if (desc->next_batch && !fetched && !trainer->ended) {
+        const dtrain_result next = dtrain__trainer_fetch(trainer);
+        trainer->ended = next == DTRAIN_ERROR_END;
+        if (!trainer->ended) DTRAIN__TRY(next);
+    }
+    micro->joined = trainer->ended;
+    if (micro->joined) return dtrain__join_forward(desc->strategy);
+    DTRAIN__TRY(dtrain__strategy_keep(
+        desc->strategy, dtrain_tape_begin(tape, desc->tape_flags,
+                                          micro->seed + DTRAIN__MICRO_SEED * micro->number)));
+    const uint32_t span =
+        dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro->number);
+    micro->loss = desc->loss(tape, desc->user);
+    dtrain__span_end(trainer->world, span);
+    return DTRAIN_OK;
+}
+
+/* Run backward from the loss and let the strategy reduce the gradients; behind the step's last
+ * micro-batch they are its mean. The loss is not read: a device with a queue works through all of
+ * this before the host waits. A gradient that is missing ends the step. */
+DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dtrain__micro *micro)
+{
+    const dtrain_trainer_desc *desc = &trainer->desc;
+    dtrain_strategy *strategy = desc->strategy;
+    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
+    const float share = scale / (float)desc->micro_batches;
+    DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro->number + 1 < desc->micro_batches));
+    dtrain_result result = DTRAIN_OK;
+    if (micro->joined) {
+        trainer->joined++;
+        micro->weight = 0;
+        result = dtrain__join_backward(strategy);
+    } else {
+        DTRAIN__TRY(
+            dtrain__strategy_keep(strategy, dtrain_tape_backward(micro->tape, micro->loss, share)));
+        micro->weight = strategy->weight;
+        result = dtrain_strategy_finish(strategy);
+    }
+    trainer->micro = result == DTRAIN_OK ? micro->number + 1 : 0;
+    return result;
+}
+
+/* Add the loss of a micro-batch to the step's; the first one begins the sum. A loss that is not
+ * finite must be seen whatever its weight is. */
+DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
+                                         float weight)
+{
+    if (micro == 0) trainer->loss = trainer->weight = 0;
+    trainer->loss += dtrain_is_finite(loss) ? (double)loss * (double)weight : (double)loss;
+    trainer->weight += (double)weight;
+}
+
+/* ================================================================================================
+ * src/train/trainer.c
+ * ==============================================================================================*/
+
+/* Trainer
+ *
+ * The step, from the top down: dtrain_trainer_step, the micro-batches (micro_batch.c), the update,
+ * the record. The same micro-batches run in a queued step (queued_step.c), which only reads their
+ * results later.
+ *
+ *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
+ *     |<----------------------- step time ------------------------------->|
+ *
+ * The all-gather carries every rank's loss and figures. It comes last so that the times are whole,
+ * and because all ranks then judge the same numbers: a loss that is not finite is the same error on
+ * all of them. The parameters are safe without waiting for it: the norm of the averaged gradient is
+ * the same everywhere, a NaN of any rank is in it, and then no rank updates or publishes. With loss
+ * scaling that is a skipped step, unless a loss was not finite either.
+ *
+ * Time is accounted to ranks as follows. A rank computes, or it is inside the communicator. A fast
+ * rank waits there for a slow one, so a straggler shows in the others' exposed time, and in its own
+ * compute time (step - exposed): that is what ranks are compared by. What ranks wait for each other
+ * in the record's own all-gather is in no figure. Waiting for data counts as compute time, so that
+ * a rank with a slow disk is found; how much of it that was is a figure of its own. */
+
 /* Where a step begins and ends. */
 typedef struct dtrain__step_mark {
     double seconds, flops, spans[DTRAIN_SPAN_KINDS];
@@ -24462,11 +24594,7 @@ typedef struct dtrain__step_mark {
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
-#define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
-#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
-
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__trainer_join(dtrain_trainer *trainer, dtrain_tensor **loss);
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record);
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
@@ -24537,81 +24665,6 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
-/* Run the micro-batch that the step has come to, up to its averaged gradient. *loss is read by the
- * caller, after finish: a device with a queue works through all of it before the host waits. A
- * batch that a feed holds already is not fetched again.
- *
- * A batch that cannot be read leaves the step where it is, to be repeated from there. After any
- * other error of the pass (a tape error, a NULL tensor too, comes out of backward) this rank cannot
- * take part in what the others do: the strategy fails on all of them. A gradient that is missing
- * ends the step. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
-                                                    dtrain_tensor **loss)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain_tape *tape = trainer->tape;
-    const bool fetched = tape->feed && tape->feed->filled;
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
-    const uint32_t micro = trainer->micro;
-    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
-    if (micro == 0) trainer->joined = 0;
-    if (desc->next_batch && !fetched && !trainer->ended) {
-        const dtrain_result next = dtrain__trainer_fetch(trainer);
-        trainer->ended = next == DTRAIN_ERROR_END;
-        if (!trainer->ended) DTRAIN__TRY(next);
-    }
-    if (trainer->ended) return dtrain__trainer_join(trainer, loss);
-    dtrain_result result =
-        dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
-    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
-    *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
-    dtrain__span_end(trainer->world, span);
-    if (result == DTRAIN_OK)
-        result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
-    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
-    trainer->micro_weight = desc->strategy->weight;
-    result = dtrain_strategy_finish(desc->strategy);
-    trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
-    return result;
-}
-
-/* Take part in a micro-batch of the others: this rank's data has ended. */
-static dtrain_result dtrain__trainer_join(dtrain_trainer *trainer, dtrain_tensor **loss)
-{
-    bool over;
-    *loss = NULL;
-    trainer->micro_weight = 0;
-    const dtrain_result result = dtrain_strategy_join(trainer->desc.strategy, &over);
-    trainer->joined++;
-    trainer->micro = result == DTRAIN_OK ? trainer->micro + 1 : 0;
-    return result;
-}
-
-/* Add the loss of a micro-batch to the step's; the first one begins it. One that is not finite must
- * be seen whatever its weight is. */
-DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
-                                         float weight)
-{
-    if (micro == 0) trainer->loss = trainer->weight = 0;
-    trainer->loss += dtrain_is_finite(loss) ? (double)loss * (double)weight : (double)loss;
-    trainer->weight += (double)weight;
-}
-
-/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
-{
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
-    const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
-    dtrain__span_end(trainer->world, span);
-    if (result != DTRAIN_ERROR_END || !trainer->queue) return result;
-    return dtrain__strategy_keep(
-        trainer->desc.strategy,
-        dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                    "dtrain_trainer_step: the data of this rank has ended, and a graph replays "
-                    "steps that have data; use graph = false, or give all ranks as many batches"));
-}
-
 /* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
  * that is not finite leaves the parameters as they are. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
@@ -24620,14 +24673,15 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     float norm = 0, scale = 1;
     bool found_inf;
     while (trainer->micro < desc->micro_batches) {
-        dtrain_tensor *tensor;
+        dtrain__micro micro = {trainer->tape, trainer->micro, dtrain__step_seed(trainer),
+                               NULL,          false,          0};
         float loss = 0;
-        const uint32_t micro = trainer->micro;
-        DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
-        if (tensor)
-            DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
-                                              dtrain_tensor_read(trainer->tape, tensor, &loss)));
-        dtrain__trainer_add(trainer, micro, loss, trainer->micro_weight);
+        DTRAIN__TRY(dtrain__micro_forward(trainer, &micro));
+        DTRAIN__TRY(dtrain__micro_backward(trainer, &micro));
+        if (micro.loss)
+            DTRAIN__TRY(dtrain__strategy_keep(
+                desc->strategy, dtrain_tensor_read(trainer->tape, micro.loss, &loss)));
+        dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
     }
     trainer->micro = 0;
     if (trainer->scaling)
@@ -24637,17 +24691,6 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     record->grad_norm = (double)norm;
     if (!dtrain_is_finite(norm)) return DTRAIN_OK;
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
-}
-
-/* Return the seed of this rank's step. Random numbers of dropout must differ between steps,
- * micro-batches and ranks, and a run that is repeated must repeat them. A pass uses the sum of this
- * and of its micro-batch's seed, which is the same in all steps: so it can be recorded. */
-DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
-{
-    uint32_t random[4];
-    uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
-    dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
-    return (uint64_t)random[1] << 32 | random[0];
 }
 
 /* ---- the record -------------------------------------------------------------------------------*/
@@ -25037,7 +25080,7 @@ DTRAIN_API dtrain_tape *dtrain_trainer_tape(dtrain_trainer *trainer)
  * Every number that changes from step to step is in `scalars`; every input comes through a feed,
  * and with targets what their loss is divided by. So a step is recorded once, in the same step on
  * all ranks: recording a collective is something that all of them must do together. The
- * micro-batches are those of trainer.c; only what reads a result is different. */
+ * micro-batches are those of every step (micro_batch.c); only what reads a result is different. */
 
 static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro);
 static dtrain_result dtrain__queue_fill(dtrain_trainer *trainer);
@@ -25113,21 +25156,21 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
     while (trainer->micro < desc->micro_batches) {
-        const uint32_t micro = trainer->micro;
-        dtrain__queued *queued = &queue->micros[micro];
+        dtrain__queued *queued = &queue->micros[trainer->micro];
         dtrain__feed *feed = &queued->feed;
-        dtrain_tensor *loss;
         feed->next = 0;
         tape->feed = feed;
-        tape->scalars = queue->scalars; /* which add the seed of the step */
-        const dtrain_result result = dtrain__trainer_micro(trainer, 0, &loss);
+        tape->scalars = queue->scalars; /* to the micro-batch's seed the device adds the step's */
+        dtrain__micro micro = {tape, trainer->micro, 0, NULL, false, 0};
+        dtrain_result result = dtrain__micro_forward(trainer, &micro);
+        if (result == DTRAIN_OK) result = dtrain__micro_backward(trainer, &micro);
         tape->feed = NULL;
         tape->scalars = NULL;
         feed->filled = false;
         DTRAIN__TRY(result);
-        queued->samples = ((const dtrain__tape_tensor *)loss)->samples;
-        queued->weight = trainer->micro_weight;
-        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
+        queued->samples = ((const dtrain__tape_tensor *)micro.loss)->samples;
+        queued->weight = micro.weight;
+        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro.number, micro.loss->data,
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
     trainer->micro = 0;

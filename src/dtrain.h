@@ -131,6 +131,7 @@ extern "C" {
 #include "train/tokens.c"
 #include "train/images.c"
 #include "train/files.c"
+#include "train/micro_batch.c"
 #include "train/trainer.c"
 #include "train/queued_step.c"
 #include "train/plan.c"

@@ -173,6 +173,7 @@ DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
 DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
                                         const dtrain__samples *samples);
 DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy);

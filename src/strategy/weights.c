@@ -93,6 +93,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
     return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
 }
 
+/* Take part in the backward of a pass without samples. In the last one of a step, learn whether any
+ * rank has had samples. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy)
+{
+    const bool last = !strategy->more;
+    strategy->weight = 0;
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (!last) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy));
+}
+
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
 {
     const char *const call = "dtrain_strategy_join";
@@ -101,11 +112,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
     const bool last = !strategy->more;
     DTRAIN__TRY(dtrain__join_forward(strategy));
-    strategy->weight = 0;
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy)));
-    *over = strategy->empty;
+    DTRAIN__TRY(dtrain__join_backward(strategy));
+    *over = last && strategy->empty;
     return DTRAIN_OK;
 }
 

@@ -9,7 +9,7 @@
  * Every number that changes from step to step is in `scalars`; every input comes through a feed,
  * and with targets what their loss is divided by. So a step is recorded once, in the same step on
  * all ranks: recording a collective is something that all of them must do together. The
- * micro-batches are those of trainer.c; only what reads a result is different. */
+ * micro-batches are those of every step (micro_batch.c); only what reads a result is different. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
@@ -103,21 +103,21 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
     DTRAIN__TRY(device->ops->copy_async(device, queue->scalars, queue->now, sizeof *queue->now,
                                         DTRAIN_COPY_HOST_TO_DEVICE, NULL));
     while (trainer->micro < desc->micro_batches) {
-        const uint32_t micro = trainer->micro;
-        dtrain__queued *queued = &queue->micros[micro];
+        dtrain__queued *queued = &queue->micros[trainer->micro];
         dtrain__feed *feed = &queued->feed;
-        dtrain_tensor *loss;
         feed->next = 0;
         tape->feed = feed;
-        tape->scalars = queue->scalars; /* which add the seed of the step */
-        const dtrain_result result = dtrain__trainer_micro(trainer, 0, &loss);
+        tape->scalars = queue->scalars; /* to the micro-batch's seed the device adds the step's */
+        dtrain__micro micro = {tape, trainer->micro, 0, NULL, false, 0};
+        dtrain_result result = dtrain__micro_forward(trainer, &micro);
+        if (result == DTRAIN_OK) result = dtrain__micro_backward(trainer, &micro);
         tape->feed = NULL;
         tape->scalars = NULL;
         feed->filled = false;
         DTRAIN__TRY(result);
-        queued->samples = ((const dtrain__tape_tensor *)loss)->samples;
-        queued->weight = trainer->micro_weight;
-        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro, loss->data,
+        queued->samples = ((const dtrain__tape_tensor *)micro.loss)->samples;
+        queued->weight = micro.weight;
+        DTRAIN__TRY(device->ops->copy_async(device, queue->results + micro.number, micro.loss->data,
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
     trainer->micro = 0;

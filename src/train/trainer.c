@@ -1,7 +1,8 @@
 /* Trainer
  *
- * The step, from the top down: dtrain_trainer_step, the micro-batches, the update, the record. The
- * same micro-batches run in a queued step (queued_step.c), which only reads their results later.
+ * The step, from the top down: dtrain_trainer_step, the micro-batches (micro_batch.c), the update,
+ * the record. The same micro-batches run in a queued step (queued_step.c), which only reads their
+ * results later.
  *
  *     micro-batches: next_batch, loss, backward, finish | norm | optimizer | all-gather of words
  *     |<----------------------- step time ------------------------------->|
@@ -48,11 +49,7 @@ typedef struct dtrain__step_mark {
 
 #define DTRAIN__WORDS_BYTES (DTRAIN__WORD_COUNT * sizeof(float))
 
-#define DTRAIN__STREAM_DROPOUT (UINT64_C(0x64726f70) << 32) /* + rank: Philox stream of seeds */
-#define DTRAIN__MICRO_SEED UINT64_C(0x9e3779b97f4a7c15) /* times the micro-batch; odd: all differ */
-
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record);
-static dtrain_result dtrain__trainer_join(dtrain_trainer *trainer, dtrain_tensor **loss);
 static dtrain_result dtrain__trainer_record(dtrain_trainer *trainer, const float *own,
                                             dtrain_step_record *record);
 static dtrain_result dtrain__trainer_exchange(dtrain_trainer *trainer, const float *own,
@@ -123,81 +120,6 @@ DTRAIN_API dtrain_result dtrain_trainer_step(dtrain_trainer *trainer, dtrain_ste
 
 /* ---- micro-batches and update -----------------------------------------------------------------*/
 
-/* Run the micro-batch that the step has come to, up to its averaged gradient. *loss is read by the
- * caller, after finish: a device with a queue works through all of it before the host waits. A
- * batch that a feed holds already is not fetched again.
- *
- * A batch that cannot be read leaves the step where it is, to be repeated from there. After any
- * other error of the pass (a tape error, a NULL tensor too, comes out of backward) this rank cannot
- * take part in what the others do: the strategy fails on all of them. A gradient that is missing
- * ends the step. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
-                                                    dtrain_tensor **loss)
-{
-    const dtrain_trainer_desc *desc = &trainer->desc;
-    dtrain_tape *tape = trainer->tape;
-    const bool fetched = tape->feed && tape->feed->filled;
-    const float scale = trainer->scaling ? trainer->scaler.scale : 1; /* a power of two: no bits */
-    const uint32_t micro = trainer->micro;
-    DTRAIN__TRY(dtrain_strategy_accumulate(desc->strategy, micro + 1 < desc->micro_batches));
-    if (micro == 0) trainer->joined = 0;
-    if (desc->next_batch && !fetched && !trainer->ended) {
-        const dtrain_result next = dtrain__trainer_fetch(trainer);
-        trainer->ended = next == DTRAIN_ERROR_END;
-        if (!trainer->ended) DTRAIN__TRY(next);
-    }
-    if (trainer->ended) return dtrain__trainer_join(trainer, loss);
-    dtrain_result result =
-        dtrain_tape_begin(tape, desc->tape_flags, seed + DTRAIN__MICRO_SEED * micro);
-    const uint32_t span = dtrain__span_begin(trainer->world, DTRAIN_SPAN_FORWARD, "forward", micro);
-    *loss = result == DTRAIN_OK ? desc->loss(tape, desc->user) : NULL;
-    dtrain__span_end(trainer->world, span);
-    if (result == DTRAIN_OK)
-        result = dtrain_tape_backward(tape, *loss, scale / (float)desc->micro_batches);
-    DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, result));
-    trainer->micro_weight = desc->strategy->weight;
-    result = dtrain_strategy_finish(desc->strategy);
-    trainer->micro = result == DTRAIN_OK ? micro + 1 : 0;
-    return result;
-}
-
-/* Take part in a micro-batch of the others: this rank's data has ended. */
-static dtrain_result dtrain__trainer_join(dtrain_trainer *trainer, dtrain_tensor **loss)
-{
-    bool over;
-    *loss = NULL;
-    trainer->micro_weight = 0;
-    const dtrain_result result = dtrain_strategy_join(trainer->desc.strategy, &over);
-    trainer->joined++;
-    trainer->micro = result == DTRAIN_OK ? trainer->micro + 1 : 0;
-    return result;
-}
-
-/* Add the loss of a micro-batch to the step's; the first one begins it. One that is not finite must
- * be seen whatever its weight is. */
-DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
-                                         float weight)
-{
-    if (micro == 0) trainer->loss = trainer->weight = 0;
-    trainer->loss += dtrain_is_finite(loss) ? (double)loss * (double)weight : (double)loss;
-    trainer->weight += (double)weight;
-}
-
-/* Fetch a micro-batch, in a span: the step stands still meanwhile. */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer)
-{
-    const uint32_t span =
-        dtrain__span_begin(trainer->world, DTRAIN_SPAN_DATA, "next batch", DTRAIN__UNNUMBERED);
-    const dtrain_result result = trainer->desc.next_batch(trainer->desc.user);
-    dtrain__span_end(trainer->world, span);
-    if (result != DTRAIN_ERROR_END || !trainer->queue) return result;
-    return dtrain__strategy_keep(
-        trainer->desc.strategy,
-        dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
-                    "dtrain_trainer_step: the data of this rank has ended, and a graph replays "
-                    "steps that have data; use graph = false, or give all ranks as many batches"));
-}
-
 /* Run micro-batches and update with the host in the middle, and fill grad_norm. A norm
  * that is not finite leaves the parameters as they are. */
 static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_record *record)
@@ -206,14 +128,15 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     float norm = 0, scale = 1;
     bool found_inf;
     while (trainer->micro < desc->micro_batches) {
-        dtrain_tensor *tensor;
+        dtrain__micro micro = {trainer->tape, trainer->micro, dtrain__step_seed(trainer),
+                               NULL,          false,          0};
         float loss = 0;
-        const uint32_t micro = trainer->micro;
-        DTRAIN__TRY(dtrain__trainer_micro(trainer, dtrain__step_seed(trainer), &tensor));
-        if (tensor)
-            DTRAIN__TRY(dtrain__strategy_keep(desc->strategy,
-                                              dtrain_tensor_read(trainer->tape, tensor, &loss)));
-        dtrain__trainer_add(trainer, micro, loss, trainer->micro_weight);
+        DTRAIN__TRY(dtrain__micro_forward(trainer, &micro));
+        DTRAIN__TRY(dtrain__micro_backward(trainer, &micro));
+        if (micro.loss)
+            DTRAIN__TRY(dtrain__strategy_keep(
+                desc->strategy, dtrain_tensor_read(trainer->tape, micro.loss, &loss)));
+        dtrain__trainer_add(trainer, micro.number, loss, micro.weight);
     }
     trainer->micro = 0;
     if (trainer->scaling)
@@ -223,17 +146,6 @@ static dtrain_result dtrain__trainer_run(dtrain_trainer *trainer, dtrain_step_re
     record->grad_norm = (double)norm;
     if (!dtrain_is_finite(norm)) return DTRAIN_OK;
     return dtrain_optimizer_step(desc->optimizer, (float)record->lr, scale);
-}
-
-/* Return the seed of this rank's step. Random numbers of dropout must differ between steps,
- * micro-batches and ranks, and a run that is repeated must repeat them. A pass uses the sum of this
- * and of its micro-batch's seed, which is the same in all steps: so it can be recorded. */
-DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer)
-{
-    uint32_t random[4];
-    uint64_t stream = DTRAIN__STREAM_DROPOUT + (uint64_t)trainer->rank;
-    dtrain__philox(trainer->desc.seed, stream, (uint64_t)trainer->step, random);
-    return (uint64_t)random[1] << 32 | random[0];
 }
 
 /* ---- the record -------------------------------------------------------------------------------*/

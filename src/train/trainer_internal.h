@@ -1,7 +1,5 @@
-/* The trainer's structure
- *
- * The trainer's structure, shared by the step with the host in the middle (trainer.c) and the
- * queued step (queued_step.c). */
+/* The trainer's structure, shared by its micro-batches (micro_batch.c), the step with the host in
+ * the middle (trainer.c) and the queued step (queued_step.c). */
 
 #pragma once
 
@@ -40,16 +38,15 @@ struct dtrain_trainer {
     dtrain_comm *comm; /* the strategy's */
     int rank, ranks;   /* in it */
     int64_t step;
-    uint64_t tokens;    /* of all ranks, in the steps before */
-    uint64_t skipped;   /* steps whose gradients were not finite, without loss scaling ... */
-    uint32_t in_a_row;  /* ... and how many of them were the last ones */
-    uint32_t micro;     /* micro-batches of this step that are done: where it goes on if repeated */
-    double loss;        /* their sum, each times its weight ... */
-    double weight;      /* ... and the sum of their weights */
-    bool ended;         /* this rank's data has */
-    uint32_t joined;    /* micro-batches of this step behind that */
-    float micro_weight; /* of the last one */
-    double saving;      /* seconds in checkpoints until the end of the last step */
+    uint64_t tokens;   /* of all ranks, in the steps before */
+    uint64_t skipped;  /* steps whose gradients were not finite, without loss scaling ... */
+    uint32_t in_a_row; /* ... and how many of them were the last ones */
+    uint32_t micro;    /* micro-batches of this step that are done: where it goes on if repeated */
+    double loss;       /* their sum, each times its weight ... */
+    double weight;     /* ... and the sum of their weights */
+    bool ended;        /* this rank's data has */
+    uint32_t joined;   /* micro-batches of this step behind that */
+    double saving;     /* seconds in checkpoints until the end of the last step */
     float gpu[DTRAIN_FIGURE_COUNT - DTRAIN_FIGURE_GPU_UTILIZATION]; /* NaN, or the monitor's */
     float *words;    /* (ranks, WORD_COUNT), host memory: gathered in place */
     double *compute; /* (ranks) seconds, for the median */
@@ -59,8 +56,8 @@ struct dtrain_trainer {
     struct dtrain__queue *queue; /* NULL: the host waits in the middle of a step */
 };
 
-/* A micro-batch: its inputs, and what its loss is a mean over, or its weight where that is not
- * counted. */
+/* What a queued step keeps of a micro-batch: its inputs, and the samples that its loss is a mean
+ * over, or its weight where samples are not counted. */
 typedef struct dtrain__queued {
     dtrain__feed feed;
     dtrain__samples samples;
@@ -82,11 +79,21 @@ typedef struct dtrain__queue {
 /* Unknown. A bit pattern instead of NAN survives -ffast-math. */
 #define DTRAIN__NAN ((double)dtrain__f32_from_bits(0x7fc00000u))
 
-/* train/trainer.c */
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
+/* A micro-batch from its forward to the end of its backward. */
+typedef struct dtrain__micro {
+    dtrain_tape *tape;   /* its own from forward to backward: the activations are on it */
+    uint32_t number;     /* in the step, from 0 */
+    uint64_t seed;       /* of the step */
+    dtrain_tensor *loss; /* set by forward; NULL: joined, or an error that backward reports */
+    bool joined;         /* set by forward: this rank's data had ended */
+    float weight;        /* set by backward: of the loss in the mean of the step */
+} dtrain__micro;
+
+/* train/micro_batch.c */
 DTRAIN__PRIVATE uint64_t dtrain__step_seed(const dtrain_trainer *trainer);
-DTRAIN__PRIVATE dtrain_result dtrain__trainer_micro(dtrain_trainer *trainer, uint64_t seed,
-                                                    dtrain_tensor **loss);
+DTRAIN__PRIVATE dtrain_result dtrain__trainer_fetch(dtrain_trainer *trainer);
+DTRAIN__PRIVATE dtrain_result dtrain__micro_forward(dtrain_trainer *trainer, dtrain__micro *micro);
+DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dtrain__micro *micro);
 DTRAIN__PRIVATE void dtrain__trainer_add(dtrain_trainer *trainer, uint32_t micro, float loss,
                                          float weight);
 
