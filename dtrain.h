@@ -82,6 +82,7 @@
        src/world/signals.c                  Requests to stop
        src/comm/comm.c                      Communicators
        src/comm/comm_internal.h             What the files of comm share
+       src/comm/groups_internal.h           Groups: who shares what with this rank
        src/comm/flight_internal.h           The flight record of a rank: see comm/flight.c
        src/comm/flight.c                    The flight record: the last collectives of a rank, and of what it knows of the others
        src/comm/engine_internal.h           The progress engine
@@ -99,7 +100,9 @@
        src/strategy/strategy.c              The road of a gradient: ready, launch, reduce, finish, publish
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
+       src/strategy/view_internal.h         A strategy as the rooms above it see it
        src/strategy/weights.c               Weights: what the mean of a step is over
+       src/strategy/norm.c                  The norm of gradients
        src/strategy/shards.c                Sharded gradients
        src/strategy/gather.c                Sharded parameters: gather, release
        src/strategy/hierarchy.c             Two levels of ranks
@@ -112,6 +115,7 @@
        src/strategy/settings.c              Settings: zeros become defaults, and what does not go together is refused
        src/strategy/create.c                Creation and end of a strategy
        src/strategy/query.c                 Queries: what a strategy is, what a step of it sends, and the values of its parameters
+       src/strategy/view.c                  Answers to the rooms above: see strategy/view_internal.h
        src/strategy/plan.c                  Planning, and AUTO
        src/tape/tape.c                      Tape and tensors
        src/tape/tape_internal.h             The tape's structures
@@ -128,7 +132,7 @@
        src/tape/elementwise.c               Elementwise operations and losses
        src/tape/checkpointing.c             Activation checkpointing
        src/tape/arena.c                     The tape's memory
-       src/optim/scaler.c                   Gradient norm, clipping, loss scaling
+       src/optim/scaler.c                   Clipping, loss scaling
        src/optim/optim_internal.h           The optimizer's structure
        src/optim/optimizer.c                Optimizers: AdamW, SGD, Lion
        src/optim/groups.c                   Parameter groups: defaults, checks, who is in which
@@ -9134,6 +9138,36 @@ DTRAIN__PRIVATE void dtrain__slice(const dtrain_collective *what, int size, int 
                                    size_t *length);
 
 /* ================================================================================================
+ * src/comm/groups_internal.h
+ * ==============================================================================================*/
+
+/* Groups: who shares what with this rank
+ *
+ * Everything above the communicators that must know "rank of how many" takes it from here:
+ *
+ *     data    average gradients: each rank has other samples. The loader deals over them, the
+ *             strategy reduces over them, dropout draws a stream for each
+ *     copy    share one copy of the values, of which each keeps a shard. Norms add up over them,
+ *             and a checkpoint has as many writers. NULL: this rank has all of it
+ *     model   hold the parts of one model between them. NULL: this rank alone
+ *     all     take part in one training: records and requests to stop go over all of them
+ *
+ * Without a mesh a rank holds a whole model: data and all are desc.comm, or the world, model is
+ * NULL, and the strategy makes copy, by its kind, of data. A mesh with axes (pipeline, data,
+ * tensor) will split the world: data is the ranks with the same place on the other axes, model
+ * those with the same place on the data axis, all the whole mesh; copy is of data as before. */
+
+typedef struct dtrain__groups {
+    dtrain_comm *data, *copy, *model, *all;
+} dtrain__groups;
+
+/* Fill the groups of ranks that hold a whole model each: comm, or where it is NULL the world's. */
+DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_comm *comm);
+
+/* Bring what a rank did alone to all of them: success on all, or an error on each. Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
+
+/* ================================================================================================
  * src/comm/flight_internal.h
  * ==============================================================================================*/
 
@@ -9488,6 +9522,42 @@ DTRAIN_API void dtrain_comm_free(dtrain_comm *comm, void *memory, size_t bytes)
     if (!comm || !memory || dtrain__world_check(comm->world, "dtrain_comm_free") != DTRAIN_OK)
         return;
     comm->ops->free(comm, memory, bytes);
+}
+
+/* ---- Ranks agree
+ *
+ * A call that fails on one rank only would leave the others waiting in its next collective. Calls
+ * that do local work in between therefore bring its outcome here: all ranks leave with success, or
+ * all with an error, and the communicator is as good as before. */
+
+DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
+{
+    struct {
+        int32_t code;
+        char text[DTRAIN__ERROR_BYTES];
+    } verdict;
+    int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
+    if (dtrain_comm_size(comm) == 1) return mine;
+    memset(&verdict, 0, sizeof verdict);
+    verdict.code = (int32_t)mine;
+    snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
+    if (first == INT32_MAX) return DTRAIN_OK;
+    DTRAIN__TRY(
+        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
+    if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
+    return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
+                       dtrain__world_rank(comm, (int)first), verdict.text);
+}
+
+/* ---- Groups -----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain__groups dtrain__world_groups(dtrain_world *world, dtrain_comm *comm)
+{
+    dtrain__groups groups = {comm, NULL, NULL, comm};
+    if (!comm) groups.data = groups.all = dtrain_world_comm(world);
+    return groups;
 }
 
 /* ================================================================================================
@@ -13272,9 +13342,10 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  * device that they share.
  *
  * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
- * publish), weights.c (what its mean is over), shards.c and gather.c (sharded gradients, sharded
- * values), hierarchy.c, compression.c, topk.c, powersgd.c (other ways), offload.c (shards in host
- * memory), layout.c, params.c, settings.c, create.c (how it all comes to be), query.c, plan.c. */
+ * publish), weights.c (what its mean is over), norm.c, shards.c and gather.c (sharded gradients,
+ * sharded values), hierarchy.c, compression.c, topk.c, powersgd.c (other ways), offload.c (shards
+ * in host memory), layout.c, params.c, settings.c, create.c (how it all comes to be), query.c,
+ * view.c (for the rooms above), plan.c. */
 
 /* ================================================================================================
  * src/strategy/layout_internal.h
@@ -13290,6 +13361,144 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  *     dtrain__unit      the buckets that are gathered and released together
  *     dtrain__home      how a shard that is not in device memory comes and goes
  *     dtrain__layout    all of them, for this rank; made by strategy/layout.c */
+
+/* ================================================================================================
+ * src/strategy/view_internal.h
+ * ==============================================================================================*/
+
+/* A strategy as the rooms above it see it
+ *
+ * Tape, optimizers, trainer, state and monitor ask these questions beside the public API, and know
+ * nothing of buckets, units and layouts. A parameter is named by its index in the array. None but
+ * those that say so sends anything; all are cheap enough for once a parameter and step. */
+
+/* ---- The whole --------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);
+/* Return the desc as resolved. */
+DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
+/* Return where the number of reduced steps is, which a checkpoint saves and restores. */
+DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
+/* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
+DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
+/* Add up the counters of all communicators. */
+DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
+                                                dtrain_comm_info *info);
+
+/* ---- May a call go on? ------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
+                                                      const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
+                                                        const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
+                                                    const char *call);
+/* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
+                                                    dtrain_result result);
+/* Name the call that begins to replace values (NULL: they are whole again), and ask for it: until
+ * it succeeds the strategy is not usable. */
+DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
+DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
+/* Forget the micro-batches of a step under way, and decide anew how gradients travel. */
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
+
+/* ---- A parameter ------------------------------------------------------------------------------*/
+
+/* Tell whether optimizers update it: no alias, and not frozen. */
+DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
+/* Find the piece of its value, gradient and state that this rank keeps; false: none. */
+DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
+                                      dtrain_shard *shard);
+/* Count the ranks that keep the same piece as this one; return its number among them. */
+DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count);
+/* Tell whether no rank keeps it as a whole. */
+DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
+/* Tell whether no rank had a gradient of it in the last step: it is left out of the update. */
+DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i);
+DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
+DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
+/* Round fp32 elements up to a cache line; add to an address that may be NULL. */
+DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
+DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
+
+/* ---- Norm of gradients: strategy/norm.c -------------------------------------------------------*/
+
+/* Queue the sum of this rank's squares into *squares (1, device memory), without those of shards in
+ * host memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares);
+/* Sum the squares of all gradients; the host waits. Collective where they are sharded. */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
+
+/* ---- Weights of losses: strategy/weights.c ----------------------------------------------------*/
+
+/* What a loss is a mean over; the tape's. */
+typedef struct dtrain__samples {
+    int64_t terms;             /* ignored ones included; 0: nothing is counted */
+    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
+    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
+} dtrain__samples;
+
+/* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */
+DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples);
+DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
+                                           const dtrain__samples *samples);
+/* Return the weight of the backward under way. */
+DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
+/* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let
+ * finish take this rank's from device memory (NULL: from its backwards), while it is recorded. */
+DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);
+DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over);
+DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty);
+
+/* ---- An update in host memory: strategy/offload.c ---------------------------------------------*/
+
+#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn */
+
+/* Return the CPU that updates what is offloaded; NULL: nothing is. */
+DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
+/* Begin: copies down come behind what compute has queued. End: compute comes behind copies up. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy);
+/* Queue a copy to host memory (to NULL: none) and, as number `turn`, 0 or 1, its end. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
+                                                  const float *from, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn);
+DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
+                                                const float *from, int64_t count);
+
+/* ---- A layout, made or planned ----------------------------------------------------------------*/
+
+struct dtrain__layout;
+DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
+                                         const dtrain_param *storage, uint32_t dtype,
+                                         const void **low, bool *passing);
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layout, size_t i,
+                                              size_t states, bool whole, int64_t *stage);
+
+/* A strategy that is not made. Collective; free it after an error too. */
+typedef struct dtrain__strategy_plan {
+    dtrain_comm *comm; /* its ranks */
+    uint64_t needs;    /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
+    int64_t limit;     /* ... of those that it may use, for activations too */
+    const struct dtrain__layout *layout; /* of rank 0 */
+    struct dtrain__planned *planned;
+} dtrain__strategy_plan;
+DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
+                                                    size_t count, const dtrain_strategy_desc *desc,
+                                                    dtrain__strategy_plan *plan);
+DTRAIN__PRIVATE void dtrain__plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
+DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 
 #define DTRAIN__NONE UINT32_MAX /* no bucket, no unit */
 
@@ -13461,14 +13670,11 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host);
 
 /* strategy/params.c */
-DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
 DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count);
 DTRAIN__PRINTF(3, 4)
 DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
                                                  const char *format, ...);
 DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count);
-DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
-DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine);
 DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
                                                     void *user, size_t count, int64_t *gathered,
                                                     uint64_t *all, dtrain__difference *found);
@@ -13479,7 +13685,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dt
                                                  uint64_t *hash);
 
 /* strategy/layout.c */
-DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const dtrain_allocator *a,
                                                   const dtrain_param *params, size_t count,
                                                   const dtrain_strategy_desc *desc, int ranks,
@@ -13489,7 +13694,6 @@ DTRAIN__PRIVATE void dtrain__layout_free(dtrain__layout *layout, const dtrain_al
 DTRAIN__PRIVATE bool dtrain__value_is_whole(const dtrain__layout *layout,
                                             const dtrain__entry *entry);
 DTRAIN__PRIVATE float *dtrain__carve(dtrain__layout *layout, int block, int64_t count);
-DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
 DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtrain__bucket *bucket,
                                         size_t i, int64_t first, int64_t count, int64_t *low);
@@ -13547,13 +13751,6 @@ typedef struct dtrain__offload {
     uint32_t turn;             /* landing to be used next */
 } dtrain__offload;
 
-/* What a loss is a mean over; the tape's. */
-typedef struct dtrain__samples {
-    int64_t terms;             /* ignored ones included; 0: nothing is counted */
-    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
-    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
-} dtrain__samples;
-
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
@@ -13606,8 +13803,6 @@ struct dtrain_strategy {
     char reason[400];
 };
 
-#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
-
 /* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
     dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
@@ -13643,28 +13838,15 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
-DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
-                                                      const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
-                                                    dtrain_result result);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
-DTRAIN__PRIVATE bool dtrain__weighs(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
-DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
-DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
-                                        const dtrain__samples *samples);
-DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy);
 
 /* strategy/shards.c */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
@@ -13682,16 +13864,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
-DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
-                                                              const dtrain_param *storage);
-DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
-                                                 const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
-
-/* strategy/create.c */
-DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
-                                      dtrain_shard *shard);
 
 /* strategy/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
@@ -13702,14 +13876,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
 /* strategy/offload.c */
-DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
-                                                    dtrain_stream *earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
-                                                  dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
-                                              bool whole, int64_t *stage);
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
@@ -13726,17 +13894,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/query.c */
-DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
-                                                        const char *call);
-DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
-                                                    const char *call);
 DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
 DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
-DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
-                                                dtrain_comm_info *info);
 
 /* strategy/plan.c */
-DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left);
@@ -14420,7 +14581,7 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
 /* Tell whether the next backward is weighed against others of its step. */
-DTRAIN__PRIVATE bool dtrain__weighs(const dtrain_strategy *strategy)
+static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
            (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
@@ -14455,6 +14616,35 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
     return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
 }
 
+/* Give the backward under way the weight of its loss, which is a mean over samples. The gradient of
+ * the loss is to be their number over the unit, which is returned; 0: 1, as it is. */
+DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
+                                           const dtrain__samples *samples)
+{
+    if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
+    const bool weighs = dtrain__weighs(strategy);
+    strategy->weight =
+        weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
+    return weighs ? strategy->unit : 0;
+}
+
+DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
+{
+    return strategy->weight;
+}
+
+DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
+{
+    return strategy->tally;
+}
+
+DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
+{
+    strategy->device_weight = weights;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy) { strategy->taped = true; }
+
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight)
 {
     const char *const call = "dtrain_strategy_weight";
@@ -14480,15 +14670,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
     return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
 }
 
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether any
+/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
  * rank has had samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
 {
     const bool last = !strategy->more;
     strategy->weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     if (!last) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
@@ -14497,11 +14687,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
     if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    const bool last = !strategy->more;
     DTRAIN__TRY(dtrain__join_forward(strategy));
-    DTRAIN__TRY(dtrain__join_backward(strategy));
-    *over = last && strategy->empty;
-    return DTRAIN_OK;
+    return dtrain__join_backward(strategy, over);
 }
 
 /* ---- The tally --------------------------------------------------------------------------------*/
@@ -14603,18 +14790,102 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Learn whether the last step had samples (strategy->empty), and which parameters no rank had a
- * gradient of (entries' absent): the host waits where this rank cannot know. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy)
+/* Learn whether the last step had no samples (*empty), and which parameters no rank had a gradient
+ * of (entries' absent): the host waits where this rank cannot know. A step that is recorded is like
+ * those before it: nothing is learned. */
+DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    if (!strategy->unsure) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__tally_read(strategy));
-    strategy->unsure = false;
-    strategy->empty = strategy->sums[0] == 0;
-    for (size_t i = 1; i < count; i++)
-        if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
+    if (strategy->unsure && !strategy->device_weight) {
+        DTRAIN__TRY(dtrain__tally_read(strategy));
+        strategy->unsure = false;
+        strategy->empty = strategy->sums[0] == 0;
+        for (size_t i = 1; i < count; i++)
+            if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
+    }
+    *empty = strategy->empty;
     return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/strategy/norm.c
+ * ==============================================================================================*/
+
+/* The norm of gradients
+ *
+ * The norm is one number from all shards, added in double in registration order: the same bits on
+ * every rank that has the same gradients.
+ *
+ *     norm^2 = sum over the ranks that share a copy of the model, in their order,
+ *              of the sum of squares of what this rank counts
+ *
+ * The square of an fp32 number is far inside double's range, and so is the sum of as many as fit in
+ * a memory: the sum is not finite exactly when some gradient, on whatever rank, is not. Replicas of
+ * a shard hold the same averaged bits; ranks with different shards have exchanged their sums: the
+ * verdict is the same everywhere without asking anybody. */
+
+/* Add the squares of the shards that are in host memory, or of the others, on the device that is
+ * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
+ * sharded: the first of them counts it. */
+static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_shard *shard = &strategy->shards[i];
+        const dtrain__bucket *bucket =
+            &layout->buckets[layout->entries[shard->param->state.index].bucket];
+        dtrain_sum_args args;
+        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
+        if (!bucket->sharded && layout->rank) continue;
+        memset(&args, 0, sizeof args);
+        args.count = shard->count;
+        args.squares = true;
+        args.accumulate = true;
+        args.scale = 1;
+        args.x = shard->grad;
+        args.total = total;
+        DTRAIN__TRY(device->ops->sum(device, &args));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares)
+{
+    dtrain_device *device = strategy->device;
+    *squares = strategy->sum_squares;
+    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
+    return dtrain__add_squares(strategy, false, strategy->sum_squares);
+}
+
+/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
+ * communicator would not be exact. */
+static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
+{
+    dtrain_comm *comm = strategy->shard_comm;
+    int64_t bits;
+    memcpy(&bits, total, sizeof bits);
+    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
+    *total = 0;
+    for (int i = 0; i < dtrain_comm_size(comm); i++) {
+        double one;
+        memcpy(&one, &strategy->gathered[i], sizeof one);
+        *total += one;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
+{
+    dtrain_device *device = strategy->device;
+    const double *squares;
+    DTRAIN__TRY(dtrain__queue_squares(strategy, &squares));
+    DTRAIN__TRY(
+        device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
+    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
+    if (!strategy->shard_comm) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
 }
 
 /* ================================================================================================
@@ -15115,25 +15386,23 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     return DTRAIN_OK;
 }
 
-/* Return the bucket with which a parameter's values come and go; NULL: they stay, or the parameter
- * is none of the layout's. */
-DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
-                                                              const dtrain_param *storage)
+/* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address
+ * (NULL in a plan), where a gather brings it so. *passing: the value is there only while its unit
+ * is gathered. */
+DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
+                                         uint32_t dtype, const void **low, bool *passing)
 {
     const size_t i = storage->state.index;
+    *passing = false;
     if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
         dtrain__value_is_whole(layout, &layout->entries[i]))
-        return NULL;
-    return &layout->buckets[layout->entries[i].bucket];
-}
-
-/* Return such a parameter's values in the type that they travelled in; NULL in a plan. */
-DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
-                                                 const dtrain_param *storage)
-{
-    const dtrain__entry *entry = &layout->entries[storage->state.index];
-    const uint16_t *low = layout->buckets[entry->bucket].low_values;
-    return low ? low + entry->offset : NULL;
+        return false;
+    const dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    *passing = bucket->slotted;
+    if (layout->desc->param_dtype != dtype) return false;
+    *low = bucket->low_values ? bucket->low_values + entry->offset : NULL;
+    return true;
 }
 
 /* ---- Whole values, updated by slices ----------------------------------------------------------*/
@@ -16072,8 +16341,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__b
 
 /* Order two streams: work queued on `later` from now on comes after all that is queued on
  * `earlier` so far. */
-DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
-                                                    dtrain_stream *earlier)
+static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                           dtrain_stream *earlier)
 {
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, strategy->offload.order, earlier));
@@ -16082,8 +16351,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, d
 
 /* Hold the host up until the event has happened, at most until the deadline. A dead rank is the
  * communicator's to report. */
-DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
-                                                  dtrain_event *event)
+static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
 {
     dtrain_device *device = strategy->device;
     dtrain__wait wait = dtrain__wait_begin();
@@ -16216,6 +16484,47 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     if (offload->down) device->ops->stream_destroy(device, offload->down);
     dtrain_device_destroy(offload->cpu);
     offload->cpu = NULL;
+}
+
+/* ---- An update in host memory -----------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy)
+{
+    return strategy->offload.cpu;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, strategy->offload.down, NULL);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
+                                                  const float *from, int64_t count)
+{
+    dtrain_device *device = strategy->device;
+    const dtrain__offload *offload = &strategy->offload;
+    if (to)
+        DTRAIN__TRY(device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
+                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
+    return DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
+{
+    return dtrain__event_await(strategy, strategy->offload.arrived[turn]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
+                                                const float *from, int64_t count)
+{
+    dtrain_device *device = strategy->device;
+    return device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
+                                   DTRAIN_COPY_HOST_TO_DEVICE, strategy->offload.up);
 }
 
 /* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that
@@ -16847,33 +17156,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_
             return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
     }
     return DTRAIN_OK;
-}
-
-/* ---- Ranks agree
- *
- * A call that fails on one rank only would leave the others waiting in its next collective. Calls
- * that do local work in between therefore bring its outcome here: all ranks leave with success, or
- * all with an error, and the communicator is as good as before. */
-
-DTRAIN__PRIVATE dtrain_result dtrain__agree(dtrain_comm *comm, dtrain_result mine)
-{
-    struct {
-        int32_t code;
-        char text[DTRAIN__ERROR_BYTES];
-    } verdict;
-    int32_t first = mine == DTRAIN_OK ? INT32_MAX : (int32_t)dtrain_comm_rank(comm);
-    if (dtrain_comm_size(comm) == 1) return mine;
-    memset(&verdict, 0, sizeof verdict);
-    verdict.code = (int32_t)mine;
-    snprintf(verdict.text, sizeof verdict.text, "%s", dtrain__bare(dtrain_last_error()));
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &first, &first, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
-    if (first == INT32_MAX) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_broadcast(comm, &verdict, sizeof verdict / 4, DTRAIN_DTYPE_I32, (int)first, NULL));
-    if (mine != DTRAIN_OK) return mine; /* one's own sentence is still the last error */
-    return dtrain_fail((dtrain_result)verdict.code, "rank %d failed: %s",
-                       dtrain__world_rank(comm, (int)first), verdict.text);
 }
 
 /* ---- All ranks must have the same -------------------------------------------------------------*/
@@ -17783,6 +18065,113 @@ DTRAIN_API dtrain_result dtrain_strategy_verify(dtrain_strategy *strategy, uint6
 }
 
 /* ================================================================================================
+ * src/strategy/view.c
+ * ==============================================================================================*/
+
+/* Answers to the rooms above: see strategy/view_internal.h */
+
+DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
+{
+    return strategy->world;
+}
+
+/* The kind decides who shares a copy; the rest was given to create. */
+DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy)
+{
+    dtrain__groups groups = dtrain__world_groups(strategy->world, strategy->comm);
+    groups.copy = strategy->shard_comm;
+    return groups;
+}
+
+DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy)
+{
+    return &strategy->desc;
+}
+
+DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count)
+{
+    *count = strategy->param_count;
+    return strategy->params;
+}
+
+DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy)
+{
+    return &strategy->sync_count;
+}
+
+DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy)
+{
+    return strategy->layout.node_ranks > 1;
+}
+
+DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call)
+{
+    strategy->torn = call;
+}
+
+DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy) { return strategy->torn; }
+
+DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
+{
+    return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
+}
+
+/* Every copy of the model has the same piece of what is sharded, on the rank with this number. */
+DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const int sharers = dtrain__value_is_whole(layout, &layout->entries[i]) ? 1 : layout->ranks;
+    *count = layout->all / sharers;
+    return layout->all_rank / sharers;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    return !layout->owners && !dtrain__value_is_whole(layout, &layout->entries[i]);
+}
+
+DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i)
+{
+    return strategy->layout.entries[i].absent;
+}
+
+DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy)
+{
+    return &strategy->layout;
+}
+
+/* ---- A strategy that is not made --------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
+                                                    size_t count, const dtrain_strategy_desc *desc,
+                                                    dtrain__strategy_plan *plan)
+{
+    dtrain_comm *comm = dtrain__world_groups(world, desc->comm).data;
+    uint32_t node_ranks;
+    memset(plan, 0, sizeof *plan);
+    plan->comm = comm;
+    DTRAIN__TRY(dtrain__even_nodes(world, comm, &node_ranks));
+    dtrain__planned *planned = plan->planned =
+        (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *planned, "a plan");
+    dtrain_result mine = DTRAIN_ERROR_MEMORY;
+    if (planned) {
+        plan->layout = &planned->layout;
+        mine = dtrain__strategy_needs(&world->allocator, params, count, desc,
+                                      dtrain_comm_size(comm), node_ranks, &plan->needs, planned);
+    }
+    DTRAIN__TRY(dtrain__agree(comm, mine));
+    return dtrain__auto_limit(world, desc, comm, &plan->limit);
+}
+
+DTRAIN__PRIVATE void dtrain__plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
+{
+    if (!plan->planned) return;
+    dtrain__layout_free(&plan->planned->layout, &world->allocator);
+    dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
+}
+
+/* ================================================================================================
  * src/strategy/plan.c
  * ==============================================================================================*/
 
@@ -18232,7 +18621,8 @@ enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 struct dtrain_tape {
     dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
-    const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
+    const struct dtrain__layout
+        *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */
@@ -18359,14 +18749,15 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
     tape->strategy = strategy;
-    tape->layout = strategy ? &strategy->layout : NULL;
+    tape->layout = strategy ? dtrain__layout_of(strategy) : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
-    if (!tape->planning) tape->world = world ? world : strategy ? strategy->world : NULL;
+    if (!world && strategy) world = dtrain__world_of(strategy);
+    if (!tape->planning) tape->world = world;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
-    if (strategy && !tape->planning) strategy->taped = true;
+    if (strategy && !tape->planning) dtrain__expect_tape(strategy);
     *out = tape;
     return DTRAIN_OK;
 }
@@ -18431,9 +18822,10 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char *name)
 {
     const char *first = NULL;
-    size_t same = 0;
-    for (size_t i = 0; strategy && i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
+    size_t same = 0, count = 0;
+    const dtrain_param *params = strategy ? dtrain__params_of(strategy, &count) : NULL;
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = &params[i];
         size_t at = 0;
         if ((int64_t)p->unit != unit || !p->name) continue;
         if (!first) same = strlen(first = p->name);
@@ -18933,12 +19325,12 @@ static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *ca
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
-    const dtrain__bucket *gathered = dtrain__gathered_bucket(tape->layout, storage);
     const uint32_t mark = tape->pass.mark_count;
-    const bool passing = gathered && gathered->slotted;
     dtrain__cast *cast = tape->pass.casts;
-    if (gathered && tape->layout->desc->param_dtype == (uint32_t)dtype)
-        return dtrain__gathered_low(tape->layout, storage);
+    const void *gathered;
+    bool passing;
+    if (dtrain__gathered_as(tape->layout, storage, (uint32_t)dtype, &gathered, &passing))
+        return gathered;
     while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
     if (cast) return cast->low;
     cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);
@@ -19262,15 +19654,13 @@ static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, f
     seed.a = scale;
     seed.y = loss->grad;
     seed.dtype = DTRAIN_DTYPE_F32;
-    if (strategy && samples->terms && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES) {
-        const double each = (double)scale / (double)strategy->unit;
-        const double count = dtrain__samples_count(samples);
-        const bool weighs = dtrain__weighs(strategy);
-        strategy->weight = weighs ? dtrain__weight_of(strategy, samples) : count > 0;
-        if (weighs && samples->device_valid)
+    const int64_t unit = strategy ? dtrain__weigh_loss(strategy, samples) : 0;
+    if (unit) {
+        const double each = (double)scale / (double)unit;
+        if (samples->device_valid)
             return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
                                   DTRAIN_DTYPE_F32, 1, each, NULL);
-        if (weighs) seed.a = (float)(each * count);
+        seed.a = (float)(each * dtrain__samples_count(samples));
     }
     return tape->device->ops->axpby(tape->device, &seed);
 }
@@ -20464,7 +20854,7 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
                                name, op->params[i]->name ? op->params[i]->name : "?");
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
-    if (strategy && desc->comm && desc->comm == strategy->comm)
+    if (strategy && desc->comm && desc->comm == dtrain__groups_of(strategy).data)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: comm is that of the strategy, whose calls would come between; give "
                            "it one of its own (dtrain_comm_split)",
@@ -21636,19 +22026,15 @@ DTRAIN__PRIVATE dtrain_tensor *dtrain__tensor_new(dtrain_tape *tape, const dtrai
  * src/optim/scaler.c
  * ==============================================================================================*/
 
-/* Gradient norm, clipping, loss scaling
+/* Clipping, loss scaling
  *
- * The norm is one number from all shards, added in double in registration order: the same bits on
- * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by a
- * factor on its way through the gradients anyway, so unscaling and clipping together cost one read
- * of them:
+ * Nothing is scaled here; the optimizer multiplies by a factor on its way through the gradients
+ * anyway, so unscaling and clipping together cost one read of them, by the norm (strategy/norm.c):
  *
- *     norm = sqrt(sum over all ranks' shards of grad^2) / scale        grad_scale = clip / scale
+ *     norm = sqrt(sum of all grad^2) / scale        grad_scale = clip / scale
  *
- * That read finds overflows as well. The square of an fp32 number is far inside double's range, and
- * so is the sum of as many as fit in a memory: the norm is not finite exactly when some gradient,
- * on whatever rank, is not. Replicas of a shard hold the same averaged bits; ranks with different
- * shards have exchanged their sums: the verdict is the same everywhere without asking anybody. */
+ * That read finds overflows as well: the norm is not finite exactly when some gradient, on whatever
+ * rank, is not. */
 
 /* ================================================================================================
  * src/optim/optim_internal.h
@@ -21691,7 +22077,8 @@ struct dtrain_optimizer {
     int64_t stage; /* offloaded: elements of a stage */
     bool offloaded;
     uint64_t step_count;
-    int64_t *missed; /* (the strategy's param_count) of them in which a storage was absent */
+    size_t param_count; /* the strategy's */
+    int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
 };
 
 /* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
@@ -21710,7 +22097,6 @@ typedef struct dtrain__group_step {
 } dtrain__group_step;
 
 /* optim/scaler.c */
-DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what);
 
@@ -21739,58 +22125,6 @@ DTRAIN__PRIVATE size_t dtrain__muon_layout(const dtrain_optimizer *optimizer, fl
                                            dtrain__muon *muon);
 DTRAIN__PRIVATE dtrain_result dtrain__step_muon(const dtrain__group_step *step);
 
-/* Add the squares of the shards that are in host memory, or of the others, on the device that is
- * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
- * sharded: the first of them counts it. */
-static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_shard *shard = &strategy->shards[i];
-        const dtrain__bucket *bucket =
-            &layout->buckets[layout->entries[shard->param->state.index].bucket];
-        dtrain_sum_args args;
-        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
-        if (!bucket->sharded && layout->rank) continue;
-        memset(&args, 0, sizeof args);
-        args.count = shard->count;
-        args.squares = true;
-        args.accumulate = true;
-        args.scale = 1;
-        args.x = shard->grad;
-        args.total = total;
-        DTRAIN__TRY(device->ops->sum(device, &args));
-    }
-    return DTRAIN_OK;
-}
-
-/* Queue the sum of this rank's squares into strategy->sum_squares, device memory, without those in
- * host memory. */
-DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
-{
-    dtrain_device *device = strategy->device;
-    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
-    return dtrain__add_squares(strategy, false, strategy->sum_squares);
-}
-
-/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
- * communicator would not be exact. */
-static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
-{
-    dtrain_comm *comm = strategy->shard_comm;
-    int64_t bits;
-    memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    *total = 0;
-    for (int i = 0; i < dtrain_comm_size(comm); i++) {
-        double one;
-        memcpy(&one, &strategy->gathered[i], sizeof one);
-        *total += one;
-    }
-    return DTRAIN_OK;
-}
-
 /* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
  * and clips them. */
 static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale, float max_norm,
@@ -21798,13 +22132,7 @@ static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale
 {
     double total;
     float clip = 1;
-    dtrain_device *device = strategy->device;
-    DTRAIN__TRY(dtrain__sum_squares(strategy));
-    DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
-                                  DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
-    if (strategy->shard_comm)
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
+    DTRAIN__TRY(dtrain__sum_squares(strategy, &total));
     *norm = (float)(sqrt(total) / (double)loss_scale);
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
@@ -21819,7 +22147,7 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     DTRAIN__TRY(dtrain__between_steps(strategy, call));
     if (!norm || !factor)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
-    dtrain_world *world = strategy->world;
+    dtrain_world *world = dtrain__world_of(strategy);
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
     const dtrain_result result = dtrain__norm_of(strategy, loss_scale, max_norm, norm, factor);
@@ -21890,7 +22218,7 @@ static dtrain_result dtrain__scaler_usable(const dtrain_loss_scaler *scaler, con
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what)
 {
-    if (!strategy || !strategy->desc.compression) return DTRAIN_OK;
+    if (!strategy || !dtrain__settings_of(strategy)->compression) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s: %s with a strategy that compresses gradients: what it keeps from step "
                        "to step has an earlier step's scale, and one overflow would stay in it; "
@@ -21999,16 +22327,17 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
     dtrain_strategy *strategy = optimizer->strategy;
-    dtrain_world *world = strategy->world;
+    dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
-    dtrain_result result = dtrain__tally_settle(strategy);
-    if (result == DTRAIN_OK && !strategy->empty)
+    bool empty = false;
+    dtrain_result result = dtrain__tally_settle(strategy, &empty);
+    if (result == DTRAIN_OK && !empty)
         result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
                                       : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
     result = dtrain__strategy_keep(strategy, result); /* others await its values */
-    if (result == DTRAIN_OK && !strategy->empty) {
+    if (result == DTRAIN_OK && !empty) {
         dtrain__optimizer_count(optimizer);
         result = dtrain_strategy_publish(strategy);
     }
@@ -22020,16 +22349,15 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
-    for (size_t i = 0; i < optimizer->strategy->param_count; i++)
-        optimizer->missed[i] += optimizer->strategy->layout.entries[i].absent;
+    for (size_t i = 0; i < optimizer->param_count; i++)
+        optimizer->missed[i] += dtrain__had_no_gradient(optimizer->strategy, i);
 }
 
 /* Tell whether nobody had a gradient of tensor `at` in the last step, and below how many updates it
  * has had: torch counts them for each parameter. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
-    const size_t i = optimizer->sources[at]->param->state.index;
-    return optimizer->strategy->layout.entries[i].absent;
+    return dtrain__had_no_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
 }
 static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
 {
@@ -22116,7 +22444,7 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           size_t count)
 {
     dtrain__group_step step;
-    step.device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
+    step.device = piece ? dtrain__update_device(optimizer->strategy) : optimizer->device;
     step.desc = &group->desc;
     step.tensors = piece ? piece : optimizer->tensors + at;
     step.sources = optimizer->sources + at;
@@ -22231,7 +22559,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     optimizer->allocator = *allocator;
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
-    optimizer->offloaded = strategy->offload.cpu != NULL;
+    optimizer->offloaded = dtrain__update_device(strategy) != NULL;
+    (void)dtrain__params_of(strategy, &optimizer->param_count);
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
     if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
@@ -22245,10 +22574,12 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
  * values, the layout saw to it. */
 static void dtrain__count_block(dtrain_optimizer *optimizer)
 {
-    const dtrain__layout *layout = &optimizer->strategy->layout;
+    const struct dtrain__layout *layout = dtrain__layout_of(optimizer->strategy);
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(optimizer->strategy, &count);
     uint64_t bytes = 0;
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &layout->params[i]);
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
         bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
                                       desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->stage);
     }
@@ -22305,7 +22636,7 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
                                                               "shards of an optimizer");
     optimizer->missed = (int64_t *)dtrain__alloc(
-        a, optimizer->strategy->param_count, sizeof *optimizer->missed, "updates of an optimizer");
+        a, optimizer->param_count, sizeof *optimizer->missed, "updates of an optimizer");
     if (!optimizer->tensors || !optimizer->sources || !optimizer->missed)
         return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
@@ -22343,8 +22674,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
-    dtrain__free(&allocator, optimizer->missed, optimizer->strategy->param_count,
-                 sizeof *optimizer->missed);
+    dtrain__free(&allocator, optimizer->missed, optimizer->param_count, sizeof *optimizer->missed);
     dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
                  sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
@@ -22367,16 +22697,11 @@ typedef struct dtrain__update_piece {
 static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                         dtrain__update_piece *piece, size_t slot)
 {
-    dtrain_device *device = optimizer->device;
-    const dtrain__offload *offload = &optimizer->strategy->offload;
-    if (!dtrain__on_host(device, piece->part.grad)) {
-        float *stage = optimizer->block + slot * (size_t)optimizer->stage;
-        DTRAIN__TRY(device->ops->copy_async(device, stage, piece->part.grad,
-                                            (size_t)piece->part.count * sizeof(float),
-                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
-        piece->part.grad = stage;
-    }
-    return DTRAIN__ORDER(device, event_record, offload->arrived[slot], offload->down);
+    const float *grad = piece->part.grad;
+    float *stage = NULL;
+    if (!dtrain__on_host(optimizer->device, grad))
+        piece->part.grad = stage = optimizer->block + slot * (size_t)optimizer->stage;
+    return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
 }
 
 /* Update a piece when its gradient has come, and queue its new values' way up. Values that the
@@ -22385,15 +22710,12 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                                         const dtrain__update_piece *piece, size_t slot, float lr,
                                         float grad_scale)
 {
-    dtrain_device *device = optimizer->device;
-    const dtrain__offload *offload = &optimizer->strategy->offload;
-    DTRAIN__TRY(dtrain__event_await(optimizer->strategy, offload->arrived[slot]));
+    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, slot));
     DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
                                      piece->at, 1));
     if (piece->value == piece->part.value) return DTRAIN_OK;
-    return device->ops->copy_async(device, piece->value, piece->part.value,
-                                   (size_t)piece->part.count * sizeof(float),
-                                   DTRAIN_COPY_HOST_TO_DEVICE, offload->up);
+    return dtrain__update_up(optimizer->strategy, piece->value, piece->part.value,
+                             piece->part.count);
 }
 
 /* Make *piece the one of a tensor that begins at element `first`. */
@@ -22422,7 +22744,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* sent for */
-    DTRAIN__TRY(dtrain__stream_follow(strategy, strategy->offload.down, NULL));
+    DTRAIN__TRY(dtrain__update_begin(strategy));
     for (size_t g = 0; g < optimizer->group_count; g++) {
         const dtrain__group *group = &optimizer->groups[g];
         for (size_t at = group->first; at < group->first + group->count; at++) {
@@ -22440,7 +22762,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     }
     const size_t last = (count - 1) & 1;
     if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+    return dtrain__update_end(strategy);
 }
 
 /* ================================================================================================
@@ -22605,9 +22927,9 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                                           const dtrain_strategy *strategy, size_t i)
 {
     const char *const call = "dtrain_optimizer_create";
-    const dtrain_param *p = &strategy->params[i];
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[i];
+    dtrain_strategy_info info;
+    size_t count;
+    const dtrain_param *p = &dtrain__params_of(strategy, &count)[i];
     const uint32_t group = p->group;
     if (group > desc->group_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -22616,8 +22938,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            call, i, p->name, group, desc->group_count,
                            desc->group_count == 1 ? "" : "s");
     const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
-    if (own->kind != DTRAIN_OPTIMIZER_MUON || p->state.storage != p || !entry->trainable)
-        return DTRAIN_OK;
+    if (own->kind != DTRAIN_OPTIMIZER_MUON || !dtrain__is_updated(p)) return DTRAIN_OK;
     if (dtrain__param_dims(p) < 2 || p->count == 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
@@ -22625,12 +22946,13 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            "group, of AdamW",
                            call, i, p->name, group, dtrain__param_dims(p),
                            dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
-    if (dtrain__value_is_whole(layout, entry) || layout->owners) return DTRAIN_OK;
+    if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
+    dtrain_strategy_query(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs whole "
                        "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
                        "shards by whole tensors, or DTRAIN_STRATEGY_DDP",
-                       call, i, p->name, group, strategy->kind->name);
+                       call, i, p->name, group, info.name);
 }
 
 /* Refuse a desc that makes no sense, or not for these parameters under this strategy. */
@@ -22644,8 +22966,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
     DTRAIN__TRY(dtrain__check_group(desc, 0));
     for (uint32_t g = 0; g < desc->group_count; g++)
         DTRAIN__TRY(dtrain__check_group(&desc->groups[g], g + 1));
-    for (size_t i = 0; i < strategy->param_count; i++)
-        DTRAIN__TRY(dtrain__check_member(desc, strategy, i));
+    size_t count;
+    (void)dtrain__params_of(strategy, &count);
+    for (size_t i = 0; i < count; i++) DTRAIN__TRY(dtrain__check_member(desc, strategy, i));
     return DTRAIN_OK;
 }
 
@@ -24358,9 +24681,9 @@ static dtrain_result dtrain__data_files_find(dtrain__data_search *search, const 
 
 /* Micro-batches: a forward and a backward, two calls
  *
- * A step is the sum of its micro-batches. Each is a forward, which ends with a loss, and a backward,
- * which ends with its part of the gradients reduced. They are two calls so that a schedule can put
- * other passes between them:
+ * A step is the sum of its micro-batches. Each is a forward, which ends with a loss, and a
+ * backward, which ends with its part of the gradients reduced. They are two calls so that a
+ * schedule can put other passes between them:
  *
  *     one at a time, as the trainer's steps do    F0 B0  F1 B1  F2 B2
  *     one forward ahead                           F0 F1  B0 F2  B1 B2
@@ -24537,14 +24860,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
     const float share = scale / (float)desc->micro_batches;
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro->number + 1 < desc->micro_batches));
     dtrain_result result = DTRAIN_OK;
+    bool over;
     if (micro->joined) {
         trainer->joined++;
         micro->weight = 0;
-        result = dtrain__join_backward(strategy);
+        result = dtrain__join_backward(strategy, &over);
     } else {
         DTRAIN__TRY(
             dtrain__strategy_keep(strategy, dtrain_tape_backward(micro->tape, micro->loss, share)));
-        micro->weight = strategy->weight;
+        micro->weight = dtrain__micro_weight(strategy);
         result = dtrain_strategy_finish(strategy);
     }
     trainer->micro = result == DTRAIN_OK ? micro->number + 1 : 0;
@@ -24750,7 +25074,7 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain_
                  {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
                  {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
                  {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER}};
-    const dtrain_device *device = trainer->desc.strategy->device;
+    const dtrain_device *device = dtrain_world_device(trainer->world);
     const uint64_t bytes = after->comm.wire_bytes - before->comm.wire_bytes;
     const double exposed = after->spans[DTRAIN_SPAN_COMM] - before->spans[DTRAIN_SPAN_COMM];
     double flight = after->comm.flight_seconds - before->comm.flight_seconds;
@@ -24979,7 +25303,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
     if (desc->skip_limit == 0) trainer->desc.skip_limit = 10;
-    trainer->comm = desc->strategy->comm;
+    trainer->comm = dtrain__groups_of(desc->strategy).all;
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
@@ -25035,7 +25359,8 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
                            desc->nonfinite);
-    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP && desc->strategy->layout.compression)
+    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
+        dtrain__settings_of(desc->strategy)->compression)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
                            "compresses gradients: what it keeps from step to step would keep a "
@@ -25124,7 +25449,7 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain__queued *queued = &trainer->queue->micros[micro];
-    if (!queued->samples.terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES)
+    if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
         return queued->weight;
     if (trainer->ranks == 1 && trainer->desc.micro_batches == 1)
         return dtrain__samples_count(&queued->samples) > 0;
@@ -25174,17 +25499,17 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
     trainer->micro = 0;
+    bool empty;
     dtrain_clip_args clip;
     memset(&clip, 0, sizeof clip);
-    clip.sum_squares = desc->strategy->sum_squares;
     clip.max_norm = desc->clip;
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
-    clip.weight = desc->strategy->tally;
-    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
+    clip.weight = dtrain__step_weight(desc->strategy);
+    DTRAIN__TRY(dtrain__queue_squares(desc->strategy, &clip.sum_squares));
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
-    if (!desc->strategy->device_weight)
-        DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy)));
+    DTRAIN__TRY(
+        dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy, &empty)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
         dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
@@ -25204,9 +25529,9 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     char text[DTRAIN__ERROR_BYTES];
     const double flops = trainer->tape->flops;
     DTRAIN__TRY(device->ops->graph_begin(device));
-    trainer->desc.strategy->device_weight = &trainer->queue->scalars->weight;
+    dtrain__weigh_on_device(trainer->desc.strategy, &trainer->queue->scalars->weight);
     const dtrain_result result = dtrain__queue_all(trainer);
-    trainer->desc.strategy->device_weight = NULL;
+    dtrain__weigh_on_device(trainer->desc.strategy, NULL);
     trainer->queue->flops = trainer->tape->flops - flops;
     if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
@@ -25221,6 +25546,8 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 /* Refuse by name what cannot be recorded. */
 static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
 {
+    const dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const char *missing = NULL;
     dtrain_comm_info comm;
     dtrain_comm_query(trainer->comm, &comm);
@@ -25233,12 +25560,12 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (dtrain__not_recordable(trainer->desc.optimizer))
         missing = dtrain__not_recordable(trainer->desc.optimizer);
-    else if (trainer->desc.strategy->desc.offload)
+    else if (settings->offload)
         missing = "everything on the device: an offloaded update runs on the host";
-    else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
-    else if (trainer->desc.strategy->desc.compression)
+    else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
+    else if (settings->compression)
         missing = "no compression: its first steps are not like the later ones";
-    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+    else if (settings->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
         missing =
             "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)
@@ -25309,7 +25636,8 @@ DTRAIN__PRIVATE void dtrain__queue_destroy(dtrain_trainer *trainer)
  * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
  * well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                              const dtrain__layout *layout, dtrain_memory *memory)
+                                              const struct dtrain__layout *layout,
+                                              dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
@@ -25349,8 +25677,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     if (!world || !desc || !memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: world, desc or memory is NULL");
-    DTRAIN__TRY(dtrain__plan_activations(world, desc,
-                                         desc->strategy ? &desc->strategy->layout : NULL, memory));
+    DTRAIN__TRY(dtrain__plan_activations(
+        world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, memory));
     if (desc->strategy) {
         dtrain_strategy_info strategy;
         dtrain_strategy_query(desc->strategy, &strategy);
@@ -25372,10 +25700,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
     const dtrain_plan_batch_desc *desc;
-    dtrain__planned planned;
-    dtrain_comm *comm;
-    uint64_t fixed; /* bytes of strategy and optimizer */
-    int64_t limit;  /* of those and activations */
+    dtrain__strategy_plan strategy;
 } dtrain__batch_plan;
 
 /* Count the bytes of activations that a batch needs. */
@@ -25385,7 +25710,7 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
     const dtrain_trainer_desc *trainer = plan->desc->trainer;
     dtrain_memory memory;
     DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
-    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory));
+    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, plan->strategy.layout, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
@@ -25402,8 +25727,10 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
         uint64_t bytes = 0;
         const dtrain_result result = dtrain__batch_needs(plan, (uint32_t)next, &bytes);
         if (result != DTRAIN_OK && (result != DTRAIN_ERROR_MEMORY || next == 1)) return result;
-        const uint64_t total = plan->fixed + bytes;
-        if (result == DTRAIN_OK && plan->limit > 0 && total <= (uint64_t)plan->limit) fits = next;
+        const uint64_t total = plan->strategy.needs + bytes;
+        if (result == DTRAIN_OK && plan->strategy.limit > 0 &&
+            total <= (uint64_t)plan->strategy.limit)
+            fits = next;
         else fails = next;
         if (fails == 1)
             return dtrain_fail(
@@ -25412,8 +25739,9 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
                 "parameters, gradients, optimizer and buffers and %.1f MiB of activations, of %.1f "
                 "MiB: %.1f MiB are missing. A strategy that shards more, more ranks, activation "
                 "checkpointing or, on a GPU, offload would help",
-                dtrain__mib(plan->fixed), dtrain__mib(bytes), (double)plan->limit / 1048576,
-                dtrain__mib(total) - (double)plan->limit / 1048576);
+                dtrain__mib(plan->strategy.needs), dtrain__mib(bytes),
+                (double)plan->strategy.limit / 1048576,
+                dtrain__mib(total) - (double)plan->strategy.limit / 1048576);
     }
     *batch = (uint32_t)fits;
     return DTRAIN_OK;
@@ -25423,7 +25751,7 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
 static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_t batch, bool *good)
 {
     dtrain_device *device = plan->world->device;
-    uint64_t bytes[2] = {plan->fixed, 0};
+    uint64_t bytes[2] = {plan->strategy.needs, 0};
     void *held[2] = {NULL, NULL};
     dtrain_result mine = dtrain__batch_needs(plan, batch, &bytes[1]);
     for (int i = 0; i < 2; i++) {
@@ -25432,13 +25760,13 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     }
     if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
     int32_t well = mine == DTRAIN_OK;
-    const dtrain_result told =
-        dtrain_all_reduce(plan->comm, &well, &well, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
+    const dtrain_result told = dtrain_all_reduce(plan->strategy.comm, &well, &well, 1,
+                                                 DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
     for (int i = 0; i < 2; i++)
         if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
     *good = well != 0;
     DTRAIN__TRY(told);
-    return dtrain__agree(plan->comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
+    return dtrain__agree(plan->strategy.comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
 /* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
@@ -25446,24 +25774,17 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
 static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batch)
 {
     const dtrain_plan_batch_desc *desc = plan->desc;
-    dtrain_world *world = plan->world;
-    dtrain_strategy_desc strategy;
-    uint32_t found = 0, node_ranks;
+    dtrain_strategy_desc plain;
+    uint32_t found = 0;
     bool good = false;
-    memset(&strategy, 0, sizeof strategy);
-    if (desc->strategy) strategy = *desc->strategy;
-    plan->comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
-    DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
-    dtrain_result mine = dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count,
-                                                &strategy, dtrain_comm_size(plan->comm), node_ranks,
-                                                &plan->fixed, &plan->planned);
-    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
-    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan->comm, &plan->limit));
-    mine = dtrain__batch_search(plan, &found);
-    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
+    memset(&plain, 0, sizeof plain);
+    DTRAIN__TRY(dtrain__plan_strategy(plan->world, desc->params, desc->param_count,
+                                      desc->strategy ? desc->strategy : &plain, &plan->strategy));
+    dtrain_comm *comm = plan->strategy.comm;
+    DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(plan, &found)));
     int32_t least = (int32_t)found;
-    DTRAIN__TRY(dtrain_all_reduce(plan->comm, &least, &least, 1, DTRAIN_DTYPE_I32,
-                                  DTRAIN_REDUCE_MIN, NULL));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     for (; least > 0; least -= (least + 7) / 8) {
         DTRAIN__TRY(dtrain__batch_trial(plan, (uint32_t)least, &good));
         if (good) break;
@@ -25473,7 +25794,7 @@ static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batc
                            "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not "
                            "every rank could allocate what one sample needs: set memory_limit to "
                            "less, or end what else uses the device",
-                           dtrain__mib((uint64_t)plan->limit));
+                           dtrain__mib((uint64_t)plan->strategy.limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
 }
@@ -25492,7 +25813,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     plan.world = world;
     plan.desc = desc;
     const dtrain_result result = dtrain__batch_find(&plan, batch);
-    dtrain__layout_free(&plan.planned.layout, &world->allocator);
+    dtrain__plan_free(world, &plan.strategy);
     return result;
 }
 
@@ -25615,9 +25936,6 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char
 static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard *shard,
                                         dtrain_state_kind kind, float *memory, float *mirror)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[shard->param->state.index];
     dtrain_state_tensor *tensor = dtrain__state_append(state, shard->param->name, kind);
     if (!tensor) return DTRAIN_ERROR_MEMORY;
     memcpy(tensor->shape, shard->param->shape, sizeof tensor->shape);
@@ -25626,9 +25944,8 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     tensor->count = shard->count;
     tensor->memory = memory;
     tensor->mirror = mirror == memory ? NULL : mirror;
-    const bool whole = dtrain__value_is_whole(layout, entry);
-    tensor->copies = whole ? layout->all : layout->all / layout->ranks;
-    tensor->copy = whole ? layout->all_rank : layout->all_rank / layout->ranks;
+    tensor->copy =
+        dtrain__holders(state->desc.strategy, shard->param->state.index, &tensor->copies);
     return DTRAIN_OK;
 }
 
@@ -25648,9 +25965,11 @@ static dtrain_result dtrain__state_values(dtrain_state *state)
 {
     const dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_optimizer *optimizer = state->desc.optimizer;
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
+    for (size_t i = 0; i < count; i++) {
         dtrain_shard shard;
-        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        if (params[i].state.storage != &params[i]) continue;
         dtrain__shard_of(strategy, i, &shard);
         const dtrain_optimizer_tensor *view =
             optimizer ? dtrain__moments_of(optimizer, shard.param) : NULL;
@@ -25665,14 +25984,15 @@ static dtrain_result dtrain__state_moments(dtrain_state *state)
 {
     const dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_optimizer *optimizer = state->desc.optimizer;
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
     for (int class_ = 1; class_ <= 2 && optimizer; class_++) {
-        for (size_t i = 0; i < strategy->param_count; i++) {
-            const dtrain_param *p = &strategy->params[i];
+        for (size_t i = 0; i < count; i++) {
+            const dtrain_param *p = &params[i];
             const dtrain_state_kind kind =
                 dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
             dtrain_shard shard;
-            if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
-            if (kind == DTRAIN_STATE_KINDS) continue;
+            if (!dtrain__is_updated(p) || kind == DTRAIN_STATE_KINDS) continue;
             dtrain__shard_of(strategy, i, &shard);
             const dtrain_optimizer_tensor *view = dtrain__moments_of(optimizer, p);
             float *memory = !view ? NULL : class_ == 1 ? view->m : view->v;
@@ -25691,7 +26011,7 @@ static dtrain_result dtrain__state_missed(dtrain_state *state)
         dtrain__state_append(state, DTRAIN__STATE_MISSED, DTRAIN_STATE_HOST);
     if (!tensor) return DTRAIN_ERROR_MEMORY;
     tensor->dtype = DTRAIN_DTYPE_I64;
-    tensor->shape[0] = tensor->total = tensor->count = (int64_t)optimizer->strategy->param_count;
+    tensor->shape[0] = tensor->total = tensor->count = (int64_t)optimizer->param_count;
     tensor->memory = optimizer->missed;
     tensor->copies = dtrain_comm_size(state->comm);
     tensor->copy = dtrain_comm_rank(state->comm);
@@ -25702,8 +26022,7 @@ static dtrain_result dtrain__state_missed(dtrain_state *state)
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain_compression_state *kept)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
-    const dtrain_compression_desc *how = strategy->layout.compression;
+    const dtrain_compression_desc *how = dtrain__settings_of(state->desc.strategy)->compression;
     dtrain_shard piece = {param, 0, 0, NULL, NULL};
     if (kept) piece.offset = kept->offset;
     if (kept) piece.count = kept->count;
@@ -25724,21 +26043,26 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
     q->shape[1] = (int64_t)how->powersgd_rank;
     q->total = q->count = q->shape[0] * q->shape[1];
     q->memory = kept->q;
-    q->copies = strategy->layout.all;
-    q->copy = strategy->layout.all_rank;
+    q->copies = dtrain_comm_size(state->comm);
+    q->copy = dtrain_comm_rank(state->comm);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
-    for (size_t i = 0; strategy->layout.compression && i < strategy->param_count; i++) {
-        const dtrain_param *param = &strategy->params[i];
+    dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_compression_state *states;
+    size_t count, state_count;
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
+    if (!dtrain__settings_of(strategy)->compression || dtrain_comm_size(state->comm) == 1)
+        return DTRAIN_OK; /* with nobody to send to, nothing is kept */
+    DTRAIN__TRY(dtrain_strategy_compression(strategy, &states, &state_count));
+    for (size_t i = 0; i < count; i++) {
         const dtrain_compression_state *kept = NULL;
-        if (param->state.storage != param || !strategy->layout.entries[i].trainable) continue;
-        for (size_t k = 0; k < strategy->state_count && !kept; k++)
-            if (strategy->states[k].param == param) kept = &strategy->states[k];
-        DTRAIN__TRY(dtrain__state_compressed(state, param, kept));
+        if (!dtrain__is_updated(&params[i])) continue;
+        for (size_t k = 0; k < state_count && !kept; k++)
+            if (states[k].param == &params[i]) kept = &states[k];
+        DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept));
     }
     return DTRAIN_OK;
 }
@@ -25790,7 +26114,7 @@ static void dtrain__state_list_scalars(dtrain_state *state)
     dtrain_trainer *trainer = desc->trainer;
     dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
     dtrain__state_scalar_add(state, "strategy.step", DTRAIN_SCALAR_U64,
-                             &desc->strategy->sync_count);
+                             dtrain__step_count_of(desc->strategy));
     if (desc->optimizer)
         dtrain__state_scalar_add(state, "optimizer.step", DTRAIN_SCALAR_U64,
                                  &desc->optimizer->step_count);
@@ -25876,8 +26200,8 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->allocator = world->allocator;
     state->desc = *desc;
     if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
-    state->comm = desc->strategy->comm;
-    state->device = desc->strategy->device;
+    state->comm = dtrain__groups_of(desc->strategy).data;
+    state->device = dtrain_world_device(world);
     state->step = -1;
     dtrain__state_list_scalars(state);
     dtrain_result result = dtrain__state_values(state);
@@ -25925,10 +26249,11 @@ DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
     DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
-    const char *const torn = state->desc.strategy->torn;
-    state->desc.strategy->torn = NULL; /* values are whole again */
-    dtrain_result result = dtrain__between_backwards(state->desc.strategy, "dtrain_state_changed");
-    if (result != DTRAIN_OK) state->desc.strategy->torn = torn;
+    dtrain_strategy *strategy = state->desc.strategy;
+    const char *const torn = dtrain__torn(strategy);
+    dtrain__set_torn(strategy, NULL); /* values are whole again */
+    dtrain_result result = dtrain__between_backwards(strategy, "dtrain_state_changed");
+    if (result != DTRAIN_OK) dtrain__set_torn(strategy, torn);
     DTRAIN__TRY(result);
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
@@ -25938,9 +26263,9 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
     }
     if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
-    dtrain__rewind(state->desc.strategy, true);
-    DTRAIN__TRY(dtrain__strategy_keep(state->desc.strategy, result));
-    return dtrain_strategy_publish(state->desc.strategy);
+    dtrain__rewind(strategy, true);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
+    return dtrain_strategy_publish(strategy);
 }
 
 /* ================================================================================================
@@ -26644,9 +26969,8 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
 {
     const char *const call = "dtrain_checkpoint_save";
     const dtrain_state *state = c->desc.state;
-    DTRAIN__TRY(dtrain__between_backwards(state->desc.strategy, call));
-    if (state->desc.strategy->accumulated ||
-        (state->desc.trainer && state->desc.trainer->micro != 0))
+    DTRAIN__TRY(dtrain__between_steps(state->desc.strategy, call));
+    if (state->desc.trainer && state->desc.trainer->micro != 0)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: a step is under way, whose micro-batches are not all done; save "
                            "between two steps",
@@ -27612,7 +27936,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = load->state->desc.strategy->layout.all_rank;
+    const int rank = dtrain_comm_rank(load->state->comm);
     int64_t next = tensor->offset;
     if (!saved) return false;
     for (size_t i = 0; i < saved->piece_count; i++) {
@@ -27628,7 +27952,7 @@ static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_te
 static dtrain_result dtrain__compare_cuts(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    int32_t same = load->manifest.ranks == state->desc.strategy->layout.all;
+    int32_t same = load->manifest.ranks == dtrain_comm_size(state->comm);
     for (size_t i = 0; i < state->tensor_count; i++)
         if (state->tensors[i].own && state->tensors[i].kind != DTRAIN_STATE_HOST &&
             !dtrain__own_is_there(load, &state->tensors[i]))
@@ -27645,7 +27969,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     const dtrain_state *state = load->state;
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
     const bool flat =
-        saved && !load->manifest.hierarchical && state->desc.strategy->layout.node_ranks == 1;
+        saved && !load->manifest.hierarchical && !dtrain__goes_by_nodes(state->desc.strategy);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / sizeof(float));
     const float scale = 1.0f / (float)load->manifest.ranks;
     if (!load->sum)
@@ -27687,7 +28011,7 @@ static void dtrain__note_residuals(dtrain__load *load)
     if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");
     else if (wanted && !there) dtrain__load_note(load, "residuals begin with zeros");
     else if (wanted && !load->same_cuts)
-        dtrain__load_note(load, m->hierarchical || state->desc.strategy->layout.node_ranks > 1
+        dtrain__load_note(load, m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy)
                                     ? "residuals begin with zeros: they are those of nodes"
                                     : "residuals are the mean over the ranks that saved them");
 }
@@ -27696,7 +28020,7 @@ static void dtrain__note_residuals(dtrain__load *load)
 static void dtrain__note_arrays(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    const int ranks = state->desc.strategy->layout.all, before = load->manifest.ranks;
+    const int ranks = dtrain_comm_size(state->comm), before = load->manifest.ranks;
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
@@ -27728,7 +28052,7 @@ static void dtrain__note_arrays(dtrain__load *load)
 static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = load->state->desc.strategy->layout.all_rank;
+    const int rank = dtrain_comm_rank(load->state->comm);
     dtrain__target target;
     if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
         return dtrain__own_mean(load, tensor);
@@ -27783,7 +28107,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     *differs = result != DTRAIN_OK;
     if (result == DTRAIN_OK) result = dtrain__compare_cuts(load);
     if (result == DTRAIN_OK) {
-        state->desc.strategy->torn = dtrain__load_call;
+        dtrain__set_torn(state->desc.strategy, dtrain__load_call);
         result = dtrain__agree(state->comm, dtrain__tensors_load(load));
     }
     if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
@@ -27855,7 +28179,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
                                       DTRAIN_REDUCE_MIN, NULL));
         dtrain__set_last_error(why);
-        if (!damaged || (load->desc.partial && state->desc.strategy->torn)) return result;
+        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy))) return result;
         dtrain__manifest_free(&load->manifest);
         snprintf(passed, sizeof passed, "%.250s", dtrain__bare(why));
         if (dtrain_comm_rank(state->comm) == 0)
@@ -27900,8 +28224,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (desc) load.desc = *desc;
     if (!load.desc.storage) load.desc.storage = dtrain_file_storage();
     const double start = dtrain_seconds();
-    const char *const torn = state->desc.strategy->torn; /* mended by a whole load alone */
-    if (!load.desc.partial && !load.desc.values_only) state->desc.strategy->torn = NULL;
+    const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
+    if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
     dtrain_result result = dtrain__between_backwards(state->desc.strategy, call);
     if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
@@ -27922,7 +28246,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
         result = dtrain__load_one(&load, &differs);
     } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);
     if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
-    else if (torn && !state->desc.strategy->torn) state->desc.strategy->torn = torn;
+    else if (torn && !dtrain__torn(state->desc.strategy))
+        dtrain__set_torn(state->desc.strategy, torn);
     dtrain__manifest_free(&load.manifest);
     dtrain__steps_free(&steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);
@@ -27964,7 +28289,8 @@ typedef struct dtrain__weight {
 
 typedef struct dtrain__weights {
     const dtrain_allocator *allocator;
-    dtrain__weight *list; /* (room), count in use */
+    const dtrain_param *params; /* (room), the strategy's */
+    dtrain__weight *list;       /* (room), count in use */
     size_t count, room;
 } dtrain__weights;
 
@@ -28053,13 +28379,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
 {
     static const dtrain_export_name own = {0, NULL, false};
     size_t tensor = 0;
-    weights->allocator = &strategy->allocator;
-    weights->room = strategy->param_count;
+    weights->allocator = &dtrain__world_of(strategy)->allocator;
+    weights->params = dtrain__params_of(strategy, &weights->room);
     weights->list = (dtrain__weight *)dtrain__alloc(weights->allocator, weights->room,
                                                     sizeof *weights->list, "a list of weights");
     if (!weights->list) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *param = &strategy->params[i];
+    for (size_t i = 0; i < weights->room; i++) {
+        const dtrain_param *param = &weights->params[i];
         const dtrain_export_name *how = names ? &names[i] : &own;
         dtrain__weight *weight = &weights->list[weights->count];
         if (param->state.storage != param) continue;
@@ -28164,7 +28490,7 @@ static dtrain_result dtrain__export_plan(dtrain__export *e)
         weight->at = at;
         at += bytes;
         e->total_bytes += bytes;
-        const size_t count = (size_t)e->strategy->params[weight->param].count;
+        const size_t count = (size_t)e->weights.params[weight->param].count;
         if (count > e->most) e->most = count;
     }
     if (e->file_count <= DTRAIN__WEIGHT_FILES) return DTRAIN_OK;
@@ -28177,7 +28503,7 @@ static dtrain_result dtrain__export_plan(dtrain__export *e)
 /* Do everything local that can fail before values are gathered. */
 static dtrain_result dtrain__export_prepare(dtrain__export *e)
 {
-    const dtrain_allocator *allocator = &e->strategy->allocator;
+    const dtrain_allocator *allocator = &dtrain__world_of(e->strategy)->allocator;
     DTRAIN__TRY(dtrain__between_backwards(e->strategy, dtrain__export_call));
     DTRAIN__TRY(dtrain__weight_path_check(dtrain__export_call, e->path));
     if (e->desc.dtype > DTRAIN_DTYPE_F16)
@@ -28193,7 +28519,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     DTRAIN__TRY(dtrain__export_plan(e));
     e->value = (float *)dtrain__alloc(allocator, e->most, sizeof(float), "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;
-    if (dtrain_comm_rank(e->strategy->comm) > 0) return DTRAIN_OK;
+    if (dtrain_comm_rank(dtrain__groups_of(e->strategy).data) > 0) return DTRAIN_OK;
     e->block = (char *)dtrain__alloc(allocator, DTRAIN__BLOCK, 1, "a block");
     return e->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
@@ -28394,11 +28720,13 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     e.file = -1;
     if (desc) e.desc = *desc;
     if (!e.desc.storage) e.desc.storage = dtrain_file_storage();
-    dtrain_result result = dtrain__agree(strategy->comm, dtrain__export_prepare(&e));
-    if (result == DTRAIN_OK) result = dtrain__agree(strategy->comm, dtrain__export_values(&e));
-    dtrain__free(&strategy->allocator, e.block, DTRAIN__BLOCK, 1);
-    dtrain__free(&strategy->allocator, e.value, e.most, sizeof(float));
-    dtrain__free(&strategy->allocator, (void *)e.metadata, e.metadata_count, sizeof *e.metadata);
+    const dtrain_allocator *allocator = &dtrain__world_of(strategy)->allocator;
+    dtrain_comm *comm = dtrain__groups_of(strategy).data;
+    dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
+    if (result == DTRAIN_OK) result = dtrain__agree(comm, dtrain__export_values(&e));
+    dtrain__free(allocator, e.block, DTRAIN__BLOCK, 1);
+    dtrain__free(allocator, e.value, e.most, sizeof(float));
+    dtrain__free(allocator, (void *)e.metadata, e.metadata_count, sizeof *e.metadata);
     dtrain__weights_free(&e.weights);
     return result;
 }
@@ -28704,7 +29032,7 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
 static dtrain_result dtrain__import_place(dtrain__import *im, const dtrain__weight *weight,
                                           dtrain__weight_place *place)
 {
-    const dtrain_param *storage = &im->strategy->params[weight->param], *param = storage;
+    const dtrain_param *storage = &im->weights.params[weight->param], *param = storage;
     dtrain__weight_place other;
     place->stored = NULL;
     do {
@@ -28922,7 +29250,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (!im.desc.storage) im.desc.storage = dtrain_file_storage();
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
     if (result == DTRAIN_OK) {
-        state->desc.strategy->torn = dtrain__import_call;
+        dtrain__set_torn(state->desc.strategy, dtrain__import_call);
         result = dtrain__agree(state->comm, dtrain__import_values(&im));
     }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);
@@ -29357,15 +29685,17 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
                                            int64_t step, double metric, const char *config,
                                            const char *commit)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
+    const bool by_nodes = dtrain__goes_by_nodes(state->desc.strategy);
+    dtrain_strategy_info info;
     uint64_t bits;
+    dtrain_strategy_query(state->desc.strategy, &info);
     memcpy(&bits, &metric, sizeof bits);
     dtrain__text_add(text,
                      "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld,"
                      "\n \"ranks\": %d, \"strategy\": \"%s\", \"hierarchical\": %s, \"block\": %zu",
                      DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, dtrain_version(),
-                     (long long)step, strategy->layout.all, strategy->kind->name,
-                     strategy->layout.node_ranks > 1 ? "true" : "false", DTRAIN__BLOCK);
+                     (long long)step, dtrain_comm_size(state->comm), info.name,
+                     by_nodes ? "true" : "false", DTRAIN__BLOCK);
     if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
         dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
     dtrain__text_add(text, ",\n \"run\": %llu, \"job\": %llu, \"parent\": %lld",
@@ -33754,6 +34084,7 @@ typedef struct dtrain__moments {
 
 typedef struct dtrain__histograms {
     dtrain_strategy *strategy;
+    dtrain_device *device;
     dtrain_comm *comm;
     int ranks, rank, root; /* in comm; root is rank 0 of the world */
     int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
@@ -33800,7 +34131,7 @@ static double dtrain__histogram_limit(int bucket)
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
 {
-    dtrain_device *device = h->strategy->device;
+    dtrain_device *device = h->device;
     for (int64_t first = 0; values && first < count; first += DTRAIN__CHUNK) {
         const int64_t n = dtrain__min(count - first, DTRAIN__CHUNK);
         const float *chunk = values + first;
@@ -33818,15 +34149,9 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
  * evenly among themselves. */
 static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
 {
-    const dtrain_strategy *strategy = h->strategy;
-    const dtrain__layout *layout = &strategy->layout;
-    int holders = h->ranks, number = h->rank;
-    if (!dtrain__shard_of(strategy, i, part)) return;
-    if (!dtrain__value_is_whole(layout, &layout->entries[i])) {
-        dtrain_comm *across = strategy->groups[DTRAIN__ACROSS];
-        holders = layout->all / layout->ranks;
-        number = holders > 1 ? dtrain_comm_rank(across) : 0;
-    }
+    int holders;
+    if (!dtrain__shard_of(h->strategy, i, part)) return;
+    const int number = dtrain__holders(h->strategy, i, &holders);
     const int64_t first =
         part->count / holders * number + dtrain__min(number, part->count % holders);
     const int64_t count = part->count / holders + (number < part->count % holders);
@@ -33879,6 +34204,8 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
 {
     dtrain__histograms *h = metrics->histograms;
     const size_t buckets = (size_t)used * DTRAIN__BUCKETS;
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(h->strategy, &count);
     dtrain__moments *mine = h->all + h->rank * DTRAIN__TOGETHER;
     memcpy(mine, h->mine, sizeof h->mine);
     DTRAIN__TRY(dtrain_reduce(h->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
@@ -33887,7 +34214,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
                                   DTRAIN_DTYPE_I64, NULL));
     for (int slot = 0; h->rank == h->root && slot < used; slot++)
         dtrain__histogram_write(metrics, slot, slot % 2 ? "gradients" : "weights",
-                                h->strategy->params[parameters[slot / 2]].name);
+                                params[parameters[slot / 2]].name);
     memset(h->counts, 0, sizeof h->counts);
     memset(h->mine, 0, sizeof h->mine);
     return DTRAIN_OK;
@@ -33901,13 +34228,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
     const dtrain_strategy *strategy = h->strategy;
     const double scale = metrics->last.loss_scale;
     const float unscale = scale > 0 ? (float)(1 / scale) : 1;
-    size_t parameters[DTRAIN__TOGETHER / 2];
+    size_t parameters[DTRAIN__TOGETHER / 2], count;
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
     int used = 0;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_metrics_step"));
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
+    for (size_t i = 0; i < count; i++) {
         dtrain_shard part;
-        if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
+        if (!dtrain__is_updated(&params[i])) continue;
         memset(&part, 0, sizeof part);
         dtrain__histogram_part(h, i, &part);
         parameters[used / 2] = i;
@@ -33933,6 +34260,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
         &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
     if (!h) return DTRAIN_ERROR_MEMORY;
     h->strategy = trainer->desc.strategy;
+    h->device = dtrain_world_device(trainer->world);
     h->comm = trainer->comm;
     h->ranks = trainer->ranks;
     h->rank = trainer->rank;

@@ -24,7 +24,7 @@
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "train/trainer_internal.h"
 #include "monitor/metrics.h"
 #include "monitor/monitor_internal.h"
@@ -45,6 +45,7 @@ typedef struct dtrain__moments {
 
 typedef struct dtrain__histograms {
     dtrain_strategy *strategy;
+    dtrain_device *device;
     dtrain_comm *comm;
     int ranks, rank, root; /* in comm; root is rank 0 of the world */
     int64_t counts[DTRAIN__TOGETHER][DTRAIN__BUCKETS];
@@ -91,7 +92,7 @@ static double dtrain__histogram_limit(int bucket)
 static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, const float *values,
                                             int64_t count, float scale)
 {
-    dtrain_device *device = h->strategy->device;
+    dtrain_device *device = h->device;
     for (int64_t first = 0; values && first < count; first += DTRAIN__CHUNK) {
         const int64_t n = dtrain__min(count - first, DTRAIN__CHUNK);
         const float *chunk = values + first;
@@ -109,15 +110,9 @@ static dtrain_result dtrain__histogram_fill(dtrain__histograms *h, int slot, con
  * evenly among themselves. */
 static void dtrain__histogram_part(const dtrain__histograms *h, size_t i, dtrain_shard *part)
 {
-    const dtrain_strategy *strategy = h->strategy;
-    const dtrain__layout *layout = &strategy->layout;
-    int holders = h->ranks, number = h->rank;
-    if (!dtrain__shard_of(strategy, i, part)) return;
-    if (!dtrain__value_is_whole(layout, &layout->entries[i])) {
-        dtrain_comm *across = strategy->groups[DTRAIN__ACROSS];
-        holders = layout->all / layout->ranks;
-        number = holders > 1 ? dtrain_comm_rank(across) : 0;
-    }
+    int holders;
+    if (!dtrain__shard_of(h->strategy, i, part)) return;
+    const int number = dtrain__holders(h->strategy, i, &holders);
     const int64_t first =
         part->count / holders * number + dtrain__min(number, part->count % holders);
     const int64_t count = part->count / holders + (number < part->count % holders);
@@ -170,6 +165,8 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
 {
     dtrain__histograms *h = metrics->histograms;
     const size_t buckets = (size_t)used * DTRAIN__BUCKETS;
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(h->strategy, &count);
     dtrain__moments *mine = h->all + h->rank * DTRAIN__TOGETHER;
     memcpy(mine, h->mine, sizeof h->mine);
     DTRAIN__TRY(dtrain_reduce(h->comm, h->counts, h->counts, buckets, DTRAIN_DTYPE_I64,
@@ -178,7 +175,7 @@ static dtrain_result dtrain__histograms_reduce(dtrain_metrics *metrics, const si
                                   DTRAIN_DTYPE_I64, NULL));
     for (int slot = 0; h->rank == h->root && slot < used; slot++)
         dtrain__histogram_write(metrics, slot, slot % 2 ? "gradients" : "weights",
-                                h->strategy->params[parameters[slot / 2]].name);
+                                params[parameters[slot / 2]].name);
     memset(h->counts, 0, sizeof h->counts);
     memset(h->mine, 0, sizeof h->mine);
     return DTRAIN_OK;
@@ -192,13 +189,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_step(dtrain_metrics *metrics)
     const dtrain_strategy *strategy = h->strategy;
     const double scale = metrics->last.loss_scale;
     const float unscale = scale > 0 ? (float)(1 / scale) : 1;
-    size_t parameters[DTRAIN__TOGETHER / 2];
+    size_t parameters[DTRAIN__TOGETHER / 2], count;
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
     int used = 0;
     DTRAIN__TRY(dtrain__between_backwards(strategy, "dtrain_metrics_step"));
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
+    for (size_t i = 0; i < count; i++) {
         dtrain_shard part;
-        if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
+        if (!dtrain__is_updated(&params[i])) continue;
         memset(&part, 0, sizeof part);
         dtrain__histogram_part(h, i, &part);
         parameters[used / 2] = i;
@@ -224,6 +221,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__histograms_create(dtrain_metrics *metrics)
         &metrics->allocator, 1, dtrain__histograms_bytes(trainer->ranks), "histograms");
     if (!h) return DTRAIN_ERROR_MEMORY;
     h->strategy = trainer->desc.strategy;
+    h->device = dtrain_world_device(trainer->world);
     h->comm = trainer->comm;
     h->ranks = trainer->ranks;
     h->rank = trainer->rank;

@@ -13,7 +13,6 @@
 #include "comm/comm_internal.h"
 #include "strategy/memory.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
 #include "optim/optim_internal.h"
 #include "train/trainer.h"
 #include "train/trainer_internal.h"

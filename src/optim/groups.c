@@ -11,10 +11,9 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "strategy/layout_internal.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 
@@ -168,9 +167,9 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                                           const dtrain_strategy *strategy, size_t i)
 {
     const char *const call = "dtrain_optimizer_create";
-    const dtrain_param *p = &strategy->params[i];
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[i];
+    dtrain_strategy_info info;
+    size_t count;
+    const dtrain_param *p = &dtrain__params_of(strategy, &count)[i];
     const uint32_t group = p->group;
     if (group > desc->group_count)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
@@ -179,8 +178,7 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            call, i, p->name, group, desc->group_count,
                            desc->group_count == 1 ? "" : "s");
     const dtrain_optimizer_desc *own = group ? &desc->groups[group - 1] : desc;
-    if (own->kind != DTRAIN_OPTIMIZER_MUON || p->state.storage != p || !entry->trainable)
-        return DTRAIN_OK;
+    if (own->kind != DTRAIN_OPTIMIZER_MUON || !dtrain__is_updated(p)) return DTRAIN_OK;
     if (dtrain__param_dims(p) < 2 || p->count == 0)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, and has %d "
@@ -188,12 +186,13 @@ static dtrain_result dtrain__check_member(const dtrain_optimizer_desc *desc,
                            "group, of AdamW",
                            call, i, p->name, group, dtrain__param_dims(p),
                            dtrain__param_dims(p) == 1 ? "" : "s", (long long)p->count);
-    if (dtrain__value_is_whole(layout, entry) || layout->owners) return DTRAIN_OK;
+    if (!dtrain__is_sliced(strategy, i)) return DTRAIN_OK;
+    dtrain_strategy_query(strategy, &info);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s: parameter %zu (\"%.100s\") is in group %u, of Muon, which needs whole "
                        "matrices, and %s cuts them in slices; use DTRAIN_STRATEGY_ZERO3, which "
                        "shards by whole tensors, or DTRAIN_STRATEGY_DDP",
-                       call, i, p->name, group, strategy->kind->name);
+                       call, i, p->name, group, info.name);
 }
 
 /* Refuse a desc that makes no sense, or not for these parameters under this strategy. */
@@ -207,7 +206,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__check_optimizer(const dtrain_optimizer_des
     DTRAIN__TRY(dtrain__check_group(desc, 0));
     for (uint32_t g = 0; g < desc->group_count; g++)
         DTRAIN__TRY(dtrain__check_group(&desc->groups[g], g + 1));
-    for (size_t i = 0; i < strategy->param_count; i++)
-        DTRAIN__TRY(dtrain__check_member(desc, strategy, i));
+    size_t count;
+    (void)dtrain__params_of(strategy, &count);
+    for (size_t i = 0; i < count; i++) DTRAIN__TRY(dtrain__check_member(desc, strategy, i));
     return DTRAIN_OK;
 }

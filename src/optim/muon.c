@@ -24,10 +24,11 @@
  * backward over few tokens that is much, and sharing it among the owners of ZERO3 pays. */
 
 #include "core/platform_internal.h"
+#include "core/core_internal.h"
 #include "core/dtype.h"
 #include "core/result.h"
 #include "strategy/params.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 #include "device/backend.h"

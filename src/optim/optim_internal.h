@@ -9,7 +9,7 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "optim/optimizer.h"
 #include "device/backend.h"
 #include "device/device.h"
@@ -46,7 +46,8 @@ struct dtrain_optimizer {
     int64_t stage; /* offloaded: elements of a stage */
     bool offloaded;
     uint64_t step_count;
-    int64_t *missed; /* (the strategy's param_count) of them in which a storage was absent */
+    size_t param_count; /* the strategy's */
+    int64_t *missed;    /* (param_count) steps in which nobody had a gradient of a parameter */
 };
 
 /* One call for tensors of a group: for all of them, or on the CPU for one piece of one that is
@@ -65,7 +66,6 @@ typedef struct dtrain__group_step {
 } dtrain__group_step;
 
 /* optim/scaler.c */
-DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what);
 

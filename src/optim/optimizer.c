@@ -39,10 +39,9 @@
 #include "core/result.h"
 #include "world/world.h"
 #include "world/world_internal.h"
-#include "strategy/layout_internal.h"
 #include "strategy/params.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/optimizer.h"
 #include "device/backend.h"
@@ -67,16 +66,17 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
             "%g and %g; the parameters are as they were",
             (double)lr, (double)grad_scale);
     dtrain_strategy *strategy = optimizer->strategy;
-    dtrain_world *world = strategy->world;
+    dtrain_world *world = dtrain__world_of(strategy);
     DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_optimizer_step"));
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "update", DTRAIN__UNNUMBERED);
-    dtrain_result result = dtrain__tally_settle(strategy);
-    if (result == DTRAIN_OK && !strategy->empty)
+    bool empty = false;
+    dtrain_result result = dtrain__tally_settle(strategy, &empty);
+    if (result == DTRAIN_OK && !empty)
         result = optimizer->offloaded ? dtrain__update_on_host(optimizer, lr, grad_scale)
                                       : dtrain__optimizer_update(optimizer, lr, grad_scale, NULL);
     result = dtrain__strategy_keep(strategy, result); /* others await its values */
-    if (result == DTRAIN_OK && !strategy->empty) {
+    if (result == DTRAIN_OK && !empty) {
         dtrain__optimizer_count(optimizer);
         result = dtrain_strategy_publish(strategy);
     }
@@ -88,16 +88,15 @@ DTRAIN_API dtrain_result dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
 DTRAIN__PRIVATE void dtrain__optimizer_count(dtrain_optimizer *optimizer)
 {
     optimizer->step_count++;
-    for (size_t i = 0; i < optimizer->strategy->param_count; i++)
-        optimizer->missed[i] += optimizer->strategy->layout.entries[i].absent;
+    for (size_t i = 0; i < optimizer->param_count; i++)
+        optimizer->missed[i] += dtrain__had_no_gradient(optimizer->strategy, i);
 }
 
 /* Tell whether nobody had a gradient of tensor `at` in the last step, and below how many updates it
  * has had: torch counts them for each parameter. */
 static bool dtrain__is_left_out(const dtrain_optimizer *optimizer, size_t at)
 {
-    const size_t i = optimizer->sources[at]->param->state.index;
-    return optimizer->strategy->layout.entries[i].absent;
+    return dtrain__had_no_gradient(optimizer->strategy, optimizer->sources[at]->param->state.index);
 }
 static uint64_t dtrain__updates_of(const dtrain_optimizer *optimizer, size_t at)
 {
@@ -184,7 +183,7 @@ static dtrain_result dtrain__group_update(const dtrain_optimizer *optimizer,
                                           size_t count)
 {
     dtrain__group_step step;
-    step.device = piece ? optimizer->strategy->offload.cpu : optimizer->device;
+    step.device = piece ? dtrain__update_device(optimizer->strategy) : optimizer->device;
     step.desc = &group->desc;
     step.tensors = piece ? piece : optimizer->tensors + at;
     step.sources = optimizer->sources + at;
@@ -299,7 +298,8 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
     optimizer->allocator = *allocator;
     optimizer->device = dtrain_world_device(world);
     optimizer->strategy = strategy;
-    optimizer->offloaded = strategy->offload.cpu != NULL;
+    optimizer->offloaded = dtrain__update_device(strategy) != NULL;
+    (void)dtrain__params_of(strategy, &optimizer->param_count);
     dtrain_result result =
         dtrain_strategy_shards(strategy, &optimizer->shards, &optimizer->shard_count);
     if (result == DTRAIN_OK) result = dtrain__groups_make(optimizer, desc);
@@ -313,10 +313,12 @@ DTRAIN_API dtrain_result dtrain_optimizer_create(dtrain_world *world, dtrain_str
  * values, the layout saw to it. */
 static void dtrain__count_block(dtrain_optimizer *optimizer)
 {
-    const dtrain__layout *layout = &optimizer->strategy->layout;
+    const struct dtrain__layout *layout = dtrain__layout_of(optimizer->strategy);
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(optimizer->strategy, &count);
     uint64_t bytes = 0;
-    for (size_t i = 0; i < layout->count; i++) {
-        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &layout->params[i]);
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_optimizer_desc *desc = dtrain__desc_of(optimizer, &params[i]);
         bytes += dtrain__update_bytes(layout, i, dtrain__states_of(desc),
                                       desc->kind == DTRAIN_OPTIMIZER_MUON, &optimizer->stage);
     }
@@ -373,7 +375,7 @@ static dtrain_result dtrain__optimizer_memory(dtrain_optimizer *optimizer)
     optimizer->sources = (const dtrain_shard **)dtrain__alloc(a, count, sizeof *optimizer->sources,
                                                               "shards of an optimizer");
     optimizer->missed = (int64_t *)dtrain__alloc(
-        a, optimizer->strategy->param_count, sizeof *optimizer->missed, "updates of an optimizer");
+        a, optimizer->param_count, sizeof *optimizer->missed, "updates of an optimizer");
     if (!optimizer->tensors || !optimizer->sources || !optimizer->missed)
         return DTRAIN_ERROR_MEMORY;
     if (optimizer->block_bytes) {
@@ -411,8 +413,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         device->ops->host_free(device, optimizer->block, optimizer->block_bytes);
     } else if (optimizer->block)
         device->ops->free(device, optimizer->block, optimizer->block_bytes);
-    dtrain__free(&allocator, optimizer->missed, optimizer->strategy->param_count,
-                 sizeof *optimizer->missed);
+    dtrain__free(&allocator, optimizer->missed, optimizer->param_count, sizeof *optimizer->missed);
     dtrain__free(&allocator, optimizer->sources, optimizer->shard_count,
                  sizeof *optimizer->sources);
     dtrain__free(&allocator, optimizer->tensors, optimizer->shard_count,
@@ -435,16 +436,11 @@ typedef struct dtrain__update_piece {
 static dtrain_result dtrain__piece_down(const dtrain_optimizer *optimizer,
                                         dtrain__update_piece *piece, size_t slot)
 {
-    dtrain_device *device = optimizer->device;
-    const dtrain__offload *offload = &optimizer->strategy->offload;
-    if (!dtrain__on_host(device, piece->part.grad)) {
-        float *stage = optimizer->block + slot * (size_t)optimizer->stage;
-        DTRAIN__TRY(device->ops->copy_async(device, stage, piece->part.grad,
-                                            (size_t)piece->part.count * sizeof(float),
-                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
-        piece->part.grad = stage;
-    }
-    return DTRAIN__ORDER(device, event_record, offload->arrived[slot], offload->down);
+    const float *grad = piece->part.grad;
+    float *stage = NULL;
+    if (!dtrain__on_host(optimizer->device, grad))
+        piece->part.grad = stage = optimizer->block + slot * (size_t)optimizer->stage;
+    return dtrain__update_down(optimizer->strategy, slot, stage, grad, piece->part.count);
 }
 
 /* Update a piece when its gradient has come, and queue its new values' way up. Values that the
@@ -453,15 +449,12 @@ static dtrain_result dtrain__piece_done(const dtrain_optimizer *optimizer,
                                         const dtrain__update_piece *piece, size_t slot, float lr,
                                         float grad_scale)
 {
-    dtrain_device *device = optimizer->device;
-    const dtrain__offload *offload = &optimizer->strategy->offload;
-    DTRAIN__TRY(dtrain__event_await(optimizer->strategy, offload->arrived[slot]));
+    DTRAIN__TRY(dtrain__update_await(optimizer->strategy, slot));
     DTRAIN__TRY(dtrain__group_update(optimizer, piece->group, lr, grad_scale, NULL, &piece->part,
                                      piece->at, 1));
     if (piece->value == piece->part.value) return DTRAIN_OK;
-    return device->ops->copy_async(device, piece->value, piece->part.value,
-                                   (size_t)piece->part.count * sizeof(float),
-                                   DTRAIN_COPY_HOST_TO_DEVICE, offload->up);
+    return dtrain__update_up(optimizer->strategy, piece->value, piece->part.value,
+                             piece->part.count);
 }
 
 /* Make *piece the one of a tensor that begins at element `first`. */
@@ -490,7 +483,7 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     dtrain_strategy *strategy = optimizer->strategy;
     dtrain__update_piece pieces[2];
     size_t count = 0; /* sent for */
-    DTRAIN__TRY(dtrain__stream_follow(strategy, strategy->offload.down, NULL));
+    DTRAIN__TRY(dtrain__update_begin(strategy));
     for (size_t g = 0; g < optimizer->group_count; g++) {
         const dtrain__group *group = &optimizer->groups[g];
         for (size_t at = group->first; at < group->first + group->count; at++) {
@@ -508,5 +501,5 @@ static dtrain_result dtrain__update_on_host(dtrain_optimizer *optimizer, float l
     }
     const size_t last = (count - 1) & 1;
     if (count) DTRAIN__TRY(dtrain__piece_done(optimizer, &pieces[last], last, lr, grad_scale));
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+    return dtrain__update_end(strategy);
 }

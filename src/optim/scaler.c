@@ -1,83 +1,25 @@
-/* Gradient norm, clipping, loss scaling
+/* Clipping, loss scaling
  *
- * The norm is one number from all shards, added in double in registration order: the same bits on
- * every rank that has the same gradients. Nothing is scaled here; the optimizer multiplies by a
- * factor on its way through the gradients anyway, so unscaling and clipping together cost one read
- * of them:
+ * Nothing is scaled here; the optimizer multiplies by a factor on its way through the gradients
+ * anyway, so unscaling and clipping together cost one read of them, by the norm (strategy/norm.c):
  *
- *     norm = sqrt(sum over all ranks' shards of grad^2) / scale        grad_scale = clip / scale
+ *     norm = sqrt(sum of all grad^2) / scale        grad_scale = clip / scale
  *
- * That read finds overflows as well. The square of an fp32 number is far inside double's range, and
- * so is the sum of as many as fit in a memory: the norm is not finite exactly when some gradient,
- * on whatever rank, is not. Replicas of a shard hold the same averaged bits; ranks with different
- * shards have exchanged their sums: the verdict is the same everywhere without asking anybody. */
+ * That read finds overflows as well: the norm is not finite exactly when some gradient, on whatever
+ * rank, is not. */
 
 #include "core/platform_internal.h"
 #include "core/api.h"
 #include "core/core_internal.h"
 #include "core/dtype.h"
 #include "core/result.h"
-#include "comm/backend.h"
-#include "comm/comm.h"
-#include "strategy/layout_internal.h"
+#include "world/timeline_internal.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
 #include "optim/scaler.h"
 #include "device/backend.h"
 #include "device/device.h"
-
-/* Add the squares of the shards that are in host memory, or of the others, on the device that is
- * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
- * sharded: the first of them counts it. */
-static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_shard *shard = &strategy->shards[i];
-        const dtrain__bucket *bucket =
-            &layout->buckets[layout->entries[shard->param->state.index].bucket];
-        dtrain_sum_args args;
-        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
-        if (!bucket->sharded && layout->rank) continue;
-        memset(&args, 0, sizeof args);
-        args.count = shard->count;
-        args.squares = true;
-        args.accumulate = true;
-        args.scale = 1;
-        args.x = shard->grad;
-        args.total = total;
-        DTRAIN__TRY(device->ops->sum(device, &args));
-    }
-    return DTRAIN_OK;
-}
-
-/* Queue the sum of this rank's squares into strategy->sum_squares, device memory, without those in
- * host memory. */
-DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy)
-{
-    dtrain_device *device = strategy->device;
-    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
-    return dtrain__add_squares(strategy, false, strategy->sum_squares);
-}
-
-/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
- * communicator would not be exact. */
-static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
-{
-    dtrain_comm *comm = strategy->shard_comm;
-    int64_t bits;
-    memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    *total = 0;
-    for (int i = 0; i < dtrain_comm_size(comm); i++) {
-        double one;
-        memcpy(&one, &strategy->gathered[i], sizeof one);
-        *total += one;
-    }
-    return DTRAIN_OK;
-}
 
 /* Measure the norm of gradients that are loss_scale times too large, and the factor that unscales
  * and clips them. */
@@ -86,13 +28,7 @@ static dtrain_result dtrain__norm_of(dtrain_strategy *strategy, float loss_scale
 {
     double total;
     float clip = 1;
-    dtrain_device *device = strategy->device;
-    DTRAIN__TRY(dtrain__sum_squares(strategy));
-    DTRAIN__TRY(device->ops->copy(device, &total, strategy->sum_squares, sizeof total,
-                                  DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, &total));
-    if (strategy->shard_comm)
-        DTRAIN__TRY(dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, &total)));
+    DTRAIN__TRY(dtrain__sum_squares(strategy, &total));
     *norm = (float)(sqrt(total) / (double)loss_scale);
     if (dtrain_is_finite(*norm) && max_norm > 0) clip = max_norm / (*norm + 1e-6f);
     *factor = (clip < 1 ? clip : 1) / loss_scale; /* torch clamps it too */
@@ -107,7 +43,7 @@ static dtrain_result dtrain__norm_and_factor(dtrain_strategy *strategy, const ch
     DTRAIN__TRY(dtrain__between_steps(strategy, call));
     if (!norm || !factor)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: norm or grad_scale is NULL", call);
-    dtrain_world *world = strategy->world;
+    dtrain_world *world = dtrain__world_of(strategy);
     const uint32_t span =
         dtrain__span_begin(world, DTRAIN_SPAN_OPTIMIZER, "gradient norm", DTRAIN__UNNUMBERED);
     const dtrain_result result = dtrain__norm_of(strategy, loss_scale, max_norm, norm, factor);
@@ -178,7 +114,7 @@ static dtrain_result dtrain__scaler_usable(const dtrain_loss_scaler *scaler, con
 DTRAIN__PRIVATE dtrain_result dtrain__check_scalable(const dtrain_strategy *strategy,
                                                      const char *call, const char *what)
 {
-    if (!strategy || !strategy->desc.compression) return DTRAIN_OK;
+    if (!strategy || !dtrain__settings_of(strategy)->compression) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "%s: %s with a strategy that compresses gradients: what it keeps from step "
                        "to step has an earlier step's scale, and one overflow would stay in it; "

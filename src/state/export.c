@@ -9,8 +9,9 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
+#include "world/world_internal.h"
 #include "comm/comm.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "state/export.h"
 #include "state/export_internal.h"
 #include "state/json_internal.h"
@@ -92,13 +93,13 @@ DTRAIN__PRIVATE dtrain_result dtrain__weights_list(const char *call,
 {
     static const dtrain_export_name own = {0, NULL, false};
     size_t tensor = 0;
-    weights->allocator = &strategy->allocator;
-    weights->room = strategy->param_count;
+    weights->allocator = &dtrain__world_of(strategy)->allocator;
+    weights->params = dtrain__params_of(strategy, &weights->room);
     weights->list = (dtrain__weight *)dtrain__alloc(weights->allocator, weights->room,
                                                     sizeof *weights->list, "a list of weights");
     if (!weights->list) return DTRAIN_ERROR_MEMORY;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *param = &strategy->params[i];
+    for (size_t i = 0; i < weights->room; i++) {
+        const dtrain_param *param = &weights->params[i];
         const dtrain_export_name *how = names ? &names[i] : &own;
         dtrain__weight *weight = &weights->list[weights->count];
         if (param->state.storage != param) continue;
@@ -203,7 +204,7 @@ static dtrain_result dtrain__export_plan(dtrain__export *e)
         weight->at = at;
         at += bytes;
         e->total_bytes += bytes;
-        const size_t count = (size_t)e->strategy->params[weight->param].count;
+        const size_t count = (size_t)e->weights.params[weight->param].count;
         if (count > e->most) e->most = count;
     }
     if (e->file_count <= DTRAIN__WEIGHT_FILES) return DTRAIN_OK;
@@ -216,7 +217,7 @@ static dtrain_result dtrain__export_plan(dtrain__export *e)
 /* Do everything local that can fail before values are gathered. */
 static dtrain_result dtrain__export_prepare(dtrain__export *e)
 {
-    const dtrain_allocator *allocator = &e->strategy->allocator;
+    const dtrain_allocator *allocator = &dtrain__world_of(e->strategy)->allocator;
     DTRAIN__TRY(dtrain__between_backwards(e->strategy, dtrain__export_call));
     DTRAIN__TRY(dtrain__weight_path_check(dtrain__export_call, e->path));
     if (e->desc.dtype > DTRAIN_DTYPE_F16)
@@ -232,7 +233,7 @@ static dtrain_result dtrain__export_prepare(dtrain__export *e)
     DTRAIN__TRY(dtrain__export_plan(e));
     e->value = (float *)dtrain__alloc(allocator, e->most, sizeof(float), "a whole parameter");
     if (!e->value) return DTRAIN_ERROR_MEMORY;
-    if (dtrain_comm_rank(e->strategy->comm) > 0) return DTRAIN_OK;
+    if (dtrain_comm_rank(dtrain__groups_of(e->strategy).data) > 0) return DTRAIN_OK;
     e->block = (char *)dtrain__alloc(allocator, DTRAIN__BLOCK, 1, "a block");
     return e->block ? DTRAIN_OK : DTRAIN_ERROR_MEMORY;
 }
@@ -433,11 +434,13 @@ DTRAIN_API dtrain_result dtrain_checkpoint_export(dtrain_strategy *strategy, con
     e.file = -1;
     if (desc) e.desc = *desc;
     if (!e.desc.storage) e.desc.storage = dtrain_file_storage();
-    dtrain_result result = dtrain__agree(strategy->comm, dtrain__export_prepare(&e));
-    if (result == DTRAIN_OK) result = dtrain__agree(strategy->comm, dtrain__export_values(&e));
-    dtrain__free(&strategy->allocator, e.block, DTRAIN__BLOCK, 1);
-    dtrain__free(&strategy->allocator, e.value, e.most, sizeof(float));
-    dtrain__free(&strategy->allocator, (void *)e.metadata, e.metadata_count, sizeof *e.metadata);
+    const dtrain_allocator *allocator = &dtrain__world_of(strategy)->allocator;
+    dtrain_comm *comm = dtrain__groups_of(strategy).data;
+    dtrain_result result = dtrain__agree(comm, dtrain__export_prepare(&e));
+    if (result == DTRAIN_OK) result = dtrain__agree(comm, dtrain__export_values(&e));
+    dtrain__free(allocator, e.block, DTRAIN__BLOCK, 1);
+    dtrain__free(allocator, e.value, e.most, sizeof(float));
+    dtrain__free(allocator, (void *)e.metadata, e.metadata_count, sizeof *e.metadata);
     dtrain__weights_free(&e.weights);
     return result;
 }

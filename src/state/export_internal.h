@@ -4,7 +4,7 @@
 
 #include "core/core_internal.h"
 #include "core/log.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/export.h"
 
@@ -27,7 +27,8 @@ typedef struct dtrain__weight {
 
 typedef struct dtrain__weights {
     const dtrain_allocator *allocator;
-    dtrain__weight *list; /* (room), count in use */
+    const dtrain_param *params; /* (room), the strategy's */
+    dtrain__weight *list;       /* (room), count in use */
     size_t count, room;
 } dtrain__weights;
 

@@ -13,13 +13,14 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "comm/comm.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "state/export.h"
 #include "state/export_internal.h"
 #include "state/json_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
+#include "device/backend.h"
 
 #define DTRAIN__INDEX_MOST ((uint64_t)64 << 20) /* bytes; those of the largest models have ten */
 #define DTRAIN__WEIGHT_FILE_NAME 256            /* bytes, the 0 included */
@@ -310,7 +311,7 @@ static dtrain_result dtrain__import_same(dtrain__import *im, const dtrain__weigh
 static dtrain_result dtrain__import_place(dtrain__import *im, const dtrain__weight *weight,
                                           dtrain__weight_place *place)
 {
-    const dtrain_param *storage = &im->strategy->params[weight->param], *param = storage;
+    const dtrain_param *storage = &im->weights.params[weight->param], *param = storage;
     dtrain__weight_place other;
     place->stored = NULL;
     do {
@@ -528,7 +529,7 @@ DTRAIN_API dtrain_result dtrain_checkpoint_import(dtrain_state *state, const cha
     if (!im.desc.storage) im.desc.storage = dtrain_file_storage();
     dtrain_result result = dtrain__agree(state->comm, dtrain__import_prepare(&im));
     if (result == DTRAIN_OK) {
-        state->desc.strategy->torn = dtrain__import_call;
+        dtrain__set_torn(state->desc.strategy, dtrain__import_call);
         result = dtrain__agree(state->comm, dtrain__import_values(&im));
     }
     if (result == DTRAIN_OK) result = dtrain_state_changed(state);

@@ -15,7 +15,7 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "comm/comm.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "train/trainer_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/state_internal.h"
@@ -302,7 +302,7 @@ static dtrain_result dtrain__tensor_read(dtrain__load *load, const dtrain__saved
 static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = load->state->desc.strategy->layout.all_rank;
+    const int rank = dtrain_comm_rank(load->state->comm);
     int64_t next = tensor->offset;
     if (!saved) return false;
     for (size_t i = 0; i < saved->piece_count; i++) {
@@ -318,7 +318,7 @@ static bool dtrain__own_is_there(const dtrain__load *load, const dtrain_state_te
 static dtrain_result dtrain__compare_cuts(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    int32_t same = load->manifest.ranks == state->desc.strategy->layout.all;
+    int32_t same = load->manifest.ranks == dtrain_comm_size(state->comm);
     for (size_t i = 0; i < state->tensor_count; i++)
         if (state->tensors[i].own && state->tensors[i].kind != DTRAIN_STATE_HOST &&
             !dtrain__own_is_there(load, &state->tensors[i]))
@@ -335,7 +335,7 @@ static dtrain_result dtrain__own_mean(dtrain__load *load, const dtrain_state_ten
     const dtrain_state *state = load->state;
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
     const bool flat =
-        saved && !load->manifest.hierarchical && state->desc.strategy->layout.node_ranks == 1;
+        saved && !load->manifest.hierarchical && !dtrain__goes_by_nodes(state->desc.strategy);
     const int64_t most = (int64_t)(DTRAIN__BLOCK / sizeof(float));
     const float scale = 1.0f / (float)load->manifest.ranks;
     if (!load->sum)
@@ -377,7 +377,7 @@ static void dtrain__note_residuals(dtrain__load *load)
     if (there && !wanted) dtrain__load_note(load, "residuals were left out: this run keeps none");
     else if (wanted && !there) dtrain__load_note(load, "residuals begin with zeros");
     else if (wanted && !load->same_cuts)
-        dtrain__load_note(load, m->hierarchical || state->desc.strategy->layout.node_ranks > 1
+        dtrain__load_note(load, m->hierarchical || dtrain__goes_by_nodes(state->desc.strategy)
                                     ? "residuals begin with zeros: they are those of nodes"
                                     : "residuals are the mean over the ranks that saved them");
 }
@@ -386,7 +386,7 @@ static void dtrain__note_residuals(dtrain__load *load)
 static void dtrain__note_arrays(dtrain__load *load)
 {
     const dtrain_state *state = load->state;
-    const int ranks = state->desc.strategy->layout.all, before = load->manifest.ranks;
+    const int ranks = dtrain_comm_size(state->comm), before = load->manifest.ranks;
     for (size_t i = 0; i < state->tensor_count; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
         if (tensor->kind != DTRAIN_STATE_HOST || !tensor->own) continue;
@@ -418,7 +418,7 @@ static void dtrain__note_arrays(dtrain__load *load)
 static dtrain_result dtrain__tensor_load(dtrain__load *load, const dtrain_state_tensor *tensor)
 {
     const dtrain__saved_tensor *saved = dtrain__saved_for(load, tensor);
-    const int rank = load->state->desc.strategy->layout.all_rank;
+    const int rank = dtrain_comm_rank(load->state->comm);
     dtrain__target target;
     if (tensor->own && tensor->kind != DTRAIN_STATE_HOST && !load->same_cuts)
         return dtrain__own_mean(load, tensor);
@@ -473,7 +473,7 @@ static dtrain_result dtrain__load_one(dtrain__load *load, bool *differs)
     *differs = result != DTRAIN_OK;
     if (result == DTRAIN_OK) result = dtrain__compare_cuts(load);
     if (result == DTRAIN_OK) {
-        state->desc.strategy->torn = dtrain__load_call;
+        dtrain__set_torn(state->desc.strategy, dtrain__load_call);
         result = dtrain__agree(state->comm, dtrain__tensors_load(load));
     }
     if (load->file >= 0) (void)load->desc.storage->close(load->desc.storage->user, load->file);
@@ -545,7 +545,7 @@ static dtrain_result dtrain__load_newest(dtrain__load *load, const char *path,
         DTRAIN__TRY(dtrain_all_reduce(state->comm, &damaged, &damaged, 1, DTRAIN_DTYPE_I32,
                                       DTRAIN_REDUCE_MIN, NULL));
         dtrain__set_last_error(why);
-        if (!damaged || (load->desc.partial && state->desc.strategy->torn)) return result;
+        if (!damaged || (load->desc.partial && dtrain__torn(state->desc.strategy))) return result;
         dtrain__manifest_free(&load->manifest);
         snprintf(passed, sizeof passed, "%.250s", dtrain__bare(why));
         if (dtrain_comm_rank(state->comm) == 0)
@@ -590,8 +590,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
     if (desc) load.desc = *desc;
     if (!load.desc.storage) load.desc.storage = dtrain_file_storage();
     const double start = dtrain_seconds();
-    const char *const torn = state->desc.strategy->torn; /* mended by a whole load alone */
-    if (!load.desc.partial && !load.desc.values_only) state->desc.strategy->torn = NULL;
+    const char *const torn = dtrain__torn(state->desc.strategy); /* mended by a whole load alone */
+    if (!load.desc.partial && !load.desc.values_only) dtrain__set_torn(state->desc.strategy, NULL);
     dtrain_result result = dtrain__between_backwards(state->desc.strategy, call);
     if (result == DTRAIN_OK && (!path || !path[0] || strlen(path) > DTRAIN__PATH - 128))
         result = dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: path is NULL, empty or longer than %d",
@@ -612,7 +612,8 @@ DTRAIN_API dtrain_result dtrain_checkpoint_load(dtrain_state *state, const char 
         result = dtrain__load_one(&load, &differs);
     } else if (result == DTRAIN_OK) result = dtrain__load_newest(&load, path, &steps);
     if (result == DTRAIN_OK) dtrain__load_report(&load, start, info);
-    else if (torn && !state->desc.strategy->torn) state->desc.strategy->torn = torn;
+    else if (torn && !dtrain__torn(state->desc.strategy))
+        dtrain__set_torn(state->desc.strategy, torn);
     dtrain__manifest_free(&load.manifest);
     dtrain__steps_free(&steps);
     dtrain__free(&state->allocator, load.sum, DTRAIN__BLOCK, 1);

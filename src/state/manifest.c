@@ -25,7 +25,9 @@
 #include "core/dtype.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "strategy/strategy_internal.h"
+#include "world/world_internal.h"
+#include "comm/comm.h"
+#include "strategy/view_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
@@ -111,15 +113,17 @@ DTRAIN__PRIVATE void dtrain__manifest_head(dtrain__text *text, const dtrain_stat
                                            int64_t step, double metric, const char *config,
                                            const char *commit)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
+    const bool by_nodes = dtrain__goes_by_nodes(state->desc.strategy);
+    dtrain_strategy_info info;
     uint64_t bits;
+    dtrain_strategy_query(state->desc.strategy, &info);
     memcpy(&bits, &metric, sizeof bits);
     dtrain__text_add(text,
                      "{\"format\": \"%s\", \"version\": %d, \"library\": \"%s\", \"step\": %lld,"
                      "\n \"ranks\": %d, \"strategy\": \"%s\", \"hierarchical\": %s, \"block\": %zu",
                      DTRAIN__MANIFEST_FORMAT, DTRAIN__MANIFEST_VERSION, dtrain_version(),
-                     (long long)step, strategy->layout.all, strategy->kind->name,
-                     strategy->layout.node_ranks > 1 ? "true" : "false", DTRAIN__BLOCK);
+                     (long long)step, dtrain_comm_size(state->comm), info.name,
+                     by_nodes ? "true" : "false", DTRAIN__BLOCK);
     if (metric == metric) /* unknown otherwise; -ffast-math only makes one of it */
         dtrain__text_add(text, ", \"metric_bits\": %llu", (unsigned long long)bits);
     dtrain__text_add(text, ",\n \"run\": %llu, \"job\": %llu, \"parent\": %lld",

@@ -19,7 +19,7 @@
 #include "world/trace_internal.h"
 #include "world/world_internal.h"
 #include "comm/comm.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "train/trainer_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/state_internal.h"
@@ -42,9 +42,8 @@ static dtrain_result dtrain__save_check(const dtrain_checkpoint *c, int64_t step
 {
     const char *const call = "dtrain_checkpoint_save";
     const dtrain_state *state = c->desc.state;
-    DTRAIN__TRY(dtrain__between_backwards(state->desc.strategy, call));
-    if (state->desc.strategy->accumulated ||
-        (state->desc.trainer && state->desc.trainer->micro != 0))
+    DTRAIN__TRY(dtrain__between_steps(state->desc.strategy, call));
+    if (state->desc.trainer && state->desc.trainer->micro != 0)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: a step is under way, whose micro-batches are not all done; save "
                            "between two steps",

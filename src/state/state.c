@@ -13,7 +13,7 @@
 #include "world/world_internal.h"
 #include "comm/comm.h"
 #include "strategy/compression.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "optim/optim_internal.h"
 #include "train/data_internal.h"
 #include "train/trainer_internal.h"
@@ -63,9 +63,6 @@ static dtrain_state_tensor *dtrain__state_append(dtrain_state *state, const char
 static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard *shard,
                                         dtrain_state_kind kind, float *memory, float *mirror)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[shard->param->state.index];
     dtrain_state_tensor *tensor = dtrain__state_append(state, shard->param->name, kind);
     if (!tensor) return DTRAIN_ERROR_MEMORY;
     memcpy(tensor->shape, shard->param->shape, sizeof tensor->shape);
@@ -74,9 +71,8 @@ static dtrain_result dtrain__state_like(dtrain_state *state, const dtrain_shard 
     tensor->count = shard->count;
     tensor->memory = memory;
     tensor->mirror = mirror == memory ? NULL : mirror;
-    const bool whole = dtrain__value_is_whole(layout, entry);
-    tensor->copies = whole ? layout->all : layout->all / layout->ranks;
-    tensor->copy = whole ? layout->all_rank : layout->all_rank / layout->ranks;
+    tensor->copy =
+        dtrain__holders(state->desc.strategy, shard->param->state.index, &tensor->copies);
     return DTRAIN_OK;
 }
 
@@ -96,9 +92,11 @@ static dtrain_result dtrain__state_values(dtrain_state *state)
 {
     const dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_optimizer *optimizer = state->desc.optimizer;
-    for (size_t i = 0; i < strategy->param_count; i++) {
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
+    for (size_t i = 0; i < count; i++) {
         dtrain_shard shard;
-        if (strategy->params[i].state.storage != &strategy->params[i]) continue;
+        if (params[i].state.storage != &params[i]) continue;
         dtrain__shard_of(strategy, i, &shard);
         const dtrain_optimizer_tensor *view =
             optimizer ? dtrain__moments_of(optimizer, shard.param) : NULL;
@@ -113,14 +111,15 @@ static dtrain_result dtrain__state_moments(dtrain_state *state)
 {
     const dtrain_strategy *strategy = state->desc.strategy;
     const dtrain_optimizer *optimizer = state->desc.optimizer;
+    size_t count;
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
     for (int class_ = 1; class_ <= 2 && optimizer; class_++) {
-        for (size_t i = 0; i < strategy->param_count; i++) {
-            const dtrain_param *p = &strategy->params[i];
+        for (size_t i = 0; i < count; i++) {
+            const dtrain_param *p = &params[i];
             const dtrain_state_kind kind =
                 dtrain__state_class(dtrain__desc_of(optimizer, p), class_);
             dtrain_shard shard;
-            if (p->state.storage != p || !strategy->layout.entries[i].trainable) continue;
-            if (kind == DTRAIN_STATE_KINDS) continue;
+            if (!dtrain__is_updated(p) || kind == DTRAIN_STATE_KINDS) continue;
             dtrain__shard_of(strategy, i, &shard);
             const dtrain_optimizer_tensor *view = dtrain__moments_of(optimizer, p);
             float *memory = !view ? NULL : class_ == 1 ? view->m : view->v;
@@ -139,7 +138,7 @@ static dtrain_result dtrain__state_missed(dtrain_state *state)
         dtrain__state_append(state, DTRAIN__STATE_MISSED, DTRAIN_STATE_HOST);
     if (!tensor) return DTRAIN_ERROR_MEMORY;
     tensor->dtype = DTRAIN_DTYPE_I64;
-    tensor->shape[0] = tensor->total = tensor->count = (int64_t)optimizer->strategy->param_count;
+    tensor->shape[0] = tensor->total = tensor->count = (int64_t)optimizer->param_count;
     tensor->memory = optimizer->missed;
     tensor->copies = dtrain_comm_size(state->comm);
     tensor->copy = dtrain_comm_rank(state->comm);
@@ -150,8 +149,7 @@ static dtrain_result dtrain__state_missed(dtrain_state *state)
 static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_param *param,
                                               const dtrain_compression_state *kept)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
-    const dtrain_compression_desc *how = strategy->layout.compression;
+    const dtrain_compression_desc *how = dtrain__settings_of(state->desc.strategy)->compression;
     dtrain_shard piece = {param, 0, 0, NULL, NULL};
     if (kept) piece.offset = kept->offset;
     if (kept) piece.count = kept->count;
@@ -172,21 +170,26 @@ static dtrain_result dtrain__state_compressed(dtrain_state *state, const dtrain_
     q->shape[1] = (int64_t)how->powersgd_rank;
     q->total = q->count = q->shape[0] * q->shape[1];
     q->memory = kept->q;
-    q->copies = strategy->layout.all;
-    q->copy = strategy->layout.all_rank;
+    q->copies = dtrain_comm_size(state->comm);
+    q->copy = dtrain_comm_rank(state->comm);
     return DTRAIN_OK;
 }
 
 static dtrain_result dtrain__state_compression(dtrain_state *state)
 {
-    const dtrain_strategy *strategy = state->desc.strategy;
-    for (size_t i = 0; strategy->layout.compression && i < strategy->param_count; i++) {
-        const dtrain_param *param = &strategy->params[i];
+    dtrain_strategy *strategy = state->desc.strategy;
+    const dtrain_compression_state *states;
+    size_t count, state_count;
+    const dtrain_param *params = dtrain__params_of(strategy, &count);
+    if (!dtrain__settings_of(strategy)->compression || dtrain_comm_size(state->comm) == 1)
+        return DTRAIN_OK; /* with nobody to send to, nothing is kept */
+    DTRAIN__TRY(dtrain_strategy_compression(strategy, &states, &state_count));
+    for (size_t i = 0; i < count; i++) {
         const dtrain_compression_state *kept = NULL;
-        if (param->state.storage != param || !strategy->layout.entries[i].trainable) continue;
-        for (size_t k = 0; k < strategy->state_count && !kept; k++)
-            if (strategy->states[k].param == param) kept = &strategy->states[k];
-        DTRAIN__TRY(dtrain__state_compressed(state, param, kept));
+        if (!dtrain__is_updated(&params[i])) continue;
+        for (size_t k = 0; k < state_count && !kept; k++)
+            if (states[k].param == &params[i]) kept = &states[k];
+        DTRAIN__TRY(dtrain__state_compressed(state, &params[i], kept));
     }
     return DTRAIN_OK;
 }
@@ -238,7 +241,7 @@ static void dtrain__state_list_scalars(dtrain_state *state)
     dtrain_trainer *trainer = desc->trainer;
     dtrain_loss_scaler *scaler = trainer && trainer->scaling ? &trainer->scaler : desc->scaler;
     dtrain__state_scalar_add(state, "strategy.step", DTRAIN_SCALAR_U64,
-                             &desc->strategy->sync_count);
+                             dtrain__step_count_of(desc->strategy));
     if (desc->optimizer)
         dtrain__state_scalar_add(state, "optimizer.step", DTRAIN_SCALAR_U64,
                                  &desc->optimizer->step_count);
@@ -324,8 +327,8 @@ DTRAIN_API dtrain_result dtrain_state_create(dtrain_world *world, const dtrain_s
     state->allocator = world->allocator;
     state->desc = *desc;
     if (desc->trainer) state->desc.optimizer = desc->trainer->desc.optimizer;
-    state->comm = desc->strategy->comm;
-    state->device = desc->strategy->device;
+    state->comm = dtrain__groups_of(desc->strategy).data;
+    state->device = dtrain_world_device(world);
     state->step = -1;
     dtrain__state_list_scalars(state);
     dtrain_result result = dtrain__state_values(state);
@@ -373,10 +376,11 @@ DTRAIN_API dtrain_result dtrain_state_scalars(const dtrain_state *state,
 DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
 {
     DTRAIN__TRY(dtrain__state_check(state, "dtrain_state_changed"));
-    const char *const torn = state->desc.strategy->torn;
-    state->desc.strategy->torn = NULL; /* values are whole again */
-    dtrain_result result = dtrain__between_backwards(state->desc.strategy, "dtrain_state_changed");
-    if (result != DTRAIN_OK) state->desc.strategy->torn = torn;
+    dtrain_strategy *strategy = state->desc.strategy;
+    const char *const torn = dtrain__torn(strategy);
+    dtrain__set_torn(strategy, NULL); /* values are whole again */
+    dtrain_result result = dtrain__between_backwards(strategy, "dtrain_state_changed");
+    if (result != DTRAIN_OK) dtrain__set_torn(strategy, torn);
     DTRAIN__TRY(result);
     for (size_t i = 0; i < state->tensor_count && result == DTRAIN_OK; i++) {
         const dtrain_state_tensor *tensor = &state->tensors[i];
@@ -386,7 +390,7 @@ DTRAIN_API dtrain_result dtrain_state_changed(dtrain_state *state)
     }
     if (state->desc.loader) dtrain__prefetch_rest(state->desc.loader);
     if (state->desc.trainer) state->desc.trainer->micro = 0;
-    dtrain__rewind(state->desc.strategy, true);
-    DTRAIN__TRY(dtrain__strategy_keep(state->desc.strategy, result));
-    return dtrain_strategy_publish(state->desc.strategy);
+    dtrain__rewind(strategy, true);
+    DTRAIN__TRY(dtrain__strategy_keep(strategy, result));
+    return dtrain_strategy_publish(strategy);
 }

@@ -11,11 +11,11 @@
 #include "core/core_internal.h"
 #include "core/log.h"
 #include "core/result.h"
-#include "strategy/strategy_internal.h"
 #include "state/checkpoint_internal.h"
 #include "state/safetensors_internal.h"
 #include "state/state_internal.h"
 #include "state/storage_internal.h"
+#include "device/backend.h"
 
 /* ---- Plan -------------------------------------------------------------------------------------*/
 

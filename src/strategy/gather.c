@@ -343,25 +343,23 @@ DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint
     return DTRAIN_OK;
 }
 
-/* Return the bucket with which a parameter's values come and go; NULL: they stay, or the parameter
- * is none of the layout's. */
-DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
-                                                              const dtrain_param *storage)
+/* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address
+ * (NULL in a plan), where a gather brings it so. *passing: the value is there only while its unit
+ * is gathered. */
+DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
+                                         uint32_t dtype, const void **low, bool *passing)
 {
     const size_t i = storage->state.index;
+    *passing = false;
     if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
         dtrain__value_is_whole(layout, &layout->entries[i]))
-        return NULL;
-    return &layout->buckets[layout->entries[i].bucket];
-}
-
-/* Return such a parameter's values in the type that they travelled in; NULL in a plan. */
-DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
-                                                 const dtrain_param *storage)
-{
-    const dtrain__entry *entry = &layout->entries[storage->state.index];
-    const uint16_t *low = layout->buckets[entry->bucket].low_values;
-    return low ? low + entry->offset : NULL;
+        return false;
+    const dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    *passing = bucket->slotted;
+    if (layout->desc->param_dtype != dtype) return false;
+    *low = bucket->low_values ? bucket->low_values + entry->offset : NULL;
+    return true;
 }
 
 /* ---- Whole values, updated by slices ----------------------------------------------------------*/

@@ -19,8 +19,8 @@
 
 /* Order two streams: work queued on `later` from now on comes after all that is queued on
  * `earlier` so far. */
-DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
-                                                    dtrain_stream *earlier)
+static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                           dtrain_stream *earlier)
 {
     dtrain_device *device = strategy->device;
     DTRAIN__TRY(DTRAIN__ORDER(device, event_record, strategy->offload.order, earlier));
@@ -29,8 +29,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, d
 
 /* Hold the host up until the event has happened, at most until the deadline. A dead rank is the
  * communicator's to report. */
-DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
-                                                  dtrain_event *event)
+static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
 {
     dtrain_device *device = strategy->device;
     dtrain__wait wait = dtrain__wait_begin();
@@ -163,6 +162,47 @@ DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
     if (offload->down) device->ops->stream_destroy(device, offload->down);
     dtrain_device_destroy(offload->cpu);
     offload->cpu = NULL;
+}
+
+/* ---- An update in host memory -----------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy)
+{
+    return strategy->offload.cpu;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, strategy->offload.down, NULL);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
+                                                  const float *from, int64_t count)
+{
+    dtrain_device *device = strategy->device;
+    const dtrain__offload *offload = &strategy->offload;
+    if (to)
+        DTRAIN__TRY(device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
+                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
+    return DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
+{
+    return dtrain__event_await(strategy, strategy->offload.arrived[turn]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
+                                                const float *from, int64_t count)
+{
+    dtrain_device *device = strategy->device;
+    return device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
+                                   DTRAIN_COPY_HOST_TO_DEVICE, strategy->offload.up);
 }
 
 /* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that

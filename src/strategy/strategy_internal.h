@@ -4,9 +4,10 @@
  * device that they share.
  *
  * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
- * publish), weights.c (what its mean is over), shards.c and gather.c (sharded gradients, sharded
- * values), hierarchy.c, compression.c, topk.c, powersgd.c (other ways), offload.c (shards in host
- * memory), layout.c, params.c, settings.c, create.c (how it all comes to be), query.c, plan.c. */
+ * publish), weights.c (what its mean is over), norm.c, shards.c and gather.c (sharded gradients,
+ * sharded values), hierarchy.c, compression.c, topk.c, powersgd.c (other ways), offload.c (shards
+ * in host memory), layout.c, params.c, settings.c, create.c (how it all comes to be), query.c,
+ * view.c (for the rooms above), plan.c. */
 
 #pragma once
 
@@ -19,6 +20,7 @@
 #include "comm/flight_internal.h"
 #include "strategy/layout_internal.h"
 #include "strategy/memory.h"
+#include "strategy/view_internal.h"
 #include "device/backend.h"
 
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
@@ -58,13 +60,6 @@ typedef struct dtrain__offload {
     dtrain__bucket *landed[2]; /* whose shard the landing will be added to; NULL: it is free */
     uint32_t turn;             /* landing to be used next */
 } dtrain__offload;
-
-/* What a loss is a mean over; the tape's. */
-typedef struct dtrain__samples {
-    int64_t terms;             /* ignored ones included; 0: nothing is counted */
-    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
-    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
-} dtrain__samples;
 
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
@@ -118,8 +113,6 @@ struct dtrain_strategy {
     char reason[400];
 };
 
-#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn of an update in host memory */
-
 /* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
     dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
@@ -155,28 +148,15 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
-DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
-                                                      const char *call);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text);
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
-                                                    dtrain_result result);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
-DTRAIN__PRIVATE bool dtrain__weighs(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
-DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
-DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
-                                        const dtrain__samples *samples);
-DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy);
 
 /* strategy/shards.c */
 DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
@@ -194,16 +174,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
-DTRAIN__PRIVATE const dtrain__bucket *dtrain__gathered_bucket(const dtrain__layout *layout,
-                                                              const dtrain_param *storage);
-DTRAIN__PRIVATE const void *dtrain__gathered_low(const dtrain__layout *layout,
-                                                 const dtrain_param *storage);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
-
-/* strategy/create.c */
-DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
-                                      dtrain_shard *shard);
 
 /* strategy/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
@@ -214,14 +186,8 @@ DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int rank
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 
 /* strategy/offload.c */
-DTRAIN__PRIVATE dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
-                                                    dtrain_stream *earlier);
-DTRAIN__PRIVATE dtrain_result dtrain__event_await(const dtrain_strategy *strategy,
-                                                  dtrain_event *event);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
-DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
-                                              bool whole, int64_t *stage);
 
 /* strategy/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
@@ -238,17 +204,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/query.c */
-DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
-                                                        const char *call);
-DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
-                                                    const char *call);
 DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
 DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
-DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
-                                                dtrain_comm_info *info);
 
 /* strategy/plan.c */
-DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
                                                  const dtrain_strategy_desc *desc,
                                                  dtrain_comm *comm, int64_t *left);

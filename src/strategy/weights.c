@@ -33,7 +33,7 @@ DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, siz
 /* ---- Weights ----------------------------------------------------------------------------------*/
 
 /* Tell whether the next backward is weighed against others of its step. */
-DTRAIN__PRIVATE bool dtrain__weighs(const dtrain_strategy *strategy)
+static bool dtrain__weighs(const dtrain_strategy *strategy)
 {
     return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
            (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
@@ -68,6 +68,35 @@ DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
     return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
 }
 
+/* Give the backward under way the weight of its loss, which is a mean over samples. The gradient of
+ * the loss is to be their number over the unit, which is returned; 0: 1, as it is. */
+DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
+                                           const dtrain__samples *samples)
+{
+    if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
+    const bool weighs = dtrain__weighs(strategy);
+    strategy->weight =
+        weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
+    return weighs ? strategy->unit : 0;
+}
+
+DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
+{
+    return strategy->weight;
+}
+
+DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
+{
+    return strategy->tally;
+}
+
+DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
+{
+    strategy->device_weight = weights;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy) { strategy->taped = true; }
+
 DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight)
 {
     const char *const call = "dtrain_strategy_weight";
@@ -93,15 +122,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
     return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
 }
 
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether any
+/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
  * rank has had samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy)
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
 {
     const bool last = !strategy->more;
     strategy->weight = 0;
     DTRAIN__TRY(dtrain_strategy_finish(strategy));
     if (!last) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
 }
 
 DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
@@ -110,11 +139,8 @@ DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *o
     if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
     *over = false;
     DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    const bool last = !strategy->more;
     DTRAIN__TRY(dtrain__join_forward(strategy));
-    DTRAIN__TRY(dtrain__join_backward(strategy));
-    *over = last && strategy->empty;
-    return DTRAIN_OK;
+    return dtrain__join_backward(strategy, over);
 }
 
 /* ---- The tally --------------------------------------------------------------------------------*/
@@ -216,16 +242,19 @@ DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Learn whether the last step had samples (strategy->empty), and which parameters no rank had a
- * gradient of (entries' absent): the host waits where this rank cannot know. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy)
+/* Learn whether the last step had no samples (*empty), and which parameters no rank had a gradient
+ * of (entries' absent): the host waits where this rank cannot know. A step that is recorded is like
+ * those before it: nothing is learned. */
+DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
     const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    if (!strategy->unsure) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__tally_read(strategy));
-    strategy->unsure = false;
-    strategy->empty = strategy->sums[0] == 0;
-    for (size_t i = 1; i < count; i++)
-        if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
+    if (strategy->unsure && !strategy->device_weight) {
+        DTRAIN__TRY(dtrain__tally_read(strategy));
+        strategy->unsure = false;
+        strategy->empty = strategy->sums[0] == 0;
+        for (size_t i = 1; i < count; i++)
+            if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
+    }
+    *empty = strategy->empty;
     return DTRAIN_OK;
 }

@@ -11,6 +11,7 @@
  * back. A handful of buffers serves a model of any depth. */
 
 #include "core/platform_internal.h"
+#include "world/timeline_internal.h"
 #include "tape/tape_internal.h"
 
 static dtrain_result dtrain__gradient_complete(dtrain_tape *tape, dtrain_tensor *x);
@@ -61,15 +62,13 @@ static dtrain_result dtrain__loss_grad(dtrain_tape *tape, dtrain_tensor *loss, f
     seed.a = scale;
     seed.y = loss->grad;
     seed.dtype = DTRAIN_DTYPE_F32;
-    if (strategy && samples->terms && strategy->desc.average == DTRAIN_AVERAGE_SAMPLES) {
-        const double each = (double)scale / (double)strategy->unit;
-        const double count = dtrain__samples_count(samples);
-        const bool weighs = dtrain__weighs(strategy);
-        strategy->weight = weighs ? dtrain__weight_of(strategy, samples) : count > 0;
-        if (weighs && samples->device_valid)
+    const int64_t unit = strategy ? dtrain__weigh_loss(strategy, samples) : 0;
+    if (unit) {
+        const double each = (double)scale / (double)unit;
+        if (samples->device_valid)
             return dtrain__sum_to(tape->device, loss->grad, samples->device_valid + 1,
                                   DTRAIN_DTYPE_F32, 1, each, NULL);
-        if (weighs) seed.a = (float)(each * count);
+        seed.a = (float)(each * dtrain__samples_count(samples));
     }
     return tape->device->ops->axpby(tape->device, &seed);
 }

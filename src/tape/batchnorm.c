@@ -52,7 +52,7 @@ static dtrain_result dtrain__batch_norm_check(const dtrain_op *op, const dtrain_
                                name, op->params[i]->name ? op->params[i]->name : "?");
     for (uint32_t i = 0; i < op->param_count; i++)
         DTRAIN__TRY(dtrain_op_check_param(op, i, layer->forward.n, 0));
-    if (strategy && desc->comm && desc->comm == strategy->comm)
+    if (strategy && desc->comm && desc->comm == dtrain__groups_of(strategy).data)
         return dtrain_fail(DTRAIN_ERROR_USAGE,
                            "%s: comm is that of the strategy, whose calls would come between; give "
                            "it one of its own (dtrain_comm_split)",

@@ -15,6 +15,7 @@
  * for the readers outside. */
 
 #include "core/platform_internal.h"
+#include "world/world_internal.h"
 #include "tape/tape_internal.h"
 
 static dtrain_result dtrain__take_input(dtrain_node *node, dtrain_tensor *x);
@@ -146,12 +147,12 @@ static dtrain_result dtrain__cast_make(dtrain_tape *tape, const dtrain__cast *ca
 static const void *dtrain__param_low(dtrain_tape *tape, const dtrain_param *storage)
 {
     const dtrain_dtype dtype = tape->pass.cast;
-    const dtrain__bucket *gathered = dtrain__gathered_bucket(tape->layout, storage);
     const uint32_t mark = tape->pass.mark_count;
-    const bool passing = gathered && gathered->slotted;
     dtrain__cast *cast = tape->pass.casts;
-    if (gathered && tape->layout->desc->param_dtype == (uint32_t)dtype)
-        return dtrain__gathered_low(tape->layout, storage);
+    const void *gathered;
+    bool passing;
+    if (dtrain__gathered_as(tape->layout, storage, (uint32_t)dtype, &gathered, &passing))
+        return gathered;
     while (cast && (cast->storage != storage || (passing && cast->mark != mark))) cast = cast->next;
     if (cast) return cast->low;
     cast = (dtrain__cast *)dtrain__take_host(tape, sizeof *cast);

@@ -22,14 +22,15 @@ DTRAIN_API dtrain_result dtrain_tape_create(dtrain_world *world, dtrain_strategy
     if (!tape) return DTRAIN_ERROR_MEMORY;
     tape->allocator = allocator;
     tape->strategy = strategy;
-    tape->layout = strategy ? &strategy->layout : NULL;
+    tape->layout = strategy ? dtrain__layout_of(strategy) : NULL;
     tape->device = device ? device : dtrain_world_device(world);
     tape->planning = tape->device->ops == dtrain_plan_device_ops();
-    if (!tape->planning) tape->world = world ? world : strategy ? strategy->world : NULL;
+    if (!world && strategy) world = dtrain__world_of(strategy);
+    if (!tape->planning) tape->world = world;
     for (int i = 0; i < DTRAIN__ARENAS; i++)
         tape->arenas[i].device = i == DTRAIN__ARENA_HOST ? NULL : tape->device;
     tape->unit = -1;
-    if (strategy && !tape->planning) strategy->taped = true;
+    if (strategy && !tape->planning) dtrain__expect_tape(strategy);
     *out = tape;
     return DTRAIN_OK;
 }
@@ -94,9 +95,10 @@ DTRAIN_API void dtrain_tape_unit(dtrain_tape *tape, uint32_t unit)
 static void dtrain__unit_name(const dtrain_strategy *strategy, int64_t unit, char *name)
 {
     const char *first = NULL;
-    size_t same = 0;
-    for (size_t i = 0; strategy && i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
+    size_t same = 0, count = 0;
+    const dtrain_param *params = strategy ? dtrain__params_of(strategy, &count) : NULL;
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = &params[i];
         size_t at = 0;
         if ((int64_t)p->unit != unit || !p->name) continue;
         if (!first) same = strlen(first = p->name);

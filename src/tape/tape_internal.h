@@ -22,7 +22,7 @@
 #include "core/log.h"
 #include "core/result.h"
 #include "strategy/params.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "tape/op.h"
 #include "tape/tape.h"
 #include "device/backend.h"
@@ -149,7 +149,8 @@ enum { DTRAIN__TAPE_IDLE, DTRAIN__TAPE_FORWARD, DTRAIN__TAPE_DONE };
 struct dtrain_tape {
     dtrain_world *world; /* whose spans a pass is in; NULL: of no world, or a plan */
     dtrain_strategy *strategy;
-    const dtrain__layout *layout; /* the strategy's; of a plan the one that is planned; or NULL */
+    const struct dtrain__layout
+        *layout; /* the strategy's; of a plan the one that is planned; or NULL */
     dtrain_device *device;
     dtrain_allocator allocator;
     uint64_t unit_begin_ns, unit_end_ns; /* for a trace: of the unit, and of its last operation */

@@ -1,8 +1,8 @@
 /* Micro-batches: a forward and a backward, two calls
  *
- * A step is the sum of its micro-batches. Each is a forward, which ends with a loss, and a backward,
- * which ends with its part of the gradients reduced. They are two calls so that a schedule can put
- * other passes between them:
+ * A step is the sum of its micro-batches. Each is a forward, which ends with a loss, and a
+ * backward, which ends with its part of the gradients reduced. They are two calls so that a
+ * schedule can put other passes between them:
  *
  *     one at a time, as the trainer's steps do    F0 B0  F1 B1  F2 B2
  *     one forward ahead                           F0 F1  B0 F2  B1 B2
@@ -18,7 +18,7 @@
 #include "world/timeline.h"
 #include "world/timeline_internal.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "tape/tape.h"
 #include "tape/tape_internal.h"
 #include "train/trainer.h"
@@ -96,14 +96,15 @@ DTRAIN__PRIVATE dtrain_result dtrain__micro_backward(dtrain_trainer *trainer, dt
     const float share = scale / (float)desc->micro_batches;
     DTRAIN__TRY(dtrain_strategy_accumulate(strategy, micro->number + 1 < desc->micro_batches));
     dtrain_result result = DTRAIN_OK;
+    bool over;
     if (micro->joined) {
         trainer->joined++;
         micro->weight = 0;
-        result = dtrain__join_backward(strategy);
+        result = dtrain__join_backward(strategy, &over);
     } else {
         DTRAIN__TRY(
             dtrain__strategy_keep(strategy, dtrain_tape_backward(micro->tape, micro->loss, share)));
-        micro->weight = strategy->weight;
+        micro->weight = dtrain__micro_weight(strategy);
         result = dtrain_strategy_finish(strategy);
     }
     trainer->micro = result == DTRAIN_OK ? micro->number + 1 : 0;

@@ -19,10 +19,9 @@
 #include "world/world_internal.h"
 #include "comm/backend.h"
 #include "comm/comm.h"
-#include "strategy/layout_internal.h"
 #include "strategy/memory.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "tape/tape.h"
 #include "tape/tape_internal.h"
 #include "optim/optim_internal.h"
@@ -35,7 +34,8 @@
  * leaves the parameters' bookkeeping alone, so a plan can be made at any time, between two steps as
  * well. */
 static dtrain_result dtrain__plan_activations(dtrain_world *world, const dtrain_trainer_desc *desc,
-                                              const dtrain__layout *layout, dtrain_memory *memory)
+                                              const struct dtrain__layout *layout,
+                                              dtrain_memory *memory)
 {
     dtrain_device_desc plan;
     dtrain_device *device;
@@ -75,8 +75,8 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
     if (!world || !desc || !memory)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_plan: world, desc or memory is NULL");
-    DTRAIN__TRY(dtrain__plan_activations(world, desc,
-                                         desc->strategy ? &desc->strategy->layout : NULL, memory));
+    DTRAIN__TRY(dtrain__plan_activations(
+        world, desc, desc->strategy ? dtrain__layout_of(desc->strategy) : NULL, memory));
     if (desc->strategy) {
         dtrain_strategy_info strategy;
         dtrain_strategy_query(desc->strategy, &strategy);
@@ -98,10 +98,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan(dtrain_world *world, const dtrain_t
 typedef struct dtrain__batch_plan {
     dtrain_world *world;
     const dtrain_plan_batch_desc *desc;
-    dtrain__planned planned;
-    dtrain_comm *comm;
-    uint64_t fixed; /* bytes of strategy and optimizer */
-    int64_t limit;  /* of those and activations */
+    dtrain__strategy_plan strategy;
 } dtrain__batch_plan;
 
 /* Count the bytes of activations that a batch needs. */
@@ -111,7 +108,7 @@ static dtrain_result dtrain__batch_needs(const dtrain__batch_plan *plan, uint32_
     const dtrain_trainer_desc *trainer = plan->desc->trainer;
     dtrain_memory memory;
     DTRAIN__TRY(plan->desc->set_batch(trainer->user, batch));
-    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, &plan->planned.layout, &memory));
+    DTRAIN__TRY(dtrain__plan_activations(plan->world, trainer, plan->strategy.layout, &memory));
     *bytes = memory.activations + memory.activation_grads;
     return DTRAIN_OK;
 }
@@ -128,8 +125,10 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
         uint64_t bytes = 0;
         const dtrain_result result = dtrain__batch_needs(plan, (uint32_t)next, &bytes);
         if (result != DTRAIN_OK && (result != DTRAIN_ERROR_MEMORY || next == 1)) return result;
-        const uint64_t total = plan->fixed + bytes;
-        if (result == DTRAIN_OK && plan->limit > 0 && total <= (uint64_t)plan->limit) fits = next;
+        const uint64_t total = plan->strategy.needs + bytes;
+        if (result == DTRAIN_OK && plan->strategy.limit > 0 &&
+            total <= (uint64_t)plan->strategy.limit)
+            fits = next;
         else fails = next;
         if (fails == 1)
             return dtrain_fail(
@@ -138,8 +137,9 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
                 "parameters, gradients, optimizer and buffers and %.1f MiB of activations, of %.1f "
                 "MiB: %.1f MiB are missing. A strategy that shards more, more ranks, activation "
                 "checkpointing or, on a GPU, offload would help",
-                dtrain__mib(plan->fixed), dtrain__mib(bytes), (double)plan->limit / 1048576,
-                dtrain__mib(total) - (double)plan->limit / 1048576);
+                dtrain__mib(plan->strategy.needs), dtrain__mib(bytes),
+                (double)plan->strategy.limit / 1048576,
+                dtrain__mib(total) - (double)plan->strategy.limit / 1048576);
     }
     *batch = (uint32_t)fits;
     return DTRAIN_OK;
@@ -149,7 +149,7 @@ static dtrain_result dtrain__batch_search(const dtrain__batch_plan *plan, uint32
 static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_t batch, bool *good)
 {
     dtrain_device *device = plan->world->device;
-    uint64_t bytes[2] = {plan->fixed, 0};
+    uint64_t bytes[2] = {plan->strategy.needs, 0};
     void *held[2] = {NULL, NULL};
     dtrain_result mine = dtrain__batch_needs(plan, batch, &bytes[1]);
     for (int i = 0; i < 2; i++) {
@@ -158,13 +158,13 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
     }
     if (mine == DTRAIN_OK) mine = device->ops->synchronize(device);
     int32_t well = mine == DTRAIN_OK;
-    const dtrain_result told =
-        dtrain_all_reduce(plan->comm, &well, &well, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
+    const dtrain_result told = dtrain_all_reduce(plan->strategy.comm, &well, &well, 1,
+                                                 DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL);
     for (int i = 0; i < 2; i++)
         if (held[i]) device->ops->free(device, held[i], (size_t)bytes[i]);
     *good = well != 0;
     DTRAIN__TRY(told);
-    return dtrain__agree(plan->comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
+    return dtrain__agree(plan->strategy.comm, mine == DTRAIN_ERROR_MEMORY ? DTRAIN_OK : mine);
 }
 
 /* Find the batch by the three steps above. Whatever fails on one rank alone is brought to all of
@@ -172,24 +172,17 @@ static dtrain_result dtrain__batch_trial(const dtrain__batch_plan *plan, uint32_
 static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batch)
 {
     const dtrain_plan_batch_desc *desc = plan->desc;
-    dtrain_world *world = plan->world;
-    dtrain_strategy_desc strategy;
-    uint32_t found = 0, node_ranks;
+    dtrain_strategy_desc plain;
+    uint32_t found = 0;
     bool good = false;
-    memset(&strategy, 0, sizeof strategy);
-    if (desc->strategy) strategy = *desc->strategy;
-    plan->comm = strategy.comm ? strategy.comm : dtrain_world_comm(world);
-    DTRAIN__TRY(dtrain__even_nodes(world, plan->comm, &node_ranks));
-    dtrain_result mine = dtrain__strategy_needs(&world->allocator, desc->params, desc->param_count,
-                                                &strategy, dtrain_comm_size(plan->comm), node_ranks,
-                                                &plan->fixed, &plan->planned);
-    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
-    DTRAIN__TRY(dtrain__auto_limit(world, &strategy, plan->comm, &plan->limit));
-    mine = dtrain__batch_search(plan, &found);
-    DTRAIN__TRY(dtrain__agree(plan->comm, mine));
+    memset(&plain, 0, sizeof plain);
+    DTRAIN__TRY(dtrain__plan_strategy(plan->world, desc->params, desc->param_count,
+                                      desc->strategy ? desc->strategy : &plain, &plan->strategy));
+    dtrain_comm *comm = plan->strategy.comm;
+    DTRAIN__TRY(dtrain__agree(comm, dtrain__batch_search(plan, &found)));
     int32_t least = (int32_t)found;
-    DTRAIN__TRY(dtrain_all_reduce(plan->comm, &least, &least, 1, DTRAIN_DTYPE_I32,
-                                  DTRAIN_REDUCE_MIN, NULL));
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &least, &least, 1, DTRAIN_DTYPE_I32, DTRAIN_REDUCE_MIN, NULL));
     for (; least > 0; least -= (least + 7) / 8) {
         DTRAIN__TRY(dtrain__batch_trial(plan, (uint32_t)least, &good));
         if (good) break;
@@ -199,7 +192,7 @@ static dtrain_result dtrain__batch_find(dtrain__batch_plan *plan, uint32_t *batc
                            "dtrain_trainer_plan_batch: %.1f MiB a rank should be there, but not "
                            "every rank could allocate what one sample needs: set memory_limit to "
                            "less, or end what else uses the device",
-                           dtrain__mib((uint64_t)plan->limit));
+                           dtrain__mib((uint64_t)plan->strategy.limit));
     *batch = (uint32_t)least;
     return DTRAIN_OK;
 }
@@ -218,7 +211,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     plan.world = world;
     plan.desc = desc;
     const dtrain_result result = dtrain__batch_find(&plan, batch);
-    dtrain__layout_free(&plan.planned.layout, &world->allocator);
+    dtrain__plan_free(world, &plan.strategy);
     return result;
 }
 

@@ -19,7 +19,7 @@
 #include "world/world.h"
 #include "comm/comm.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "tape/tape.h"
 #include "tape/tape_internal.h"
 #include "optim/optim_internal.h"
@@ -71,7 +71,7 @@ static float dtrain__queue_weight(const dtrain_trainer *trainer, uint32_t micro)
 {
     const dtrain_strategy *strategy = trainer->desc.strategy;
     const dtrain__queued *queued = &trainer->queue->micros[micro];
-    if (!queued->samples.terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES)
+    if (!queued->samples.terms || dtrain__settings_of(strategy)->average != DTRAIN_AVERAGE_SAMPLES)
         return queued->weight;
     if (trainer->ranks == 1 && trainer->desc.micro_batches == 1)
         return dtrain__samples_count(&queued->samples) > 0;
@@ -121,17 +121,17 @@ static dtrain_result dtrain__queue_all(dtrain_trainer *trainer)
                                             sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST, NULL));
     }
     trainer->micro = 0;
+    bool empty;
     dtrain_clip_args clip;
     memset(&clip, 0, sizeof clip);
-    clip.sum_squares = desc->strategy->sum_squares;
     clip.max_norm = desc->clip;
     clip.scalars = queue->scalars;
     clip.norm = (float *)(void *)(queue->scalars + 1);
-    clip.weight = desc->strategy->tally;
-    DTRAIN__TRY(dtrain__sum_squares(desc->strategy));
+    clip.weight = dtrain__step_weight(desc->strategy);
+    DTRAIN__TRY(dtrain__queue_squares(desc->strategy, &clip.sum_squares));
     DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, device->ops->clip(device, &clip)));
-    if (!desc->strategy->device_weight)
-        DTRAIN__TRY(dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy)));
+    DTRAIN__TRY(
+        dtrain__strategy_keep(desc->strategy, dtrain__tally_settle(desc->strategy, &empty)));
     DTRAIN__TRY(dtrain__strategy_keep(
         desc->strategy,
         dtrain__optimizer_update(desc->optimizer, queue->now->lr, 1, queue->scalars)));
@@ -151,9 +151,9 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
     char text[DTRAIN__ERROR_BYTES];
     const double flops = trainer->tape->flops;
     DTRAIN__TRY(device->ops->graph_begin(device));
-    trainer->desc.strategy->device_weight = &trainer->queue->scalars->weight;
+    dtrain__weigh_on_device(trainer->desc.strategy, &trainer->queue->scalars->weight);
     const dtrain_result result = dtrain__queue_all(trainer);
-    trainer->desc.strategy->device_weight = NULL;
+    dtrain__weigh_on_device(trainer->desc.strategy, NULL);
     trainer->queue->flops = trainer->tape->flops - flops;
     if (result == DTRAIN_OK) return device->ops->graph_end(device, &trainer->queue->graph);
     snprintf(text, sizeof text, "%s", dtrain_last_error());
@@ -168,6 +168,8 @@ static dtrain_result dtrain__queue_record(dtrain_trainer *trainer)
 /* Refuse by name what cannot be recorded. */
 static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
 {
+    const dtrain_strategy *strategy = trainer->desc.strategy;
+    const dtrain_strategy_desc *settings = dtrain__settings_of(strategy);
     const char *missing = NULL;
     dtrain_comm_info comm;
     dtrain_comm_query(trainer->comm, &comm);
@@ -180,12 +182,12 @@ static dtrain_result dtrain__queue_check(const dtrain_trainer *trainer)
     else if (!trainer->desc.optimizer) missing = "an optimizer";
     else if (dtrain__not_recordable(trainer->desc.optimizer))
         missing = dtrain__not_recordable(trainer->desc.optimizer);
-    else if (trainer->desc.strategy->desc.offload)
+    else if (settings->offload)
         missing = "everything on the device: an offloaded update runs on the host";
-    else if (trainer->desc.strategy->shard_comm) missing = "a strategy of whole parameters";
-    else if (trainer->desc.strategy->desc.compression)
+    else if (dtrain__groups_of(strategy).copy) missing = "a strategy of whole parameters";
+    else if (settings->compression)
         missing = "no compression: its first steps are not like the later ones";
-    else if (trainer->desc.strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
+    else if (settings->missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR)
         missing =
             "another missing_gradient: DTRAIN_MISSING_GRADIENT_ERROR asks all ranks in every step";
     else if (trainer->ranks > 1 && strcmp(comm.backend, "nccl") != 0)

@@ -32,7 +32,7 @@
 #include "comm/comm.h"
 #include "comm/comm_internal.h"
 #include "strategy/strategy.h"
-#include "strategy/strategy_internal.h"
+#include "strategy/view_internal.h"
 #include "tape/tape.h"
 #include "tape/tape_internal.h"
 #include "optim/optim_internal.h"
@@ -205,7 +205,7 @@ static void dtrain__trainer_figures(const dtrain_trainer *trainer, const dtrain_
                  {DTRAIN_FIGURE_BACKWARD, DTRAIN_SPAN_BACKWARD},
                  {DTRAIN_FIGURE_EXPOSED_COMM, DTRAIN_SPAN_COMM},
                  {DTRAIN_FIGURE_OPTIMIZER, DTRAIN_SPAN_OPTIMIZER}};
-    const dtrain_device *device = trainer->desc.strategy->device;
+    const dtrain_device *device = dtrain_world_device(trainer->world);
     const uint64_t bytes = after->comm.wire_bytes - before->comm.wire_bytes;
     const double exposed = after->spans[DTRAIN_SPAN_COMM] - before->spans[DTRAIN_SPAN_COMM];
     double flight = after->comm.flight_seconds - before->comm.flight_seconds;
@@ -434,7 +434,7 @@ DTRAIN_API dtrain_result dtrain_trainer_create(dtrain_world *world, const dtrain
     trainer->desc = *desc;
     if (desc->micro_batches == 0) trainer->desc.micro_batches = 1;
     if (desc->skip_limit == 0) trainer->desc.skip_limit = 10;
-    trainer->comm = desc->strategy->comm;
+    trainer->comm = dtrain__groups_of(desc->strategy).all;
     trainer->rank = dtrain_comm_rank(trainer->comm);
     trainer->ranks = dtrain_comm_size(trainer->comm);
     trainer->slow_rank = -1;
@@ -490,7 +490,8 @@ static dtrain_result dtrain__check_trainer(const dtrain_trainer_desc *desc)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_trainer_create: nonfinite %u is not a dtrain_nonfinite",
                            desc->nonfinite);
-    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP && desc->strategy->layout.compression)
+    if (desc->nonfinite == DTRAIN_NONFINITE_SKIP &&
+        dtrain__settings_of(desc->strategy)->compression)
         return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                            "dtrain_trainer_create: DTRAIN_NONFINITE_SKIP with a strategy that "
                            "compresses gradients: what it keeps from step to step would keep a "

@@ -30,6 +30,8 @@ for file in $(find src -type f); do
         case " $everybody " in *" $include "*) continue ;; esac
         case " $folder $allowed " in *" ${include%%/*} "*) ;; *) complain "$file includes $include: $folder may include $folder $allowed" ;; esac
         [ -f "src/$include" ] || complain "$file includes $include, which is not a path in src/"
+        # Of a strategy the rooms above it see its public headers and its view.
+        case $folder:$include in strategy:*|*:strategy/view_internal.h) ;; *:strategy/*_internal.h) complain "$file includes $include: outside of strategy/ there is strategy/view_internal.h" ;; esac
     done
 done
 # The committed files are what is joined from src/ now.

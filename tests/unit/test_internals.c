@@ -3,6 +3,7 @@
  * implementation has to be compiled into it once more. */
 #include "train/micro_batch.c"
 #include "train/trainer.c"
+#include "strategy/layout_internal.h"
 #include "dtrain.h"
 #include "test.h"
 #include "packed_attention.h"

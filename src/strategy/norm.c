@@ -1,0 +1,79 @@
+/* The norm of gradients
+ *
+ * The norm is one number from all shards, added in double in registration order: the same bits on
+ * every rank that has the same gradients.
+ *
+ *     norm^2 = sum over the ranks that share a copy of the model, in their order,
+ *              of the sum of squares of what this rank counts
+ *
+ * The square of an fp32 number is far inside double's range, and so is the sum of as many as fit in
+ * a memory: the sum is not finite exactly when some gradient, on whatever rank, is not. Replicas of
+ * a shard hold the same averaged bits; ranks with different shards have exchanged their sums: the
+ * verdict is the same everywhere without asking anybody. */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+
+/* Add the squares of the shards that are in host memory, or of the others, on the device that is
+ * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
+ * sharded: the first of them counts it. */
+static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_shard *shard = &strategy->shards[i];
+        const dtrain__bucket *bucket =
+            &layout->buckets[layout->entries[shard->param->state.index].bucket];
+        dtrain_sum_args args;
+        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
+        if (!bucket->sharded && layout->rank) continue;
+        memset(&args, 0, sizeof args);
+        args.count = shard->count;
+        args.squares = true;
+        args.accumulate = true;
+        args.scale = 1;
+        args.x = shard->grad;
+        args.total = total;
+        DTRAIN__TRY(device->ops->sum(device, &args));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares)
+{
+    dtrain_device *device = strategy->device;
+    *squares = strategy->sum_squares;
+    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
+    return dtrain__add_squares(strategy, false, strategy->sum_squares);
+}
+
+/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
+ * communicator would not be exact. */
+static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
+{
+    dtrain_comm *comm = strategy->shard_comm;
+    int64_t bits;
+    memcpy(&bits, total, sizeof bits);
+    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
+    *total = 0;
+    for (int i = 0; i < dtrain_comm_size(comm); i++) {
+        double one;
+        memcpy(&one, &strategy->gathered[i], sizeof one);
+        *total += one;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
+{
+    dtrain_device *device = strategy->device;
+    const double *squares;
+    DTRAIN__TRY(dtrain__queue_squares(strategy, &squares));
+    DTRAIN__TRY(
+        device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
+    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
+    if (!strategy->shard_comm) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
+}

@@ -1,0 +1,105 @@
+/* Answers to the rooms above: see strategy/view_internal.h */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+
+DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy)
+{
+    return strategy->world;
+}
+
+/* The kind decides who shares a copy; the rest was given to create. */
+DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy)
+{
+    dtrain__groups groups = dtrain__world_groups(strategy->world, strategy->comm);
+    groups.copy = strategy->shard_comm;
+    return groups;
+}
+
+DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy)
+{
+    return &strategy->desc;
+}
+
+DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count)
+{
+    *count = strategy->param_count;
+    return strategy->params;
+}
+
+DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy)
+{
+    return &strategy->sync_count;
+}
+
+DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy)
+{
+    return strategy->layout.node_ranks > 1;
+}
+
+DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call)
+{
+    strategy->torn = call;
+}
+
+DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy) { return strategy->torn; }
+
+DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param)
+{
+    return param->state.storage == param && !(param->flags & DTRAIN_PARAM_FROZEN);
+}
+
+/* Every copy of the model has the same piece of what is sharded, on the rank with this number. */
+DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const int sharers = dtrain__value_is_whole(layout, &layout->entries[i]) ? 1 : layout->ranks;
+    *count = layout->all / sharers;
+    return layout->all_rank / sharers;
+}
+
+DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    return !layout->owners && !dtrain__value_is_whole(layout, &layout->entries[i]);
+}
+
+DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i)
+{
+    return strategy->layout.entries[i].absent;
+}
+
+DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy)
+{
+    return &strategy->layout;
+}
+
+/* ---- A strategy that is not made --------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
+                                                    size_t count, const dtrain_strategy_desc *desc,
+                                                    dtrain__strategy_plan *plan)
+{
+    dtrain_comm *comm = dtrain__world_groups(world, desc->comm).data;
+    uint32_t node_ranks;
+    memset(plan, 0, sizeof *plan);
+    plan->comm = comm;
+    DTRAIN__TRY(dtrain__even_nodes(world, comm, &node_ranks));
+    dtrain__planned *planned = plan->planned =
+        (dtrain__planned *)dtrain__alloc(&world->allocator, 1, sizeof *planned, "a plan");
+    dtrain_result mine = DTRAIN_ERROR_MEMORY;
+    if (planned) {
+        plan->layout = &planned->layout;
+        mine = dtrain__strategy_needs(&world->allocator, params, count, desc,
+                                      dtrain_comm_size(comm), node_ranks, &plan->needs, planned);
+    }
+    DTRAIN__TRY(dtrain__agree(comm, mine));
+    return dtrain__auto_limit(world, desc, comm, &plan->limit);
+}
+
+DTRAIN__PRIVATE void dtrain__plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
+{
+    if (!plan->planned) return;
+    dtrain__layout_free(&plan->planned->layout, &world->allocator);
+    dtrain__free(&world->allocator, plan->planned, 1, sizeof *plan->planned);
+}

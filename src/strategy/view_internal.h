@@ -1,0 +1,144 @@
+/* A strategy as the rooms above it see it
+ *
+ * Tape, optimizers, trainer, state and monitor ask these questions beside the public API, and know
+ * nothing of buckets, units and layouts. A parameter is named by its index in the array. None but
+ * those that say so sends anything; all are cheap enough for once a parameter and step. */
+
+#pragma once
+
+#include "core/platform_internal.h"
+#include "core/result.h"
+#include "world/world.h"
+#include "comm/comm.h"
+#include "comm/groups_internal.h"
+#include "strategy/params.h"
+#include "strategy/strategy.h"
+#include "device/device.h"
+
+/* ---- The whole --------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_world *dtrain__world_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain__groups dtrain__groups_of(const dtrain_strategy *strategy);
+/* Return the desc as resolved. */
+DTRAIN__PRIVATE const dtrain_strategy_desc *dtrain__settings_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_param *dtrain__params_of(const dtrain_strategy *strategy, size_t *count);
+/* Return where the number of reduced steps is, which a checkpoint saves and restores. */
+DTRAIN__PRIVATE uint64_t *dtrain__step_count_of(dtrain_strategy *strategy);
+/* Tell whether gradients go node by node: hierarchical, and there are several nodes. */
+DTRAIN__PRIVATE bool dtrain__goes_by_nodes(const dtrain_strategy *strategy);
+/* Add up the counters of all communicators. */
+DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
+                                                dtrain_comm_info *info);
+
+/* ---- May a call go on? ------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
+                                                      const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
+                                                        const char *call);
+DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
+                                                    const char *call);
+/* Make an error stand: this rank cannot do what the others count on. They hear of it at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy,
+                                                    dtrain_result result);
+/* Name the call that begins to replace values (NULL: they are whole again), and ask for it: until
+ * it succeeds the strategy is not usable. */
+DTRAIN__PRIVATE void dtrain__set_torn(dtrain_strategy *strategy, const char *call);
+DTRAIN__PRIVATE const char *dtrain__torn(const dtrain_strategy *strategy);
+/* Forget the micro-batches of a step under way, and decide anew how gradients travel. */
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done);
+
+/* ---- A parameter ------------------------------------------------------------------------------*/
+
+/* Tell whether optimizers update it: no alias, and not frozen. */
+DTRAIN__PRIVATE bool dtrain__is_updated(const dtrain_param *param);
+/* Find the piece of its value, gradient and state that this rank keeps; false: none. */
+DTRAIN__PRIVATE bool dtrain__shard_of(const dtrain_strategy *strategy, size_t i,
+                                      dtrain_shard *shard);
+/* Count the ranks that keep the same piece as this one; return its number among them. */
+DTRAIN__PRIVATE int dtrain__holders(const dtrain_strategy *strategy, size_t i, int *count);
+/* Tell whether no rank keeps it as a whole. */
+DTRAIN__PRIVATE bool dtrain__is_sliced(const dtrain_strategy *strategy, size_t i);
+/* Tell whether no rank had a gradient of it in the last step: it is left out of the update. */
+DTRAIN__PRIVATE bool dtrain__had_no_gradient(const dtrain_strategy *strategy, size_t i);
+DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p);
+DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written);
+/* Round fp32 elements up to a cache line; add to an address that may be NULL. */
+DTRAIN__PRIVATE int64_t dtrain__padded(int64_t count);
+DTRAIN__PRIVATE float *dtrain__after(float *at, int64_t count);
+
+/* ---- Norm of gradients: strategy/norm.c -------------------------------------------------------*/
+
+/* Queue the sum of this rank's squares into *squares (1, device memory), without those of shards in
+ * host memory. */
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares);
+/* Sum the squares of all gradients; the host waits. Collective where they are sharded. */
+DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total);
+
+/* ---- Weights of losses: strategy/weights.c ----------------------------------------------------*/
+
+/* What a loss is a mean over; the tape's. */
+typedef struct dtrain__samples {
+    int64_t terms;             /* ignored ones included; 0: nothing is counted */
+    const float *valid;        /* (2) one over those that count, and their number; NULL: all do */
+    const float *device_valid; /* the same on the device, of a pass that is replayed; or NULL */
+} dtrain__samples;
+
+/* Note that a tape runs the backwards: joining ranks then take part in agree_unit. */
+DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms);
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples);
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples);
+DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
+                                           const dtrain__samples *samples);
+/* Return the weight of the backward under way. */
+DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy);
+/* Return where, in device memory, a step's weights of all ranks are summed up behind finish. Let
+ * finish take this rank's from device memory (NULL: from its backwards), while it is recorded. */
+DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights);
+DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over);
+DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty);
+
+/* ---- An update in host memory: strategy/offload.c ---------------------------------------------*/
+
+#define DTRAIN__PIECE ((int64_t)1 << 18) /* elements of one turn */
+
+/* Return the CPU that updates what is offloaded; NULL: nothing is. */
+DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy);
+/* Begin: copies down come behind what compute has queued. End: compute comes behind copies up. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy);
+DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy);
+/* Queue a copy to host memory (to NULL: none) and, as number `turn`, 0 or 1, its end. */
+DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
+                                                  const float *from, int64_t count);
+DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn);
+DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
+                                                const float *from, int64_t count);
+
+/* ---- A layout, made or planned ----------------------------------------------------------------*/
+
+struct dtrain__layout;
+DTRAIN__PRIVATE const struct dtrain__layout *dtrain__layout_of(const dtrain_strategy *strategy);
+DTRAIN__PRIVATE bool dtrain__gathered_as(const struct dtrain__layout *layout,
+                                         const dtrain_param *storage, uint32_t dtype,
+                                         const void **low, bool *passing);
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const struct dtrain__layout *layout, size_t i,
+                                              size_t states, bool whole, int64_t *stage);
+
+/* A strategy that is not made. Collective; free it after an error too. */
+typedef struct dtrain__strategy_plan {
+    dtrain_comm *comm; /* its ranks */
+    uint64_t needs;    /* bytes of a rank for parameters, gradients, optimizer and buffers ... */
+    int64_t limit;     /* ... of those that it may use, for activations too */
+    const struct dtrain__layout *layout; /* of rank 0 */
+    struct dtrain__planned *planned;
+} dtrain__strategy_plan;
+DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
+                                                    size_t count, const dtrain_strategy_desc *desc,
+                                                    dtrain__strategy_plan *plan);
+DTRAIN__PRIVATE void dtrain__plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
+DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
