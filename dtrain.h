@@ -97,21 +97,25 @@
        src/comm/mpi_internal.h              What the files of the MPI transport share: mpi.c moves data, mpi_meet.c begins and ends
        src/comm/mpi_meet.c                  The MPI transport: how ranks meet in MPI, and how they leave it
        src/comm/backend.c                   Choosing a communicator
-       src/strategy/strategy.c              The road of a gradient: ready, launch, reduce, finish, publish
+       src/strategy/params.c                Parameters, units, buckets
        src/strategy/strategy_internal.h     The strategy, and what its files call of one another
        src/strategy/layout_internal.h       The tables of a strategy: kinds, parameters, buckets, units, and the memory behind them
        src/strategy/view_internal.h         A strategy as the rooms above it see it
+       src/strategy/kinds.c                 The table of kinds: what each shards
+       src/strategy/layout.c                The layout
+       src/strategy/road.c                  The road of a gradient: ready, launch, reduce, finish, publish
        src/strategy/weights.c               Weights: what the mean of a step is over
        src/strategy/norm.c                  The norm of gradients
-       src/strategy/shards.c                Sharded gradients
        src/strategy/gather.c                Sharded parameters: gather, release
-       src/strategy/hierarchy.c             Two levels of ranks
-       src/strategy/compression.c           Gradient compression
-       src/strategy/topk.c                  Top-k: selecting and exchanging
-       src/strategy/powersgd.c              PowerSGD
+       src/strategy/calls.c                 Calls of device and communicator that every file of the room makes, and how an error stands
+       src/strategy/ways/shards.c           Sharded gradients
+       src/strategy/ways/hierarchy.c        Two levels of ranks
+       src/strategy/ways/compression.c      Gradient compression
+       src/strategy/ways/topk.c             Top-k: selecting and exchanging
+       src/strategy/ways/powersgd.c         PowerSGD
+       src/strategy/ways.c                  The ways of a bucket
        src/strategy/offload.c               Offload
-       src/strategy/layout.c                The layout
-       src/strategy/params.c                Parameters, units, buckets
+       src/strategy/levels.c                Levels of ranks: who shares a copy of the model, and who reduces with whom
        src/strategy/settings.c              Settings: zeros become defaults, and what does not go together is refused
        src/strategy/create.c                Creation and end of a strategy
        src/strategy/query.c                 Queries: what a strategy is, what a step of it sends, and the values of its parameters
@@ -13297,40 +13301,26 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
 }
 
 /* ================================================================================================
- * src/strategy/strategy.c
+ * src/strategy/params.c
  * ==============================================================================================*/
 
-/* The road of a gradient: ready, launch, reduce, finish, publish
+/* Parameters, units, buckets
  *
- * DDP is the worked example: what it does in a step is in this file, and the numbers of the drawing
- * stand at the stations below. The other kinds take the same road with other steps at 3:
- * strategy/shards.c, hierarchy.c, compression.c; and sharded values come and go in gather.c.
+ * Registration turns the host's array into three tables: what each entry is (dtrain__entry), which
+ * gradients travel together (dtrain__bucket), and what all ranks must have in common (a line of
+ * text per parameter, compared by hash).
  *
- *       the tape or the host        on this rank                         among the ranks
+ *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
+ *     storage   0        1        2        0               head is an alias of wte
  *
- *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
- *     2                             dtrain__launch_buckets: every bucket that is complete, if
- *                                   those before it have been launched
- *     3                             dtrain__reduce_start: begin of the   all-reduce of the bucket,
- *                                   way's first step                     under way from here on
- *       backward of the next layer
- *       dtrain_strategy_ready(q)    ... dtrain__progress: what is done   all-reduce done
- *                                   goes on with the way's next step
- *     4 dtrain_strategy_finish      dtrain__close_buckets: fill what
- *                                   was not marked; 2 and 3 for the rest
- *                                   dtrain__reduce_until: wait           gradients are the mean
- *                                   weights.c: of samples, not of ranks  all-reduce of weights
- *       clipping, optimizer         on what dtrain_strategy_shards lists
- *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
+ *     gradient region, one allocation, cut in buckets in launch order:
+ *         | b1 ... pad | w1 ........ pad |  | wte .................... pad |
+ *         |<---- bucket 0 (capped) ----->|  |<---------- bucket 1 -------->|
  *
- * Why it cannot deadlock: the collectives of a backward are buckets 0, 1, 2, ... on every rank, in
- * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
- * waits for those before it. A bucket's later steps start when its earlier ones happen to be done,
- * but each kind of step has a communicator of its own, and there buckets go in their order.
- *
- * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
- * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Between nodes the order is
- * another: HYBRID_SHARD has its own bits.) */
+ * Gradients become final in reverse forward order, so buckets are filled from the last parameter to
+ * the first. A tied gradient is final when its last use, the first entry of the group, is done: it
+ * travels at that entry's place. Every gradient starts on a cache line; padding is zero and stays
+ * zero under the mean, so it costs bytes but never bits. */
 
 /* ================================================================================================
  * src/strategy/strategy_internal.h
@@ -13341,11 +13331,12 @@ DTRAIN__PRIVATE void dtrain__world_comm_linger(dtrain_world *world)
  * Every file of the room includes it, and with it the interfaces of core, world, communicator and
  * device that they share.
  *
- * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
- * publish), weights.c (what its mean is over), norm.c, shards.c and gather.c (sharded gradients,
- * sharded values), hierarchy.c, compression.c, topk.c, powersgd.c (other ways), offload.c (shards
- * in host memory), layout.c, params.c, settings.c, create.c (how it all comes to be), query.c,
- * view.c (for the rooms above), plan.c. */
+ * The order of reading is that of a gradient: params.c, kinds.c, layout.c (who keeps what), road.c
+ * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded values),
+ * calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c, compression.c,
+ * topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in host memory),
+ * levels.c, settings.c, create.c (how it all comes to be), query.c, view.c (for the rooms above),
+ * plan.c. */
 
 /* ================================================================================================
  * src/strategy/layout_internal.h
@@ -13529,7 +13520,7 @@ typedef struct dtrain__entry {
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;
 
-/* The piece of a parameter that compression sees: strategy/compression.c. */
+/* The piece of a parameter that compression sees: strategy/ways/compression.c. */
 typedef struct dtrain__portion {
     uint32_t param;
     int64_t first, count;  /* within the bucket */
@@ -13663,7 +13654,7 @@ typedef struct dtrain__difference {
     int usual, odd; /* ranks */
 } dtrain__difference;
 
-/* strategy/strategy.c */
+/* strategy/kinds.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 
 /* strategy/offload.c */
@@ -13700,7 +13691,7 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
 
-/* strategy/compression.c */
+/* strategy/ways/compression.c */
 DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);
@@ -13803,16 +13794,14 @@ struct dtrain_strategy {
     char reason[400];
 };
 
-/* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
+/* Steps: road.c, ways/. */
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
     dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
     dtrain__replicas_end, dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__topk_begin,
     dtrain__topk_end, dtrain__topk_publish_begin, dtrain__topk_publish_end, dtrain__p_begin,
     dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
-/* strategy/strategy.c */
-DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                   const char *part);
+/* strategy/road.c */
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
@@ -13821,9 +13810,6 @@ DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
-                                              const void *x, uint32_t x_dtype, void *y,
-                                              uint32_t y_dtype);
 DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                               float *x, int64_t first, int64_t count, void **wire);
 DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
@@ -13838,18 +13824,27 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
+
+/* strategy/calls.c */
+DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                   const char *part);
+DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
+                                              const void *x, uint32_t x_dtype, void *y,
+                                              uint32_t y_dtype);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text);
+
+/* strategy/ways.c */
+DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 
-/* strategy/shards.c */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
+/* strategy/ways/shards.c */
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/params.c */
@@ -13857,7 +13852,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
                                                            const char *settings);
 
 /* strategy/gather.c */
-DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
+DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
+                                                 uint32_t next);
+DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here);
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
@@ -13867,9 +13864,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
 
-/* strategy/hierarchy.c */
+/* strategy/ways/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
+
+/* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
                                                  uint32_t *node_ranks);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
@@ -13879,7 +13878,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
 
-/* strategy/compression.c */
+/* strategy/ways/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   int64_t more, dtrain_work **work);
@@ -13908,7 +13907,332 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
                                                      dtrain__planned *planned);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy);
 
-/* ---- The kinds --------------------------------------------------------------------------------*/
+DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
+{
+    int dims = 0;
+    while (dims < 4 && p->shape[dims]) dims++;
+    return dims;
+}
+
+/* FNV-1a (Fowler, Noll, Vo), 64 bits. */
+DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
+{
+    const unsigned char *at = (const unsigned char *)bytes;
+    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* ---- Checking what the host registered --------------------------------------------------------*/
+
+DTRAIN__PRINTF(3, 4)
+DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
+                                                 const char *format, ...)
+{
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
+                       p->name ? p->name : "", text);
+}
+
+/* Make count and shape agree; the host may have left either to the other. */
+static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
+{
+    const int dims = dtrain__param_dims(p);
+    size_t product = dims ? 1 : (size_t)p->count, bytes;
+    bool fits = true;
+    if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
+    if (!dims && !p->count && !p->alias_of)
+        return dtrain__param_fail(p, index, "count and shape are 0; give one of them");
+    for (int d = 0; d < 4; d++) {
+        if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
+            return dtrain__param_fail(p, index,
+                                      "shape (%lld, %lld, %lld, %lld) must be positive sizes "
+                                      "followed by zeros",
+                                      (long long)p->shape[0], (long long)p->shape[1],
+                                      (long long)p->shape[2], (long long)p->shape[3]);
+        if (d < dims) fits = fits && dtrain__size_mul(product, (size_t)p->shape[d], &product);
+    }
+    if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
+        return dtrain__param_fail(p, index, "it has more elements than memory can hold");
+    if (dims == 0) p->shape[0] = p->count;
+    if (p->count == 0) p->count = (int64_t)product;
+    if ((size_t)p->count == product) return DTRAIN_OK;
+    return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
+                              (long long)p->count, product);
+}
+
+/* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
+ * pass. An alias without a shape takes its target's. */
+static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
+{
+    dtrain_param *p = &params[index];
+    const uintptr_t distance = (uintptr_t)p->alias_of - (uintptr_t)params;
+    if (distance % sizeof *p || distance / sizeof *p >= index)
+        return dtrain__param_fail(p, index,
+                                  "alias_of must point to an earlier entry of the same array");
+    dtrain_param *storage = p->alias_of->state.storage;
+    if (p->count == 0 && p->shape[0] == 0) {
+        p->count = storage->count;
+        memcpy(p->shape, storage->shape, sizeof p->shape);
+    }
+    if (p->count != storage->count)
+        return dtrain__param_fail(
+            p, index, "it has %lld elements, \"%.100s\" that it is an alias of has %lld",
+            (long long)p->count, storage->name, (long long)storage->count);
+    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
+        return dtrain__param_fail(p, index,
+                                  "an alias shares value and grad of its target: leave its "
+                                  "own pointers NULL");
+    if (p->group && p->group != storage->group)
+        return dtrain__param_fail(p, index,
+                                  "its group is %u, that of \"%.100s\" that it is an alias of %u: "
+                                  "they are one parameter; leave it 0",
+                                  (unsigned)p->group, storage->name, (unsigned)storage->group);
+    p->state.storage = storage;
+    p->state.next = storage->state.next;
+    storage->state.next = p;
+    return DTRAIN_OK;
+}
+
+/* Say whether a gradient holds a part of the step's, to whoever looks: a host asks the parameter
+ * that it is working on, which may be an alias. Without a strategy there is no circle. */
+DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written)
+{
+    dtrain_param *p = storage;
+    do {
+        p->state.grad_written = written;
+        p = p->state.next;
+    } while (p && p != storage);
+}
+
+/* Check the array and fill in its shapes, counts and states. Names are compared each with each,
+ * once: a thousand parameters take some milliseconds. */
+DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count)
+{
+    size_t total = 0;
+    for (size_t i = 0; i < count; i++) {
+        dtrain_param *p = &params[i];
+        if (!p->name || !*p->name) return dtrain__param_fail(p, i, "it needs a name");
+        for (size_t k = 0; k < i; k++)
+            if (strcmp(params[k].name, p->name) == 0)
+                return dtrain__param_fail(p, i, "parameter %zu has the same name", k);
+        if (p->flags & DTRAIN_PARAM_BUFFER) p->flags |= DTRAIN_PARAM_FROZEN;
+        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY | DTRAIN_PARAM_BUFFER))
+            return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
+                                      (unsigned)p->flags);
+        if (p->init > DTRAIN_INIT_UNIFORM)
+            return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
+        DTRAIN__TRY(dtrain__resolve_shape(p, i));
+        if (p->init_count < 0 || p->init_count > p->count)
+            return dtrain__param_fail(p, i, "init_count is %lld, of %lld elements",
+                                      (long long)p->init_count, (long long)p->count);
+        memset(&p->state, 0, sizeof p->state);
+        p->state.storage = p->state.next = p;
+        p->state.index = (uint32_t)i;
+        if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
+        const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
+        if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
+            return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- All ranks must have the same -------------------------------------------------------------*/
+
+/* Tell whether all ranks have the same value. One small all-reduce is enough, without memory for
+ * all of them: since ~ reverses the order, the maximum of the complements is the complement of the
+ * minimum. */
+static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
+{
+    int64_t pair[2] = {(int64_t)value, (int64_t)~value};
+    *common = true;
+    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    *common = pair[0] == ~pair[1];
+    return DTRAIN_OK;
+}
+
+/* Compare items by their hashes: one hash of everything, *all, when all is well; otherwise item by
+ * item, up to the first that differs. The outcome of each step is the same on all ranks, so they
+ * stay in step. Of the item that differs `usual` is the first rank that has what most have (a tie
+ * goes to the lower rank), `odd` the first that has something else; -1: nothing differs. gathered
+ * (size) is scratch. */
+DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
+                                                    void *user, size_t count, int64_t *gathered,
+                                                    uint64_t *all, dtrain__difference *found)
+{
+    const int size = dtrain_comm_size(comm);
+    int64_t longest = (int64_t)count;
+    int most = 0;
+    uint64_t hash;
+    bool common;
+    *all = DTRAIN__FNV_BASIS;
+    found->odd = -1;
+    found->usual = 0;
+    for (size_t item = 0; item < count; item++) {
+        DTRAIN__TRY(hash_of(user, item, &hash));
+        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
+    }
+    DTRAIN__TRY(dtrain__is_common(comm, *all, &common));
+    if (common) return DTRAIN_OK;
+    DTRAIN__TRY(
+        dtrain_all_reduce(comm, &longest, &longest, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
+    found->item = 0;
+    do {
+        DTRAIN__TRY(hash_of(user, found->item, &hash));
+        DTRAIN__TRY(dtrain__is_common(comm, hash, &common));
+    } while (common && ++found->item < (size_t)longest);
+    const int64_t mine = (int64_t)hash;
+    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
+    for (int i = 0; i < size; i++) {
+        int same = 0;
+        for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
+        if (same > most) found->usual = i;
+        if (same > most) most = same;
+    }
+    for (found->odd = 0; found->odd < size - 1; found->odd++)
+        if (gathered[found->odd] != gathered[found->usual]) break;
+    return DTRAIN_OK;
+}
+
+#define DTRAIN__LINE_BYTES 768
+
+typedef struct dtrain__registration {
+    const dtrain_param *params;
+    size_t count;
+    const char *settings; /* of the strategy */
+} dtrain__registration;
+
+/* Write line 0, the settings, or line i + 1, parameter i. What is compared is what is shown. */
+static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
+{
+    const size_t room = DTRAIN__LINE_BYTES;
+    char origin[64] = "values from the host";
+    memset(text, 0, room);
+    if (line == 0 || line > mine->count) {
+        if (line == 0) snprintf(text, room, "%s", mine->settings);
+        else snprintf(text, room, "only %zu parameters", mine->count);
+        return;
+    }
+    const dtrain_param *p = &mine->params[line - 1];
+    if (p->alias_of)
+        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
+    else if (!p->value)
+        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
+                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
+    snprintf(text, room,
+             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x "
+             "group %u, %s",
+             p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
+             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group,
+             origin);
+}
+
+/* Hash a line. Its text may have cut a long name: the whole name is hashed too. */
+static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t *hash)
+{
+    const dtrain__registration *mine = (const dtrain__registration *)user;
+    char text[DTRAIN__LINE_BYTES];
+    dtrain__registration_line(mine, line, text);
+    const char *name = line && line <= mine->count ? mine->params[line - 1].name : "";
+    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
+    *hash = dtrain__fnv1a(*hash, name, strlen(name));
+    return DTRAIN_OK;
+}
+
+/* Fail on all ranks, with the line of the usual rank and that of the odd one, if ranks have
+ * registered different things. */
+DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
+                                                           const char *settings)
+{
+    dtrain__registration mine = {strategy->params, strategy->param_count, settings};
+    dtrain_comm *comm = strategy->comm;
+    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
+    dtrain__difference found;
+    uint64_t all;
+    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, mine.count + 1,
+                                      strategy->gathered, &all, &found));
+    if (found.odd < 0) return DTRAIN_OK;
+    for (int i = 0; i < 2; i++) {
+        dtrain__registration_line(&mine, found.item, texts[i]);
+        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
+                                     i ? found.odd : found.usual, NULL));
+    }
+    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
+    return dtrain_fail(
+        DTRAIN_ERROR_MISMATCH,
+        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
+        "the same on every rank",
+        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
+        texts[1]);
+}
+
+/* ---- Values -----------------------------------------------------------------------------------*/
+
+#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
+
+/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. Each is a
+ * function of (seed, parameter, element) only: the same on every rank, for any slicing. */
+DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t seed, int64_t first, int64_t count,
+                                                 float *value)
+{
+    const float scale = p->init_scale;
+    const size_t bytes = (size_t)count * sizeof(float);
+    float staging[DTRAIN__STAGING_COUNT];
+    if (p->init == DTRAIN_INIT_ZERO && count > 0) {
+        if (!dtrain__on_host(device, value)) return device->ops->zero(device, value, bytes);
+        memset(value, 0, bytes);
+        return DTRAIN_OK;
+    }
+    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
+        const uint64_t from = (uint64_t)(first + at);
+        if (p->init == DTRAIN_INIT_NORMAL)
+            dtrain__random_normal_fill(seed, p->state.index, from, some, scale, staging);
+        else if (p->init == DTRAIN_INIT_UNIFORM)
+            dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
+                                        staging);
+        else
+            for (int64_t i = 0; i < some; i++) staging[i] = scale;
+        const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;
+        for (int64_t i = left; i < some; i++) staging[i] = 0;
+        DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
+
+/* Hash the bits of a parameter's value. A step of the hash takes eight bytes and is a bijection, so
+ * one changed word always changes the result; the shift brings the upper half down, where a product
+ * alone would never carry it. */
+DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
+                                                 uint64_t *hash)
+{
+    float staging[DTRAIN__STAGING_COUNT];
+    *hash = DTRAIN__FNV_BASIS;
+    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
+        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
+        DTRAIN__TRY(
+            dtrain_device_copy(device, staging, p->value + at, (size_t)count * sizeof(float)));
+        for (int64_t i = 0; i < count; i += 2) {
+            uint64_t word = 0;
+            memcpy(&word, staging + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
+            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
+            *hash ^= *hash >> 32;
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/strategy/kinds.c
+ * ==============================================================================================*/
+
+/* The table of kinds: what each shards */
 
 /* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
  * need them; and whether every node has a replica, so that shards are summed across nodes. In the
@@ -13928,2620 +14252,6 @@ DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
 {
     if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
     return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
-}
-
-/* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
-static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
-static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
-                                                   false};
-static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
-                                                       dtrain__reduce_scatter_end, false};
-static const dtrain__step dtrain__by_replicas[] = {
-    {dtrain__replicas_begin, dtrain__replicas_end, false},
-    {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
-};
-static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
-static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
-static const dtrain__step dtrain__by_topk = {dtrain__topk_begin, dtrain__topk_end, false};
-static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
-                                                     dtrain__topk_publish_end, false};
-static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
-static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
-
-/* Choose the ways of the step that begins:
- *
- *                    whole buckets                           sharded buckets
- *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
- *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
- *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
- */
-static void dtrain__choose_ways(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
-    const dtrain_compression_desc *how = layout->compression;
-    const bool nodes = layout->node_ranks > 1;
-    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
-    memset(strategy->ways, 0, sizeof strategy->ways);
-    if (layout->all == 1) {
-        *whole = *sharded = &dtrain__by_nothing;
-        return;
-    }
-    if (nodes) *whole++ = *sharded++ = &dtrain__by_node_scatter;
-    if (!how) *whole++ = &dtrain__by_all_reduce;
-    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        *whole++ = &dtrain__by_p;
-        *whole++ = &dtrain__by_q;
-    } else {
-        *whole++ = &dtrain__by_topk;
-        if (dtrain__is_balanced(how)) *whole++ = &dtrain__by_topk_publish;
-    }
-    if (nodes) *whole++ = &dtrain__by_node_gather;
-    *sharded++ = &dtrain__by_reduce_scatter;
-    if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
-}
-
-/* ---- 1. Ready ---------------------------------------------------------------------------------*/
-
-/* Does this bucket travel in this backward? Gradients of which a rank keeps a shard do in every
- * one; whole ones add up, on each rank by itself, until the step's last. So grad_written, and where
- * a host's own gradient lies, concern this rank alone. */
-static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    return bucket->trainable && (bucket->work || !strategy->more);
-}
-
-/* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
- * there. */
-static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
-                                       bool back)
-{
-    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
-    float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
-    const size_t bytes = (size_t)storage->count * sizeof(float);
-    if (storage->grad == place || bytes == 0) return DTRAIN_OK;
-    return dtrain_device_copy(strategy->device, back ? storage->grad : place,
-                              back ? place : storage->grad, bytes);
-}
-
-/* Tell whether units are walked in backward (dtrain__walk_back). Then a unit's gradients are
- * launched in the turn of the next unit, and what belongs to none in finish: a rank that launched a
- * bucket as soon as it is complete would be ahead of one that has to close it. */
-DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
-{
-    return strategy->layout.shards.params || strategy->layout.shards.grads;
-}
-
-static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
-
-/* Count a final gradient, in constant time: three counters tell what became final, no list is
- * searched. */
-static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
-{
-    dtrain__layout *layout = &strategy->layout;
-    dtrain_param *storage = strategy->params[index].state.storage;
-    dtrain__entry *entry = &layout->entries[index];
-    dtrain__entry *place = &layout->entries[storage->state.index];
-    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    entry->marked = true;
-    strategy->marked_count++;
-    bucket->pending--;
-    if (--place->pending == 0 && dtrain__travels(strategy, bucket))
-        DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
-    if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
-        DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
-    return dtrain__progress(strategy);
-}
-
-/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
- * finish. */
-DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
-{
-    return strategy->marked_count || strategy->backward != DTRAIN__NONE;
-}
-
-/* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
- * its own from dtrain_strategy_gather to the gather of another unit. */
-static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[index];
-    const dtrain__bucket *bucket = entry->trainable ? &layout->buckets[entry->bucket] : NULL;
-    const char *why = NULL;
-    if (!bucket) why = "is frozen";
-    else if (entry->marked)
-        why = "is marked twice in one backward; call dtrain_strategy_finish between two";
-    else if (entry->bucket < strategy->launched)
-        why = "is marked after another unit was gathered, which ended its own unit's backward";
-    else if (bucket->work && bucket->unit != DTRAIN__NONE && bucket->unit != strategy->backward)
-        why = "is marked outside its unit's backward; call dtrain_strategy_gather with "
-              "DTRAIN_PASS_BACKWARD before";
-    if (!why) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%.100s\") %s",
-                       index, strategy->params[index].name, why);
-}
-
-/* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
- * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
- * on. A gradient of which this rank holds no part in the whole step counts as zero. */
-DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
-{
-    const char *const call = "dtrain_strategy_ready";
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (index >= strategy->param_count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: index %zu, there are %zu parameters", call,
-                           index, strategy->param_count);
-    DTRAIN__TRY(dtrain__check_mark(strategy, index));
-    strategy->layout.entries[index].seen = true;
-    dtrain__set_grad_written(strategy->params[index].state.storage, true);
-    return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
-{
-    const char *const call = "dtrain_strategy_accumulate";
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (more != strategy->more) DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    strategy->more = more;
-    return DTRAIN_OK;
-}
-
-/* ---- 2. Launch --------------------------------------------------------------------------------*/
-
-/* Launch complete buckets below `end` in their order, up to the first that waits for a gradient. */
-static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
-{
-    for (; strategy->launched < end; strategy->launched++) {
-        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
-        if (bucket->pending) break;
-        bucket->stage = DTRAIN__REDUCED;
-        if (!dtrain__travels(strategy, bucket)) continue;
-        if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
-            for (size_t b = strategy->oldest; b < strategy->launched; b++)
-                DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-        DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- 3. Reduce --------------------------------------------------------------------------------*/
-
-/* Return step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
-static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
-                                           const dtrain__bucket *bucket, uint32_t stage)
-{
-    const dtrain__step *step = strategy->ways[bucket->sharded][stage - 1];
-    return step && step->last_only && strategy->more ? NULL : step;
-}
-
-/* Begin the first step of a bucket's way. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
-{
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    bucket->stage = 1;
-    const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
-    return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
-}
-
-/* Wait for the collectives of a bucket's step, end it and begin the next one. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b)
-{
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (bucket->stage == DTRAIN__REDUCED) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
-    const dtrain__step *done = dtrain__step_of(strategy, bucket, bucket->stage);
-    const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
-    if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
-    bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
-    if (next) return next->begin(strategy, bucket);
-    return done->last_only ? DTRAIN_OK : dtrain__shard_add(strategy, bucket);
-}
-
-/* Must a bucket's further steps start at a place in the program that is the same on every rank?
- * NCCL runs what was started in its order: if that depended on what happens to be done, ranks would
- * wait for each other in a circle. */
-DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
-{
-    return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
-}
-
-/* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
- * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
- * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
- * step when all of those have. */
-DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
-{
-    uint32_t most = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
-    bool done = true;
-    if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
-    for (size_t b = strategy->oldest; b < strategy->launched; b++) {
-        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        const bool chain = strategy->ways[bucket->sharded][1] != NULL;
-        while (bucket->stage != DTRAIN__REDUCED) {
-            if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
-                break;
-            done = true;
-            for (size_t i = 0; i < strategy->works_per_bucket && done; i++)
-                DTRAIN__TRY(dtrain_work_test(bucket->reduces[i], &done));
-            if (!done) break;
-            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-        }
-        if (bucket->stage < most) most = bucket->stage;
-        if (b == strategy->oldest && bucket->stage == DTRAIN__REDUCED) strategy->oldest++;
-        if (!done && !chain) break;
-    }
-    return DTRAIN_OK;
-}
-
-/* Finish buckets in their order; while one is waited for, those behind it go on. Where steps are
- * placed, this is such a place: all buckets under way go one step further. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
-{
-    while (strategy->oldest < end) {
-        DTRAIN__TRY(dtrain__progress(strategy));
-        const size_t stop = dtrain__steps_are_placed(strategy) ? end : strategy->oldest + 1;
-        for (size_t b = strategy->oldest; b < stop && b < end; b++)
-            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
-        while (strategy->oldest < end &&
-               strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
-            strategy->oldest++;
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- 3. Reduce: how a gradient travels -------------------------------------------------------*/
-
-/* Name a bucket and its first parameter as who asks for the collective that comes next. */
-DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                   const char *part)
-{
-    dtrain__flight_label(strategy->comm, part, bucket - strategy->layout.buckets,
-                         strategy->params[bucket->first_param].name);
-}
-
-/* Do gradients travel rounded, in low_grads? */
-DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
-{
-    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
-                                              const void *x, uint32_t x_dtype, void *y,
-                                              uint32_t y_dtype)
-{
-    dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
-    if (count == 0) return DTRAIN_OK;
-    return strategy->device->ops->convert(strategy->device, &args);
-}
-
-/* Do two collectives make this bucket's mean? Then they sum, and one factor follows at the end. In
- * fp16 a sum may be too large where the mean is not: there each of them makes a mean. */
-DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
-                                        const dtrain__bucket *bucket)
-{
-    const bool levels =
-        strategy->layout.node_ranks > 1 || (bucket->sharded && strategy->kind->replicas);
-    return levels && strategy->desc.reduce_dtype != DTRAIN_DTYPE_F16;
-}
-
-DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
-                                                  const dtrain__bucket *bucket)
-{
-    return dtrain__sums_first(strategy, bucket) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
-}
-
-/* Apply the factor of sums: x (count elements of the bucket) becomes the mean. */
-DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                            float *x, int64_t count)
-{
-    const float factor = 1.0f / (float)strategy->layout.all;
-    dtrain_axpby_args mean;
-    if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
-    memset(&mean, 0, sizeof mean);
-    mean.count = count;
-    mean.a = factor;
-    mean.x = mean.y = x;
-    mean.dtype = DTRAIN_DTYPE_F32;
-    return strategy->device->ops->axpby(strategy->device, &mean);
-}
-
-/* Make *wire x (count elements of the bucket, from `first` on) as it travels. */
-DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                              float *x, int64_t first, int64_t count, void **wire)
-{
-    *wire = x;
-    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
-    *wire = bucket->low_grads + first;
-    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
-                           strategy->desc.reduce_dtype);
-}
-
-/* Make x (count elements of the bucket, from `first` on) what has come, or if that was the last
- * collective the mean. */
-DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                float *x, int64_t first, int64_t count, bool last)
-{
-    if (dtrain__reduces_low(strategy))
-        DTRAIN__TRY(dtrain__convert(strategy, count, bucket->low_grads + first,
-                                    strategy->desc.reduce_dtype, x, DTRAIN_DTYPE_F32));
-    return last ? dtrain__scale(strategy, bucket, x, count) : DTRAIN_OK;
-}
-
-/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                 dtrain_comm *comm, float *x, int64_t first,
-                                                 int64_t count)
-{
-    void *wire;
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_reduce(comm, wire, wire, (size_t)count,
-                             (dtrain_dtype)strategy->desc.reduce_dtype,
-                             dtrain__level_op(strategy, bucket), bucket->reduces);
-}
-
-/* ALL_REDUCE of a whole bucket: everything among all ranks, or between nodes this rank's slice, its
- * hop. */
-DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
-{
-    return dtrain__reduce_all(strategy, bucket, dtrain__hop_comm(strategy, bucket),
-                              bucket->grads + bucket->hop_first, bucket->hop_first,
-                              bucket->hop_count);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket)
-{
-    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->hop_first, bucket->hop_first,
-                             bucket->hop_count, true);
-}
-
-/* ---- 4. Finish --------------------------------------------------------------------------------*/
-
-/* Make a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
- * or another use has left counts, the rest is zero. A bucket that stays here waits no longer. */
-static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    dtrain__layout *layout = &strategy->layout;
-    const uint32_t index = (uint32_t)(bucket - layout->buckets);
-    const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
-    bucket->pending = 0;
-    for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
-        const dtrain__entry *entry = &layout->entries[i];
-        const dtrain_param *p = &strategy->params[i];
-        if (!entry->pending || entry->bucket != index) continue;
-        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
-        else
-            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
-                                                    (size_t)p->count * sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
-/* Close and launch buckets up to `end`, one by one: a buffer is zeroed for the next only when
- * the one before it has been launched. */
-DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
-{
-    while (strategy->launched < end) {
-        DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
-        DTRAIN__TRY(dtrain__launch_buckets(strategy, end));
-    }
-    return DTRAIN_OK;
-}
-
-/* Report parameters that ready has not seen in this step, at most eight by name; a warning names
- * one once, and a rank without samples misses nothing. All buckets have been launched: whatever
- * this rank lacks, the others are not left waiting. */
-static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
-{
-    const char *const call = "dtrain_strategy_finish";
-    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
-    char names[640] = "";
-    size_t count = 0, used = 0;
-    dtrain_result result = DTRAIN_OK;
-    for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
-        dtrain__entry *entry = &strategy->layout.entries[i];
-        const dtrain_param *p = &strategy->params[i];
-        if (!entry->trainable || entry->seen || (entry->warned && !strict)) continue;
-        entry->warned = true;
-        if (count++ < 8) /* 64 bytes each: there is room for them */
-            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
-                                     used ? ", " : "", p->name);
-    }
-    if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
-    if (count && !strict)
-        dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
-                   "%s: no gradient from this backward, zero is used%s: %s", call,
-                   strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ZERO
-                       ? ""
-                       : ", or where no rank has one the parameter is left alone",
-                   names);
-    if (!strict) return DTRAIN_OK;
-    if (count)
-        result = dtrain_fail(DTRAIN_ERROR_USAGE,
-                             "%s: no gradient from this backward: %s; mark them with "
-                             "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
-                             call, names);
-    return dtrain__agree(strategy->comm, result);
-}
-
-/* Copy whole gradients back to the arrays of a host that has its own. */
-static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_param *p = strategy->shards[i].param;
-        if (layout->buckets[layout->entries[p->state.index].bucket].sharded) continue;
-        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
-    }
-    return DTRAIN_OK;
-}
-
-/* Set the state between two backwards, and between two steps. Work buffers have been emptied: the
- * next backward overwrites them. Whole gradients go on until the step ends. */
-DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
-{
-    dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
-        entry->marked = false;
-        if (step_done) entry->seen = false;
-        entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
-    }
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        layout->buckets[b].pending = layout->buckets[b].uses;
-        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
-    }
-    strategy->launched = strategy->oldest = strategy->marked_count = 0;
-    strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
-    strategy->accumulated = !step_done;
-    strategy->entered = false;
-    strategy->weight = 1;
-    if (step_done) strategy->weights = 0;
-    if (step_done) strategy->passes = 0;
-    if (step_done) dtrain__choose_ways(strategy);
-}
-
-/* Bring buffers to their mean over the ranks. Running averages are linear in what is averaged: the
- * mean of those that ranks have kept by themselves is the one of all their batches. */
-static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
-{
-    for (size_t i = 0; strategy->has_buffers && i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        dtrain_work *work = NULL;
-        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
-        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, p->value, p->value, (size_t)p->count,
-                                      DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
-        DTRAIN__TRY(dtrain_work_wait(work));
-    }
-    return DTRAIN_OK;
-}
-
-/* The order matters: units that this rank's backward has not come to are walked, everything is
- * launched before ranks exchange what is missing, and waited for before anything is reported. So a
- * step that fails for a missing gradient has made the same collectives as one that succeeds, and
- * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
- * because they read the shards that will be updated. */
-static dtrain_result dtrain__finish(dtrain_strategy *strategy)
-{
-    dtrain_result missing = DTRAIN_OK;
-    const dtrain__layout *layout = &strategy->layout;
-    const bool last = !strategy->more;
-    strategy->weights += strategy->weight;
-    strategy->passes++;
-    dtrain_result result = dtrain__walk_back(strategy, 0);
-    if (result == DTRAIN_OK) result = dtrain__close_buckets(strategy, layout->bucket_count);
-    if (result == DTRAIN_OK && last) result = dtrain__tally_start(strategy);
-    if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
-    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
-    if (result == DTRAIN_OK && layout->grad_home->settle)
-        result = layout->grad_home->settle(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__tally_end(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
-    if (result == DTRAIN_OK && last) result = dtrain__average_buffers(strategy);
-    if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
-    if (missing == DTRAIN_OK && last) strategy->sync_count++;
-    dtrain__rewind(strategy, last);
-    return missing;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
-    dtrain_world *world = strategy->world;
-    const uint32_t span =
-        dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
-    const dtrain_result result = dtrain__finish(strategy);
-    dtrain__span_end(world, span);
-    return result;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
-                                                const dtrain_shard **shards, size_t *count)
-{
-    if (shards) *shards = NULL;
-    if (count) *count = 0;
-    if (!strategy || !shards || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_shards: strategy, shards or count is NULL");
-    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
-    *shards = strategy->shards;
-    *count = strategy->shard_count;
-    return DTRAIN_OK;
-}
-
-/* ---- 5. Publish -------------------------------------------------------------------------------*/
-
-/* Whole values that ranks have updated by slices are gathered here; values that are kept in shards
- * are only forgotten, and the next gather brings them. */
-DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
-{
-    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
-    if (!strategy->layout.shards.state) return DTRAIN_OK;
-    if (!strategy->layout.shards.params)
-        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
-    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
-}
-
-/* ---- Handles ----------------------------------------------------------------------------------*/
-
-/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
- * returns at once. */
-DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
-                                                 dtrain_work **works)
-{
-    dtrain_result result = DTRAIN_OK;
-    for (size_t i = 0; i < strategy->works_per_bucket; i++) {
-        const dtrain_result one = dtrain_work_wait(works[i]);
-        works[i] = NULL;
-        if (result == DTRAIN_OK) result = one;
-    }
-    return result;
-}
-
-/* ---- Failure ----------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
-                                                      const char *call)
-{
-    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
-    if (strategy->failure != DTRAIN_OK)
-        return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->torn) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: %s failed after it had replaced a part of the values; load a whole "
-                       "checkpoint, or end",
-                       call, strategy->torn);
-}
-
-/* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
-                                                    const char *text)
-{
-    char kept[DTRAIN__ERROR_BYTES];
-    snprintf(kept, sizeof kept, "%s", text);
-    for (int i = 0; i < DTRAIN__GROUPS; i++) {
-        dtrain_comm *group = strategy->groups[i];
-        if (group) group->ops->fail(group, code, kept);
-    }
-    return strategy->comm->ops->fail(strategy->comm, code, kept);
-}
-
-/* Communicator and device do not recover, and some gradients are averaged while others are not:
- * the error stands. The communicator fails with it, for the other ranks count on this one; when the
- * error came from there, it is what fail returns. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
-{
-    if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
-    strategy->failure = dtrain__strategy_fail(strategy, result, dtrain_last_error());
-    snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
-             dtrain__bare(dtrain_last_error()));
-    return strategy->failure;
-}
-
-/* ================================================================================================
- * src/strategy/weights.c
- * ==============================================================================================*/
-
-/* Weights: what the mean of a step is over
- *
- * A backward brings the sum over its own samples divided by a unit that is the same everywhere, and
- * its weight is how many they are, in that unit:
- *
- *     targets, unit 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
- *     gradient           sum of 4 / 4          sum of 1 / 4
- *     weight             1                     1/4
- *     reduced            sum of 5 / 4 / 2      as always: times 1/N
- *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
- *
- * The unit is the largest number of targets that a rank had in its first micro-batch, ignored ones
- * included. Where all have as many and ignore none, every weight is 1 and nothing is corrected: the
- * bits of a mean of means. Sums are no larger than in one, so that none overflows by it.
- *
- * Weights are summed up by an all-reduce of the tally, behind the last buckets of a step:
- *
- *     | sum of weights | of each parameter: how many ranks had a gradient of it |
- *
- * It stays in device memory, where the correction reads it. The host waits for it only where it
- * cannot know what is in it: a rank with samples and all gradients knows that the step has samples
- * and that no parameter is absent. */
-
-/* Count the elements of a tally. */
-DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count)
-{
-    return 1 + (desc->missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP ? param_count : 0);
-}
-
-/* ---- Weights ----------------------------------------------------------------------------------*/
-
-/* Tell whether the next backward is weighed against others of its step. */
-static bool dtrain__weighs(const dtrain_strategy *strategy)
-{
-    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
-           (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
-}
-
-/* Agree on the unit of weights, once: the first micro-batch of this rank has a mean over `terms`
- * samples, ignored ones included; 0: over nothing that is counted. Collective. */
-DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms)
-{
-    if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
-    if (strategy->layout.all > 1) {
-        dtrain__flight_label(strategy->comm, "unit of weights", 0, "");
-        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, &terms, &terms, 1, DTRAIN_DTYPE_I64,
-                                      DTRAIN_REDUCE_MAX, NULL));
-        terms = dtrain__max(terms, 1);
-    }
-    strategy->unit = terms;
-    return DTRAIN_OK;
-}
-
-/* Count the samples that a loss is a mean over. */
-DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
-{
-    return samples->valid ? (double)samples->valid[1] : (double)samples->terms;
-}
-
-/* Return the weight of a loss, in units; 1 where nothing is counted. */
-DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
-                                        const dtrain__samples *samples)
-{
-    if (!strategy || !strategy->unit || !samples->terms) return 1;
-    return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
-}
-
-/* Give the backward under way the weight of its loss, which is a mean over samples. The gradient of
- * the loss is to be their number over the unit, which is returned; 0: 1, as it is. */
-DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
-                                           const dtrain__samples *samples)
-{
-    if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
-    const bool weighs = dtrain__weighs(strategy);
-    strategy->weight =
-        weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
-    return weighs ? strategy->unit : 0;
-}
-
-DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
-{
-    return strategy->weight;
-}
-
-DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
-{
-    return strategy->tally;
-}
-
-DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
-{
-    strategy->device_weight = weights;
-}
-
-DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy) { strategy->taped = true; }
-
-DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight)
-{
-    const char *const call = "dtrain_strategy_weight";
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!dtrain_is_finite(weight) || weight < 0)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
-                           (double)weight);
-    strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
-    return DTRAIN_OK;
-}
-
-/* ---- Without samples --------------------------------------------------------------------------*/
-
-/* Gather the units as a forward does, and take part in what the first backward agrees on. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
-{
-    for (size_t u = 0; u < strategy->layout.unit_count; u++) {
-        const uint32_t id = strategy->layout.units[u].id;
-        DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
-        DTRAIN__TRY(dtrain_strategy_release(strategy, id));
-    }
-    if (!strategy->taped) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
-}
-
-/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
- * rank has had samples. */
-DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
-{
-    const bool last = !strategy->more;
-    strategy->weight = 0;
-    DTRAIN__TRY(dtrain_strategy_finish(strategy));
-    if (!last) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
-{
-    const char *const call = "dtrain_strategy_join";
-    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
-    *over = false;
-    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    DTRAIN__TRY(dtrain__join_forward(strategy));
-    return dtrain__join_backward(strategy, over);
-}
-
-/* ---- The tally --------------------------------------------------------------------------------*/
-
-/* Set count elements of the tally. A constant comes with the kernel's arguments: no memory of the
- * host's is read later. */
-static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
-                                       float value)
-{
-    dtrain_axpby_args fill; /* x NULL: the constant 1 */
-    memset(&fill, 0, sizeof fill);
-    fill.count = (int64_t)count;
-    fill.a = value;
-    fill.y = strategy->tally + first;
-    fill.dtype = DTRAIN_DTYPE_F32;
-    return strategy->device->ops->axpby(strategy->device, &fill);
-}
-
-/* Note which parameters this rank has no gradient of, aliases counted with their storage. */
-static void dtrain__note_absent(dtrain_strategy *strategy)
-{
-    dtrain__entry *entries = strategy->layout.entries;
-    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
-    strategy->empty = strategy->weights == 0;
-    strategy->unsure = strategy->empty;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        entries[i].absent = skips && entries[i].trainable && p->state.storage == p;
-    }
-    for (size_t i = 0; i < strategy->param_count; i++)
-        if (entries[i].seen) entries[strategy->params[i].state.storage->state.index].absent = false;
-    for (size_t i = 0; i < strategy->param_count; i++)
-        if (entries[i].absent) strategy->unsure = true;
-}
-
-/* Write this rank's part of the tally and start its sum. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
-{
-    const dtrain_device_ops *ops = strategy->device->ops;
-    const dtrain__entry *entries = strategy->layout.entries;
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    if (strategy->device_weight) { /* who is absent does not change in steps that are replayed */
-        DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
-                              sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
-    } else {
-        dtrain__note_absent(strategy);
-        DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
-    }
-    if (strategy->layout.all == 1) {
-        strategy->unsure = false;
-        return DTRAIN_OK;
-    }
-    for (size_t i = 1, end; i < count; i = end) { /* neighbours with the same answer in one call */
-        for (end = i + 1; end < count && entries[end - 1].absent == entries[i - 1].absent;) end++;
-        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
-    }
-    dtrain__flight_label(strategy->comm, "weights of step", (int64_t)strategy->sync_count, "");
-    return dtrain_all_reduce(strategy->comm, strategy->tally, strategy->tally, count,
-                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
-}
-
-/* Copy the tally to strategy->sums; the host waits. */
-static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
-{
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->tally,
-                                       count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
-}
-
-/* Wait for the tally, and make reduced gradients the mean over all samples: times the micro-batches
- * of all ranks, by which they have been divided, over the sum of their weights. Where the two are
- * equal, or there is no sample, gradients stay as they are. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const float passes = (float)layout->all * (float)strategy->passes;
-    dtrain_work *work = strategy->tally_work;
-    dtrain_axpby_args correct;
-    memset(&correct, 0, sizeof correct);
-    correct.a = passes;
-    correct.dtype = DTRAIN_DTYPE_F32;
-    strategy->tally_work = NULL;
-    DTRAIN__TRY(dtrain_work_wait(work));
-    strategy->sums[0] = strategy->weights;
-    if (layout->all > 1 && layout->grad_home->host) DTRAIN__TRY(dtrain__tally_read(strategy));
-    else if (layout->all > 1 || strategy->device_weight) correct.divisor = strategy->tally;
-    if (!correct.divisor) {
-        if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
-        correct.a = passes / strategy->sums[0];
-    }
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        dtrain_device *device = bucket->grad_home->host ? strategy->offload.cpu : strategy->device;
-        if (!bucket->trainable || bucket->shard_count == 0) continue;
-        correct.count = bucket->shard_count;
-        correct.x = correct.y = bucket->grad_shard;
-        DTRAIN__TRY(device->ops->axpby(device, &correct));
-    }
-    return DTRAIN_OK;
-}
-
-/* Learn whether the last step had no samples (*empty), and which parameters no rank had a gradient
- * of (entries' absent): the host waits where this rank cannot know. A step that is recorded is like
- * those before it: nothing is learned. */
-DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
-{
-    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
-    if (strategy->unsure && !strategy->device_weight) {
-        DTRAIN__TRY(dtrain__tally_read(strategy));
-        strategy->unsure = false;
-        strategy->empty = strategy->sums[0] == 0;
-        for (size_t i = 1; i < count; i++)
-            if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
-    }
-    *empty = strategy->empty;
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/strategy/norm.c
- * ==============================================================================================*/
-
-/* The norm of gradients
- *
- * The norm is one number from all shards, added in double in registration order: the same bits on
- * every rank that has the same gradients.
- *
- *     norm^2 = sum over the ranks that share a copy of the model, in their order,
- *              of the sum of squares of what this rank counts
- *
- * The square of an fp32 number is far inside double's range, and so is the sum of as many as fit in
- * a memory: the sum is not finite exactly when some gradient, on whatever rank, is not. Replicas of
- * a shard hold the same averaged bits; ranks with different shards have exchanged their sums: the
- * verdict is the same everywhere without asking anybody. */
-
-/* Add the squares of the shards that are in host memory, or of the others, on the device that is
- * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
- * sharded: the first of them counts it. */
-static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
-    for (size_t i = 0; i < strategy->shard_count; i++) {
-        const dtrain_shard *shard = &strategy->shards[i];
-        const dtrain__bucket *bucket =
-            &layout->buckets[layout->entries[shard->param->state.index].bucket];
-        dtrain_sum_args args;
-        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
-        if (!bucket->sharded && layout->rank) continue;
-        memset(&args, 0, sizeof args);
-        args.count = shard->count;
-        args.squares = true;
-        args.accumulate = true;
-        args.scale = 1;
-        args.x = shard->grad;
-        args.total = total;
-        DTRAIN__TRY(device->ops->sum(device, &args));
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
-                                                    const double **squares)
-{
-    dtrain_device *device = strategy->device;
-    *squares = strategy->sum_squares;
-    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
-    return dtrain__add_squares(strategy, false, strategy->sum_squares);
-}
-
-/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
- * communicator would not be exact. */
-static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
-{
-    dtrain_comm *comm = strategy->shard_comm;
-    int64_t bits;
-    memcpy(&bits, total, sizeof bits);
-    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    *total = 0;
-    for (int i = 0; i < dtrain_comm_size(comm); i++) {
-        double one;
-        memcpy(&one, &strategy->gathered[i], sizeof one);
-        *total += one;
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
-{
-    dtrain_device *device = strategy->device;
-    const double *squares;
-    DTRAIN__TRY(dtrain__queue_squares(strategy, &squares));
-    DTRAIN__TRY(
-        device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
-    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
-    if (!strategy->shard_comm) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
-}
-
-/* ================================================================================================
- * src/strategy/shards.c
- * ==============================================================================================*/
-
-/* Sharded gradients
- *
- * A sharded bucket takes the road of strategy/strategy.c and ends in shards: what every rank
- * updates is a slice of the mean. Where gradients are sharded too, units make them in two buffers
- * that take turns, unit u in number u % 2, and what is reduced of them is kept apart:
- *
- *     backward       unit 3        unit 2        unit 1        unit 0
- *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
- *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]
- *     shards                                     3             2 ...
- *
- * A unit claims its buffer when its backward begins and waits there for the unit before the last.
- *
- *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
- *
- * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
- * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
- * is added or put from there. */
-
-/* ---- The alternating buffers ------------------------------------------------------------------*/
-
-/* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
- * has reduced it, if what travels between nodes is the shard. */
-static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
-{
-    const dtrain__home *home = strategy->layout.grad_home;
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (!strategy->kind->replicas || home->host || dtrain__reduces_low(strategy) ||
-        (every && strategy->accumulated)) {
-        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
-        return home->vacate ? home->vacate(strategy) : DTRAIN_OK;
-    }
-    for (size_t i = strategy->oldest; i <= b; i++)
-        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
-    return DTRAIN_OK;
-}
-
-/* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
- * left there has been reduced. A unit without gradients needs no buffer. */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
-{
-    if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
-    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
-    uint32_t *working = &strategy->working[unit & 1];
-    const uint32_t before = *working;
-    *working = unit;
-    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_work(strategy, strategy->layout.units[before].trainable);
-}
-
-/* ---- To the shard -----------------------------------------------------------------------------*/
-
-/* Return the place where the fp32 result of this backward is to be. */
-static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    if (bucket->work && (strategy->accumulated || bucket->grad_home->host))
-        return bucket->grads + bucket->shard_first;
-    return bucket->grad_shard;
-}
-
-/* REDUCE_SCATTER: every rank's slice of a bucket to that rank, among those that exchange the hop.
- * With ZERO3 slices have different lengths, and each owner gets a reduce. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
-                                                           dtrain__bucket *bucket)
-{
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    const dtrain_reduce_op op = dtrain__level_op(strategy, bucket);
-    const size_t unit = dtrain_dtype_bytes(dtype);
-    dtrain_work **works = bucket->reduces;
-    void *wire, *own = dtrain__reduce_target(strategy, bucket);
-    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
-                                bucket->hop_first, bucket->hop_count, &wire));
-    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
-    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
-    if (!bucket->cuts)
-        return dtrain_reduce_scatter(dtrain__hop_comm(strategy, bucket), wire, own,
-                                     (size_t)bucket->shard_count, dtype, op, works);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        dtrain__label(strategy, bucket, "bucket");
-        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
-                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
-                                  r, &works[r]));
-    }
-    return DTRAIN_OK;
-}
-
-/* With replicas this is a node's sum, and the mean is made later. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    return dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
-                             bucket->shard_first, bucket->shard_count, !strategy->kind->replicas);
-}
-
-/* End a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is also put
- * there when the result is of the first. */
-DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const float *result = dtrain__reduce_target(strategy, bucket);
-    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
-                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
-    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
-    if (bucket->grad_home->put)
-        return bucket->grad_home->put(strategy, bucket, result, strategy->accumulated);
-    return strategy->device->ops->add(strategy->device, &add);
-}
-
-/* ---- Replicas
- *
- * With HYBRID_SHARD the shards of a node are summed with those of the other nodes: either every
- * micro-batch's result (REPLICAS), or at last what the shard has summed up (REPLICAS_AT_LAST). */
-
-/* Tell whether it is the shard, and return the place in device memory where this node's sum becomes
- * that of all nodes. */
-static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                  bool *at_last)
-{
-    *at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (*at_last && !bucket->grad_home->host) return bucket->grad_shard;
-    return dtrain__reduce_target(strategy, bucket);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
-                                                     dtrain__bucket *bucket)
-{
-    bool at_last;
-    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
-    if (at_last && strategy->accumulated) {
-        DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
-        if (bucket->grad_home->get) DTRAIN__TRY(bucket->grad_home->get(strategy, bucket, sum));
-    }
-    return dtrain__reduce_all(strategy, bucket, strategy->groups[DTRAIN__ACROSS], sum,
-                              bucket->shard_first, bucket->shard_count);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
-                                                   dtrain__bucket *bucket)
-{
-    bool at_last;
-    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
-    DTRAIN__TRY(
-        dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
-    if (!at_last || !bucket->grad_home->put) return DTRAIN_OK;
-    return bucket->grad_home->put(strategy, bucket, sum, false);
-}
-
-/* ================================================================================================
- * src/strategy/gather.c
- * ==============================================================================================*/
-
-/* Sharded parameters: gather, release
- *
- * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
- * other is filled:
- *
- *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
- *     slot 0     [ 0 used ]  [ 2 coming ][ 2 used ] . . . . . . |. . . . .  [ 2 used ] [ 0 coming ]
- *     slot 1     [ 1 coming ][ 1 used ]  [ 3 coming ][ 3 used . | used ]    [ 1 coming][ 1 used ]
- *
- * Unit u lives in slot u % 2, so its addresses are the same whenever it is there, and what the tape
- * has recorded stays right. Memory is constant: two units, however deep the model. What is still in
- * a slot is not fetched again (units 3 and 2 at the turn above).
- *
- * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
- * that unit's slot. On a device with streams a collective starts behind the work queued before it.
- *
- * Every rank has to start the same collectives in the same order: one that went another way would
- * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
- * units. In backward they may differ, because gradients may be missing on one of them: whatever is
- * called, the walk is the same, dtrain__walk_back.
- *
- * A forward inside a backward does not say where it will end, and a rank that has stepped over
- * units cannot know how far the others have come. So it walks back to the unit behind the first
- * that it gathers, on every rank: both are in their slots then. A forward of more units needs to
- * know the last of them, which is gathered for backward before. */
-
-enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
-
-/* ---- One bucket -------------------------------------------------------------------------------*/
-
-/* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
- * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
- * this rank's hop from the other nodes.
- *
- * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
- * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
- * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
- * million parameters, 512 tokens a rank), which is why there is none. */
-static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                          dtrain_dtype dtype)
-{
-    const size_t unit = dtrain_dtype_bytes(dtype);
-    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->layout.node_ranks > 1;
-    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
-    char *own = whole + (size_t)bucket->shard_first * unit;
-    const void *shard = bucket->value_shard;
-    if (bucket->value_home->bring) {
-        DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
-        shard = bucket->values + bucket->shard_first;
-    }
-    if ((low || bucket->cuts) && shard != own) {
-        DTRAIN__TRY(
-            dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
-        shard = own;
-    }
-    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
-    if (!bucket->cuts)
-        return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
-                                       : strategy->shard_comm,
-                                 shard, nodes ? whole + (size_t)bucket->hop_first * unit : whole,
-                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
-    for (int r = 0; r < strategy->layout.ranks; r++) {
-        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
-        if (count == 0) continue;
-        dtrain__label(strategy, bucket, "values of bucket");
-        DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
-                                     (size_t)count, dtype, r, &bucket->gathers[r]));
-    }
-    return DTRAIN_OK;
-}
-
-/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
-static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                           dtrain_dtype dtype)
-{
-    const bool low = dtype != DTRAIN_DTYPE_F32;
-    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
-    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
-    dtrain__label(strategy, bucket, "values of bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
-                             whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
-                             (size_t)bucket->hop_count, dtype, bucket->gathers);
-}
-
-/* Wait until a bucket's values have come together, as dtype. */
-static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                         dtrain_dtype dtype)
-{
-    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
-    return dtrain__wait_works(strategy, bucket->gathers);
-}
-
-/* Wait for a bucket's values, if they are coming. */
-static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, uint32_t b)
-{
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
-    bucket->presence = DTRAIN__HERE;
-    if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
-    return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
-                           DTRAIN_DTYPE_F32);
-}
-
-/* Point the parameters of a bucket at its values, or at nothing. */
-static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    if (b == DTRAIN__NONE) return;
-    const dtrain__bucket *bucket = &layout->buckets[b];
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
-        if (storage->bucket == b) p->value = here ? bucket->values + storage->offset : NULL;
-    }
-}
-
-/* Take a bucket's values away, after waiting for them if they are still coming. */
-static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
-{
-    DTRAIN__TRY(dtrain__gather_end(strategy, b));
-    dtrain__show_values(strategy, b, false);
-    if (b != DTRAIN__NONE) strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
-    return DTRAIN_OK;
-}
-
-/* Make the slot of a bucket's unit, if it has one, free: the unit that is there is evicted. */
-static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    if (!bucket->slotted) return DTRAIN_OK;
-    const uint32_t before = strategy->slots[bucket->unit & 1];
-    strategy->slots[bucket->unit & 1] = bucket->unit;
-    if (before == bucket->unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
-    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
-}
-
-/* Start to gather a bucket that is not there. */
-static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
-{
-    if (b == DTRAIN__NONE) return DTRAIN_OK;
-    dtrain__bucket *bucket = &strategy->layout.buckets[b];
-    if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__claim_slot(strategy, bucket));
-    bucket->presence = DTRAIN__COMING;
-    return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
-}
-
-/* Return unit number u; behind the last comes what several units use. */
-static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
-{
-    dtrain__layout *layout = &strategy->layout;
-    return u < layout->unit_count ? &layout->units[u] : &layout->shared;
-}
-
-/* Forget what was gathered, because the shards have been updated since. */
-DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
-{
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
-        if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
-    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
-        dtrain__unit_at(strategy, u)->shown = false;
-    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
-    return DTRAIN_OK;
-}
-
-/* Wait for all units that are on their way. */
-DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
-{
-    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
-        DTRAIN__TRY(dtrain__gather_end(strategy, b));
-    return DTRAIN_OK;
-}
-
-/* ---- Hooks ------------------------------------------------------------------------------------*/
-
-/* Find the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
- * it constant time. */
-static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const uint32_t count = (uint32_t)layout->unit_count;
-    const uint32_t from =
-        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
-    for (uint32_t i = 0; i < count; i++) {
-        const uint32_t at = (from + i) % count;
-        if (layout->units[at].id == id) return at;
-    }
-    return DTRAIN__NONE;
-}
-
-/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
- * make activations again, to an earlier one; backward goes back, and may step over units. Once it
- * has begun, no unit behind the one that it has come to is due. */
-static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
-                                         dtrain_pass pass)
-{
-    const dtrain__unit *units = strategy->layout.units;
-    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
-    const char *const call = "dtrain_strategy_gather";
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
-    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
-                           (int)pass);
-    if (at > strategy->backward)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "%s: unit %u is not due: this backward has come to unit %u, which is "
-            "registered before it; %s",
-            call, id, units[strategy->backward].id,
-            pass == DTRAIN_PASS_BACKWARD
-                ? "call dtrain_strategy_finish between two"
-                : "to make activations of more than two units again, gather the last "
-                  "of them for backward before");
-    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
-                       "order in which their first parameters are registered",
-                       call, id, units[due].id, due ? "" : ", the first");
-}
-
-/* Start to gather what is not there of a unit. */
-static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
-{
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
-    return dtrain__fetch(strategy, unit->frozen);
-}
-
-/* Wait for a unit: both its buckets are under way before either is waited for. */
-static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
-{
-    DTRAIN__TRY(dtrain__fetch_unit(strategy, unit));
-    DTRAIN__TRY(dtrain__gather_end(strategy, unit->trainable));
-    return dtrain__gather_end(strategy, unit->frozen);
-}
-
-static void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here)
-{
-    unit->shown = here;
-    dtrain__show_values(strategy, unit->trainable, here);
-    dtrain__show_values(strategy, unit->frozen, here);
-}
-
-/* Bring a unit, and fetch the one that the pass will come to next. */
-static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    strategy->position = at;
-    if (!layout->shards.params) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
-    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
-    if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
-    return dtrain__fetch_unit(strategy, &layout->units[next]);
-}
-
-/* Close the gradients of units from `first` on: their backward is over. */
-static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    size_t end = strategy->launched;
-    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
-           layout->buckets[end].unit >= first)
-        end++;
-    return dtrain__close_buckets(strategy, end);
-}
-
-/* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
- * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
- * values gathered, those of the next one fetched. So a rank may step over units, or end early:
- * the unit that it comes to next, or finish, makes up for them. A forward inside a backward may
- * have taken the slot of the unit that this had come to: then it did so on all ranks. */
-DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
-{
-    uint32_t at = strategy->backward;
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
-    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
-    strategy->entered = false;
-    while (at > to) {
-        at--;
-        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
-        DTRAIN__TRY(dtrain__claim_work(strategy, at));
-        strategy->backward = at;
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
-    }
-    return DTRAIN_OK;
-}
-
-/* Tell whether a forward makes activations again: inside a backward, or, on a rank that has stepped
- * over all units so far, where it goes back and not to the first. */
-static bool dtrain__is_again(const dtrain_strategy *strategy, uint32_t at)
-{
-    if (strategy->backward != DTRAIN__NONE) return true;
-    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
-}
-
-/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown. */
-static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
-{
-    if (pass == DTRAIN_PASS_BACKWARD) {
-        DTRAIN__TRY(dtrain__walk_back(strategy, at));
-        strategy->entered = true;
-    } else {
-        if (!strategy->entered && dtrain__is_again(strategy, at))
-            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
-    }
-    if (!strategy->layout.shards.params) return DTRAIN_OK;
-    dtrain__show_unit(strategy, &strategy->layout.shared, true);
-    dtrain__show_unit(strategy, &strategy->layout.units[at], true);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
-                                                dtrain_pass pass)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
-}
-
-/* Take the pointers away: the values stay where they are until the slot is wanted, and use after
- * release is noticed. */
-DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    if (at == strategy->backward) strategy->entered = false;
-    if (strategy->layout.shards.params)
-        dtrain__show_unit(strategy, &strategy->layout.units[at], false);
-    return DTRAIN_OK;
-}
-
-/* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address
- * (NULL in a plan), where a gather brings it so. *passing: the value is there only while its unit
- * is gathered. */
-DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
-                                         uint32_t dtype, const void **low, bool *passing)
-{
-    const size_t i = storage->state.index;
-    *passing = false;
-    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
-        dtrain__value_is_whole(layout, &layout->entries[i]))
-        return false;
-    const dtrain__entry *entry = &layout->entries[i];
-    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
-    *passing = bucket->slotted;
-    if (layout->desc->param_dtype != dtype) return false;
-    *low = bucket->low_values ? bucket->low_values + entry->offset : NULL;
-    return true;
-}
-
-/* ---- Whole values, updated by slices ----------------------------------------------------------*/
-
-/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
- * own. */
-DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        const dtrain_param *p = &strategy->params[i];
-        const dtrain__entry *entry = &layout->entries[i];
-        if (p->state.storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
-            continue;
-        float *place = layout->buckets[entry->bucket].values + entry->offset;
-        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
-                                       to_host ? place : p->value,
-                                       (size_t)p->count * sizeof(float)));
-    }
-    return DTRAIN_OK;
-}
-
-/* Bring updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
- * buckets are under way before one is waited for. */
-DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
-{
-    dtrain__bucket *const first = strategy->layout.buckets;
-    dtrain__bucket *const end = first + strategy->layout.bucket_count;
-    for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
-    for (dtrain__bucket *b = first; b < end; b++)
-        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
-    for (dtrain__bucket *b = first; b < end; b++)
-        DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
-    return dtrain__copy_host_values(strategy, true);
-}
-
-/* ---- Whole parameters -------------------------------------------------------------------------*/
-
-/* Make *whole storage i with its value whole, gathered as the shards have it if it has to be. Where
- * units travel rounded, a slot does not hold that: the bucket is brought in fp32, and forgotten. */
-DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
-                                                  dtrain_param *whole)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__entry *entry = &layout->entries[i];
-    const uint32_t b = entry->bucket;
-    *whole = strategy->params[i];
-    if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
-    whole->value = layout->buckets[b].values + entry->offset;
-    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) {
-        DTRAIN__TRY(dtrain__fetch(strategy, b));
-        return dtrain__gather_end(strategy, b);
-    }
-    DTRAIN__TRY(dtrain__evict(strategy, b));
-    DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
-    DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
-    return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
-}
-
-static bool dtrain__is_absent(const dtrain_strategy *strategy, uint32_t b)
-{
-    return b == DTRAIN__NONE || strategy->layout.buckets[b].presence == DTRAIN__ABSENT;
-}
-
-/* Note which units are here, or on their way, before whole parameters are read: those come through
- * the same slots. */
-DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
-{
-    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
-        dtrain__unit *unit = dtrain__unit_at(strategy, u);
-        unit->noted = !dtrain__is_absent(strategy, unit->trainable) ||
-                      !dtrain__is_absent(strategy, unit->frozen);
-    }
-}
-
-/* Bring back the units that reading has displaced: a tape, or a host, in whose hands one is counts
- * on its values. */
-DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
-{
-    for (size_t u = 0; u <= strategy->layout.unit_count && strategy->layout.shards.params; u++) {
-        dtrain__unit *unit = dtrain__unit_at(strategy, u);
-        if (!unit->noted) continue;
-        DTRAIN__TRY(dtrain__need_unit(strategy, unit));
-        if (unit->shown) dtrain__show_unit(strategy, unit, true);
-    }
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/strategy/hierarchy.c
- * ==============================================================================================*/
-
-/* Two levels of ranks
- *
- * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
- * that each rank exchanges only its slice, the hop, with its like in the other nodes:
- *
- *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
- *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
- *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
- *     NODE_GATHER       both slices               |  both slices                 inside a node
- *
- * Sharded buckets end in a reduce-scatter of the hop, and their values come back the same way. With
- * HYBRID_SHARD the levels are those of shards and of replicas: strategy/shards.c. */
-
-/* The ranks that exchange a bucket: between nodes those with the same slice. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
-                                              const dtrain__bucket *bucket)
-{
-    if (strategy->layout.node_ranks > 1) return strategy->groups[DTRAIN__ACROSS];
-    return bucket->sharded ? strategy->shard_comm : strategy->comm;
-}
-
-/* NODE_SCATTER: the hop of a bucket's gradients = its sum over this node. */
-DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
-                                 bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
-                                 DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
-                                 bucket->reduces);
-}
-
-/* NODE_GATHER: all slices of this node to all its ranks. */
-DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket)
-{
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
-                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
-                             bucket->reduces);
-}
-
-/* ---- Who is on which level --------------------------------------------------------------------*/
-
-/* Drop what is lossy when there is one node alone: with hierarchical it is for the way between
- * nodes. */
-DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
-{
-    if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
-    desc->reduce_dtype = DTRAIN_DTYPE_F32;
-    desc->compression = NULL;
-}
-
-/* Find how many consecutive ranks of a communicator are a node, when every node has as many;
- * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its
- * own node would not be what others see of theirs. */
-DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
-                                                 uint32_t *node_ranks)
-{
-    int64_t nodes[DTRAIN_MAX_RANKS]; /* of each rank */
-    const int ranks = dtrain_comm_size(comm);
-    dtrain_world_info own; /* emulated nodes count */
-    int size = 1;
-    dtrain_world_query(world, &own);
-    const int64_t mine = own.node;
-    DTRAIN__TRY(dtrain_all_gather(comm, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
-    while (size < ranks && nodes[size] == nodes[0]) size++;
-    *node_ranks = ranks % size ? 0 : (uint32_t)size;
-    for (int r = 1; r < ranks; r++) /* a node begins at every multiple of size, and nowhere else */
-        if ((nodes[r] == nodes[r - 1]) != (r % size != 0)) *node_ranks = 0;
-    return DTRAIN_OK;
-}
-
-/* Resolve node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
- * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
-static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
-{
-    dtrain_strategy_desc *desc = &strategy->desc;
-    const char *const call = "dtrain_strategy_create";
-    if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
-    if (!desc->node_size) {
-        uint32_t size;
-        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &size));
-        if (size == 0)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: node_size is 0, and the nodes of these %d ranks do not have as "
-                               "many ranks each, one node after another; set node_size to a number "
-                               "that divides %d, or start as many ranks on every node",
-                               call, ranks, ranks);
-        if (!desc->hierarchical && size == (uint32_t)ranks && ranks > 1)
-            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                               "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and "
-                               "replicates across nodes, but all ranks are on one; set node_size, "
-                               "or use DTRAIN_STRATEGY_FULL_SHARD",
-                               call);
-        desc->node_size = size;
-    }
-    if (desc->node_size <= (uint32_t)ranks && (uint32_t)ranks % desc->node_size == 0)
-        return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "%s: node_size %u does not divide %d ranks; every node must have as many",
-                       call, desc->node_size, ranks);
-}
-
-/* Decide who shares one copy of the model, and make the communicators. Each kind of step that
- * starts when another happens to be done has one of its own: in one, ranks could start them in
- * different orders. */
-DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
-{
-    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
-    const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
-    dtrain_strategy_desc *desc = &strategy->desc;
-    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
-    dtrain__resolve_levels(desc, ranks);
-    const dtrain_compression_desc *how = desc->compression;
-    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
-    const bool nodes = !replicas && size > 1 && size < ranks;
-    const bool rounds =
-        how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
-    const struct {
-        int group;
-        bool wanted, across; /* across nodes, or inside one */
-    } groups[] = {
-        {DTRAIN__NODE, nodes || replicas, false},
-        {DTRAIN__ACROSS, nodes || replicas, true},
-        {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
-        {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
-        {DTRAIN__FETCH, nodes && sharded, false},
-        {DTRAIN__SECOND, rounds && ranks > 1, true},
-    };
-    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
-        if (groups[i].wanted)
-            DTRAIN__TRY(dtrain_comm_split(strategy->comm,
-                                          groups[i].across ? rank % size : rank / size, rank,
-                                          &strategy->groups[groups[i].group]));
-    if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
-    else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
-        strategy->shard_comm = strategy->comm;
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/strategy/compression.c
- * ==============================================================================================*/
-
-/* Gradient compression
- *
- * Steps of a whole bucket's way that take the place of its all-reduce, see dtrain__choose_ways:
- *
- *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/topk.c
- *                 BALANCED     TOPK_TRADE,  TOPK_PUBLISH
- *     PowerSGD                 P,  Q                         strategy/powersgd.c
- *
- * With hierarchical the part of a bucket that this rank exchanges with other nodes, its hop, is a
- * slice; without nodes it is the bucket. The part of one parameter in the hop is a portion, and
- * each portion is compressed by itself, so that without nodes what is sent does not depend on how
- * parameters are put into buckets:
- *
- *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
- *     hop of ranks 0 and 2         | a               | b    |
- *     hop of ranks 1 and 3                                  | b          | c   |
- *
- * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced. In
- * the table of portions they follow those of their bucket that are compressed.
- *
- * A selection of K elements as it travels; portion p has its quota at places at(p) of both lists:
- *
- *     block   | values: K fp32, or K of 16 bits, padded | indices in the portion or region: K i32 |
- *
- * The quota of count elements is ratio * count, rounded to nearest, at least 1. BALANCED cuts every
- * portion in N regions of ceil(count / N), the last one shorter, and takes the quota of a whole
- * region from each. Where a selection would be larger than what it is selected from (the beginning
- * of a warm-up), the bucket goes masked: what is not selected as zeros, whole, with the same sums.
- *
- * Error feedback is exact: what a rank has taken from its gradient and residual together is what it
- * sends, after rounding, and the rest is its residual. So at any time, to rounding,
- *
- *     sum over ranks of residuals + N * sum of means so far = sum of all gradients so far
- *
- * (With nodes and fp16 residuals are of means over a node, and count G times.) */
-
-/* ---- How much is selected ---------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how)
-{
-    return how->kind == DTRAIN_COMPRESSION_TOPK &&
-           how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
-}
-
-/* Return the number of steps at the beginning that are not compressed. */
-DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
-{
-    return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
-}
-
-/* Return the largest share of all steps, which memory is made for. */
-static double dtrain__largest_ratio(const dtrain_compression_desc *how)
-{
-    return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
-}
-
-/* Return the number of elements that are selected of count. */
-DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
-{
-    const int64_t k = (int64_t)(ratio * (double)count + 0.5);
-    return k < 1 ? 1 : k < count ? k : count;
-}
-
-/* Count the elements of a block. */
-static int64_t dtrain__selection(const dtrain__sparse *sparse, double ratio)
-{
-    int64_t count = 0;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
-        count += dtrain__quota(ratio, at->region);
-    return count;
-}
-
-/* Count the 32-bit words of a block's values. */
-DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
-{
-    return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
-}
-
-/* Count the 32-bit words of a block: values, then indices. */
-DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
-{
-    return dtrain__value_words(layout, selected) + selected;
-}
-
-/* Return the share from which on a selection is larger than what it is selected from: whole, a
- * bucket is 2 words an element, over N; selected it is a block to everybody, once or twice. The
- * share does not depend on the bucket, so nor does what is sent. */
-DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
-{
-    const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
-    return dtrain__is_balanced(layout->compression) ? 8 / (2 * item)
-                                                    : 8 / (item * layout->hop_ranks);
-}
-
-/* ---- Layout -----------------------------------------------------------------------------------*/
-
-/* Decide how a portion is compressed; return true when it is dense. */
-static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__portion *portion)
-{
-    const dtrain_compression_desc *how = layout->compression;
-    const dtrain_param *p = &layout->params[portion->param];
-    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
-    portion->region = portion->count;
-    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return true;
-    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        portion->rows = p->shape[0];
-        portion->columns = p->count / p->shape[0];
-        return 2 * (portion->rows + portion->columns) * rank >= p->count;
-    }
-    if (portion->count > INT32_MAX) return true; /* indices have 32 bits */
-    if (!dtrain__is_balanced(how)) return false;
-    portion->region = (portion->count + regions - 1) / regions;
-    const int64_t last = portion->count - (regions - 1) * portion->region;
-    return last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
-}
-
-/* Append the portions of a bucket that are dense, or those that are not: the parts of its
- * parameters that lie in this rank's hop. */
-static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *bucket, bool dense)
-{
-    dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)layout->compression->powersgd_rank;
-    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
-        dtrain__portion *portion = sparse->end;
-        memset(portion, 0, sizeof *portion);
-        portion->param = i;
-        portion->count = dtrain__overlap(layout, bucket, i, bucket->hop_first, bucket->hop_count,
-                                         &portion->first);
-        if (portion->count <= 0 || dtrain__portion_is_dense(layout, portion) != dense) continue;
-        sparse->end++;
-        if (dense) {
-            portion->at = sparse->dense_count;
-            sparse->dense_count += portion->count;
-        } else if (portion->rows) {
-            portion->p_at = sparse->p_count;
-            portion->q_at = sparse->q_count;
-            sparse->p_count += portion->rows * rank;
-            sparse->q_count += portion->columns * rank;
-        } else {
-            const double ratio = dtrain__largest_ratio(layout->compression);
-            sparse->largest = dtrain__max(sparse->largest, dtrain__quota(ratio, portion->count));
-        }
-    }
-}
-
-/* Cut all buckets of a layout into portions. */
-DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
-                                                      const dtrain_allocator *a)
-{
-    /* one more than are used: the next place is written before it is known to be needed */
-    layout->portions = (dtrain__portion *)dtrain__alloc(
-        a, layout->count + 1, sizeof *layout->portions, "portions of parameters");
-    layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
-                                                     "compressed buckets");
-    if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
-    const double largest = dtrain__largest_ratio(layout->compression);
-    const double masked = dtrain__masked_share(layout);
-    dtrain__portion *next = layout->portions;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__bucket *bucket = &layout->buckets[b];
-        dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
-        sparse->portions = sparse->end = next;
-        dtrain__lay_portions(layout, bucket, false);
-        sparse->dense = sparse->end;
-        dtrain__lay_portions(layout, bucket, true);
-        next = sparse->end;
-        sparse->room = dtrain__selection(sparse, largest < masked ? largest : masked);
-    }
-    return DTRAIN_OK;
-}
-
-/* Carve the memory of all buckets out of the buffers. */
-DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
-{
-    const dtrain_compression_desc *how = layout->compression;
-    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
-    const bool scratch = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32 ||
-                         dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
-    layout->state_bytes = 0;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        dtrain__sparse *sparse = layout->buckets[b].sparse;
-        const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
-        const int64_t picks = topk && scratch ? sparse->largest : 0;
-        const int64_t kept = sparse->largest || sparse->q_count ? layout->buckets[b].hop_count : 0;
-        if (!how->no_error_feedback)
-            sparse->residual = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
-        if (how->topk_momentum > 0) sparse->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
-        layout->state_bytes +=
-            4 * (uint64_t)(kept * (!how->no_error_feedback + (how->topk_momentum > 0)) +
-                           sparse->q_count);
-        sparse->packed =
-            dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count);
-        sparse->q = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
-        sparse->q_seed = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
-        if (topk) sparse->in = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
-        if (dtrain__is_balanced(how))
-            sparse->out = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
-        sparse->values = dtrain__carve(layout, DTRAIN__BUFFERS, picks);
-        sparse->indices = (int32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, picks);
-        for (dtrain__portion *at = sparse->portions; at < sparse->dense && !topk; at++) {
-            at->p = dtrain__after(sparse->packed, sparse->dense_count + at->p_at);
-            at->q = dtrain__after(sparse->q, at->q_at);
-        }
-    }
-}
-
-/* Count the bytes that this rank sends for a bucket when compression is in full force. */
-DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
-                                                 const dtrain__bucket *bucket)
-{
-    const dtrain_compression_desc *how = layout->compression;
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int ranks = layout->hop_ranks;
-    const uint64_t dense =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
-                     layout->desc->reduce_dtype, ranks);
-    if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
-        return dense +
-               dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
-    if ((double)how->topk_ratio >= dtrain__masked_share(layout))
-        return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
-                                    DTRAIN_DTYPE_F32, ranks);
-    const int64_t selected = dtrain__selection(sparse, (double)how->topk_ratio);
-    const uint64_t once =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
-                     DTRAIN_DTYPE_F32, ranks);
-    return dense + (dtrain__is_balanced(how) ? 2 * once : once);
-}
-
-/* ---- Dense portions ---------------------------------------------------------------------------*/
-
-/* Pack the dense portions of a bucket as they travel and start their all-reduce; behind them lie
- * `more` other elements that are packed already. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                                  int64_t more, dtrain_work **work)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++)
-        DTRAIN__TRY(dtrain__convert(
-            strategy, at->count, bucket->grads + at->first, DTRAIN_DTYPE_F32,
-            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
-    if (sparse->dense_count + more == 0) return DTRAIN_OK;
-    dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->packed, sparse->packed,
-                             (size_t)(sparse->dense_count + more), dtype,
-                             dtrain__level_op(strategy, bucket), work);
-}
-
-/* Bring the dense portions back to their places: their means. */
-DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
-    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++) {
-        float *grad = bucket->grads + at->first;
-        DTRAIN__TRY(
-            dtrain__convert(strategy, at->count,
-                            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype),
-                            dtype, grad, DTRAIN_DTYPE_F32));
-        DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, at->count));
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- State ------------------------------------------------------------------------------------*/
-
-/* Start a portion's Q with random directions, the same on every rank. */
-static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
-                                    const dtrain__portion *portion)
-{
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    const int64_t count = portion->columns * rank;
-    dtrain_orthogonalize_args args = {portion->columns, rank, sparse->q_seed + portion->q_at};
-    dtrain_param q = strategy->params[portion->param];
-    q.init = DTRAIN_INIT_NORMAL;
-    q.init_scale = 1;
-    q.init_count = 0;
-    DTRAIN__TRY(
-        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, args.x));
-    DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
-    return dtrain_device_copy(strategy->device, portion->q, args.x, (size_t)count * sizeof(float));
-}
-
-/* List what compression keeps, for dtrain_strategy_compression, and start it. */
-DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    if (!layout->compression) return DTRAIN_OK;
-    strategy->states = (dtrain_compression_state *)dtrain__alloc(
-        &strategy->allocator, strategy->param_count, sizeof *strategy->states,
-        "states of compression");
-    if (!strategy->states) return DTRAIN_ERROR_MEMORY;
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        const dtrain__sparse *sparse = bucket->sparse;
-        for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-            dtrain_compression_state *state = &strategy->states[strategy->state_count++];
-            state->param = &strategy->params[at->param];
-            state->offset = at->first - layout->entries[at->param].offset;
-            state->count = at->count;
-            state->residual = dtrain__after(sparse->residual, at->first - bucket->hop_first);
-            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->hop_first);
-            state->q = at->q;
-            state->q_rows = at->columns;
-            if (at->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, at));
-        }
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
-                                                     const dtrain_compression_state **states,
-                                                     size_t *count)
-{
-    if (states) *states = NULL;
-    if (count) *count = 0;
-    if (!strategy || !states || !count)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_compression: strategy, states or count is NULL");
-    *states = strategy->states;
-    *count = strategy->state_count;
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/strategy/topk.c
- * ==============================================================================================*/
-
-/* Top-k: selecting and exchanging
- *
- * A step of a bucket that is compressed with DTRAIN_COMPRESSION_TOPK: select, exchange selections,
- * add them up. The rest stays in the residual, which dtrain_device_ops.topk takes care of.
- *
- *     ALL_GATHER   select of everything     all-gather         add all ranks' blocks
- *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
- *                  select of the sum        all-gather         add all regions' blocks */
-
-/* Decide how much of each portion is selected in this step, and where it stands in a block. The
- * share falls geometrically from warmup_ratio to topk_ratio once the steps without compression are
- * over. */
-static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain_compression_desc *how = layout->compression;
-    const uint64_t step = strategy->sync_count - dtrain__dense_steps(how);
-    double ratio = (double)how->topk_ratio;
-    dtrain__sparse *sparse = bucket->sparse;
-    if (step < how->warmup_steps) {
-        const double begin = (double)how->warmup_ratio;
-        ratio = begin * pow(ratio / begin, (double)step / (double)how->warmup_steps);
-    }
-    sparse->masked = ratio >= dtrain__masked_share(layout);
-    sparse->selected = 0;
-    for (dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        at->quota = dtrain__quota(ratio, sparse->masked ? at->count : at->region);
-        at->at = sparse->selected;
-        sparse->selected += at->quota;
-    }
-}
-
-/* A place in a block, as memory. */
-typedef struct dtrain__picks {
-    float *values; /* fp32 */
-    uint16_t *low; /* what travels in their place, or NULL */
-    int32_t *indices;
-} dtrain__picks;
-
-/* Find the place of a portion's selection in the block at `words`. */
-static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
-                                      const dtrain__portion *portion, uint32_t *words)
-{
-    const bool low = dtrain__reduces_low(strategy);
-    uint32_t *indices = words + dtrain__value_words(&strategy->layout, sparse->selected);
-    dtrain__picks picks;
-    picks.values = low ? sparse->values : (float *)(void *)words + portion->at;
-    picks.low = low ? (uint16_t *)(void *)words + portion->at : NULL;
-    picks.indices = (int32_t *)(void *)indices + portion->at;
-    return picks;
-}
-
-static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, int64_t k,
-                                     float scale, const dtrain__picks *picks, float *out)
-{
-    dtrain_scatter_add_args args = {count, k, scale, picks->values, picks->indices, out};
-    return strategy->device->ops->scatter_add(strategy->device, &args);
-}
-
-/* Select the quota of elements [offset, offset + count) of a portion, from gradient and residual
- * together, and round it to what travels; what rounding takes away goes back to the residual. */
-static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                    const dtrain__portion *portion, int64_t offset, int64_t count,
-                                    bool with_velocity, const dtrain__picks *picks)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t at = portion->first - bucket->hop_first + offset, k = portion->quota;
-    const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
-    float *residual = dtrain__after(sparse->residual, at);
-    float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
-    dtrain_topk_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.k = k;
-    args.x = bucket->grads + portion->first + offset;
-    args.residual = residual;
-    args.values = picks->values;
-    args.indices = picks->indices;
-    args.velocity = velocity;
-    args.momentum = strategy->layout.compression->topk_momentum;
-    DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
-    if (!picks->low) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, f32, picks->low, dtype));
-    if (residual) DTRAIN__TRY(dtrain__scatter(strategy, count, k, 1, picks, residual));
-    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, f32));
-    return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
-}
-
-/* Count the elements of region r; all of a portion without regions. */
-static int64_t dtrain__region_count(const dtrain__portion *portion, int r)
-{
-    return dtrain__min(portion->region, portion->count - r * portion->region);
-}
-
-/* Clear the gradients of a portion, to which selections will be added. */
-static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                          const dtrain__portion *portion)
-{
-    return strategy->device->ops->zero(strategy->device, bucket->grads + portion->first,
-                                       (size_t)portion->count * sizeof(float));
-}
-
-/* Return the factor of a selected value in the mean. */
-static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->hop_ranks);
-}
-
-/* Send a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
-static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    dtrain__sparse *sparse = bucket->sparse;
-    float *hop = bucket->grads + bucket->hop_first;
-    const dtrain__picks picks = {
-        sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        DTRAIN__TRY(dtrain__select(strategy, bucket, at, 0, at->count, true, &picks));
-        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
-        DTRAIN__TRY(dtrain__scatter(strategy, at->count, at->quota, dtrain__term(strategy, bucket),
-                                    &picks, bucket->grads + at->first));
-    }
-    dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
-                             (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
-                             bucket->reduces);
-}
-
-/* ---- Exchanging ------------------------------------------------------------------------*/
-
-/* Select of region r of every portion, or of all of it, into a block. */
-static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
-                                          bool with_velocity, uint32_t *words)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, words);
-        DTRAIN__TRY(dtrain__select(strategy, bucket, at, r * at->region,
-                                   dtrain__region_count(at, r), with_velocity, &picks));
-    }
-    return DTRAIN_OK;
-}
-
-/* Clear the gradients and add all blocks to them, in rank order: block r to region `region`, or
- * where that is negative to region r. */
-static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                        int region, float scale, uint32_t *blocks)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
-        for (int r = 0; r < strategy->layout.hop_ranks; r++) {
-            const int to = region < 0 ? r : region;
-            const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, blocks + r * words);
-            if (picks.low)
-                DTRAIN__TRY(dtrain__convert(strategy, at->quota, picks.low,
-                                            strategy->desc.reduce_dtype, picks.values,
-                                            DTRAIN_DTYPE_F32));
-            DTRAIN__TRY(dtrain__scatter(strategy, dtrain__region_count(at, to), at->quota, scale,
-                                        &picks, bucket->grads + at->first + to * at->region));
-        }
-    }
-    return DTRAIN_OK;
-}
-
-/* ALL_GATHER: everybody's selection to everybody. BALANCED: the largest of every region to its
- * owner ... */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__sparse *sparse = bucket->sparse;
-    dtrain_comm *comm = dtrain__hop_comm(strategy, bucket);
-    dtrain__plan_selection(strategy, bucket);
-    DTRAIN__TRY(dtrain__dense_begin(strategy, bucket, 0, &bucket->reduces[1]));
-    if (sparse->masked) return dtrain__masked_start(strategy, bucket);
-    const int64_t words = dtrain__block_words(layout, sparse->selected);
-    if (words == 0) return DTRAIN_OK;
-    if (dtrain__is_balanced(layout->compression)) {
-        for (int r = 0; r < layout->hop_ranks; r++)
-            DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
-        dtrain__label(strategy, bucket, "top-k of bucket");
-        return dtrain_all_to_all(comm, sparse->out, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
-                                 bucket->reduces);
-    }
-    uint32_t *own = sparse->in + layout->hop_rank * words;
-    DTRAIN__TRY(dtrain__select_block(strategy, bucket, 0, true, own));
-    dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_gather(comm, own, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
-                             bucket->reduces);
-}
-
-/* ALL_GATHER: all blocks make the mean. BALANCED: the owner adds up, in rank order, where its
- * region of the gradients was ... */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const bool balanced = dtrain__is_balanced(layout->compression);
-    if (!bucket->sparse->masked)
-        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, balanced ? layout->hop_rank : 0,
-                                       balanced ? 1 : dtrain__term(strategy, bucket),
-                                       bucket->sparse->in));
-    return dtrain__dense_end(strategy, bucket);
-}
-
-/* ... and sends everybody the largest of that. Sum and residual are one: what is left of both is
- * the owner's new residual. */
-DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    const int rank = strategy->layout.hop_rank;
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
-    uint32_t *own = sparse->out + rank * words;
-    if (sparse->masked || words == 0) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain__select_block(strategy, bucket, rank, false, own));
-    dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__SECOND], own, sparse->out, (size_t)words,
-                             DTRAIN_DTYPE_I32, bucket->reduces);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy,
-                                                       dtrain__bucket *bucket)
-{
-    if (bucket->sparse->masked) return DTRAIN_OK;
-    return dtrain__add_blocks(strategy, bucket, -1, dtrain__term(strategy, bucket),
-                              bucket->sparse->out);
-}
-
-/* ================================================================================================
- * src/strategy/powersgd.c
- * ==============================================================================================*/
-
-/* PowerSGD
- *
- *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
- *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
- *
- * All ranks orthogonalise the same P to the same bits. A column of P that the others span is zero,
- * and so its Q, which would be zero for ever after: a gradient that was zero once would never be
- * sent again. So a trace of the first Q is added to every Q. It decides the direction of what is
- * zero, and is nothing beside anything else. */
-
-#define DTRAIN__TRACE 1e-20f
-
-/* Compute the rows of c (m, n) = a b, all three packed. */
-static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
-                                     int64_t n, int64_t k, const float *a, const float *b, float *c)
-{
-    dtrain_gemm_args args;
-    memset(&args, 0, sizeof args);
-    args.flags = flags;
-    args.m = m;
-    args.n = n;
-    args.k = k;
-    args.alpha = 1;
-    args.a = a;
-    args.b = b;
-    args.c = c;
-    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
-    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
-    args.ldc = n;
-    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
-    return strategy->device->ops->gemm(strategy->device, &args);
-}
-
-/* Add factor * x to y (count elements each). */
-static dtrain_result dtrain__add_scaled(dtrain_strategy *strategy, int64_t count, float factor,
-                                        const float *x, float *y)
-{
-    dtrain_axpby_args args;
-    memset(&args, 0, sizeof args);
-    args.count = count;
-    args.accumulate = true;
-    args.a = factor;
-    args.b = 1;
-    args.x = x;
-    args.y = y;
-    args.dtype = DTRAIN_DTYPE_F32;
-    return strategy->device->ops->axpby(strategy->device, &args);
-}
-
-/* Return M (rows, columns): the residual, to which the gradient is added, or without error feedback
- * the gradient itself. */
-static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
-{
-    if (!bucket->sparse->residual) return bucket->grads + portion->first;
-    return bucket->sparse->residual + portion->first - bucket->hop_first;
-}
-
-/* Make P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
-DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const dtrain_device_ops *ops = strategy->device->ops;
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    if (sparse->q_count)
-        DTRAIN__TRY(dtrain__add_scaled(strategy, sparse->q_count, DTRAIN__TRACE, sparse->q_seed,
-                                       sparse->q));
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        float *m = dtrain__matrix(bucket, at);
-        dtrain_add_args add = {at->count, bucket->grads + at->first, m,
-                               m,         DTRAIN_DTYPE_F32,          DTRAIN_DTYPE_F32};
-        if (sparse->residual) DTRAIN__TRY(ops->add(strategy->device, &add));
-        DTRAIN__TRY(dtrain__product(strategy, 0, at->rows, rank, at->columns, m, at->q, at->p));
-    }
-    return dtrain__dense_begin(strategy, bucket, sparse->p_count, bucket->reduces);
-}
-
-/* Orthonormalise the columns of the mean P. */
-DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        dtrain_orthogonalize_args args = {at->rows, rank, at->p};
-        DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
-    }
-    return dtrain__dense_end(strategy, bucket);
-}
-
-/* Make Q = M^T P. */
-DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
-        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_A, at->columns, rank, at->rows,
-                                    dtrain__matrix(bucket, at), at->p, at->q));
-    if (sparse->q_count == 0) return DTRAIN_OK;
-    dtrain__label(strategy, bucket, "PowerSGD of bucket");
-    return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
-                             (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
-                             bucket->reduces);
-}
-
-/* Make the gradient that P and the mean Q say; what they leave of M is the residual. */
-DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
-    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
-        float *grad = bucket->grads + at->first, *m = dtrain__matrix(bucket, at);
-        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, at->rows, at->columns, rank,
-                                    at->p, at->q, grad));
-        if (sparse->residual) DTRAIN__TRY(dtrain__add_scaled(strategy, at->count, -1, grad, m));
-    }
-    return DTRAIN_OK;
-}
-
-/* ================================================================================================
- * src/strategy/offload.c
- * ==============================================================================================*/
-
-/* Offload
- *
- * A shard that is kept in host memory has another home (dtrain__home) than device memory; all that
- * the roads of gradients and values know of it is the calls of that table.
- *
- *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
- *     down                            | put shard of 2       | put shard of 1 ...
- *     CPU                             (add it, in later micro-batches)          | norm | update
- *     up                                                                        | new values
- *
- * A copy to the host is queued behind what compute has queued, and compute waits for it before the
- * buffer it reads is made anew (vacate). The shard of a later micro-batch arrives in one of two
- * bounce buffers, the landings, and is added when that landing is wanted again, or at the end of
- * the backward (settle). */
-
-/* Order two streams: work queued on `later` from now on comes after all that is queued on
- * `earlier` so far. */
-static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
-                                           dtrain_stream *earlier)
-{
-    dtrain_device *device = strategy->device;
-    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, strategy->offload.order, earlier));
-    return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
-}
-
-/* Hold the host up until the event has happened, at most until the deadline. A dead rank is the
- * communicator's to report. */
-static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
-{
-    dtrain_device *device = strategy->device;
-    dtrain__wait wait = dtrain__wait_begin();
-    for (;;) {
-        bool done = true;
-        DTRAIN__TRY(DTRAIN__ORDER(device, event_query, event, &done));
-        if (done) return DTRAIN_OK;
-        if (device->while_waiting) DTRAIN__TRY(device->while_waiting(device->waiting_user));
-        (void)dtrain__wait_turn(strategy->world, &wait);
-        if (wait.waited_ns >= strategy->world->timeout_ns)
-            return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
-                               "the device did not finish the work before a copy to the host in "
-                               "%.1f s",
-                               1e-9 * (double)strategy->world->timeout_ns);
-    }
-}
-
-/* ---- The home of a shard in host memory -------------------------------------------------------*/
-
-/* Add what has arrived in a landing to the shard that it is of. */
-static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
-{
-    dtrain__offload *offload = &strategy->offload;
-    dtrain__bucket *bucket = offload->landed[i];
-    if (!bucket) return DTRAIN_OK;
-    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
-                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
-    offload->landed[i] = NULL;
-    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
-    return offload->cpu->ops->add(offload->cpu, &add);
-}
-
-/* Put or add a result (device memory) to grad_shard, soon. */
-static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
-                                      const float *result, bool add)
-{
-    dtrain__offload *offload = &strategy->offload;
-    dtrain_device *device = strategy->device;
-    const uint32_t i = offload->turn;
-    const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
-    if (bytes == 0) return DTRAIN_OK;
-    if (add) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    float *to = add ? strategy->layout.landing[i] : bucket->grad_shard;
-    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
-    DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
-                                        offload->down));
-    if (!add) return DTRAIN_OK;
-    offload->landed[i] = bucket;
-    offload->turn = 1 - i;
-    return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
-}
-
-/* Bring what the micro-batches have summed up back to the device, for the other replicas. */
-static dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum)
-{
-    for (uint32_t i = 0; i < 2; i++)
-        if (strategy->offload.landed[i] == bucket) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    return strategy->device->ops->copy_async(strategy->device, sum, bucket->grad_shard,
-                                             (size_t)bucket->shard_count * sizeof(float),
-                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
-}
-
-static dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
-{
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
-}
-
-/* End a backward: the buffers are free, and after the last one the shards are complete. */
-static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
-{
-    dtrain__offload *offload = &strategy->offload;
-    dtrain_device *device = strategy->device;
-    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
-    DTRAIN__TRY(dtrain__host_vacate(strategy));
-    if (strategy->more) return DTRAIN_OK;
-    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
-    return dtrain__event_await(strategy, offload->arrived[0]);
-}
-
-/* Copy a value shard to its place among the gathered values; behind those that used the slot, and
- * before the collective. */
-static dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
-{
-    return strategy->device->ops->copy_async(
-        strategy->device, bucket->values + bucket->shard_first, bucket->value_shard,
-        (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
-}
-
-static const dtrain__home dtrain__homes[] = {
-    {false, NULL, NULL, NULL, NULL, NULL},
-    {true, dtrain__host_put, dtrain__host_get, dtrain__host_vacate, dtrain__host_settle,
-     dtrain__host_bring},
-};
-
-DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host) { return &dtrain__homes[host]; }
-
-/* ---- Life -------------------------------------------------------------------------------------*/
-
-/* Make the CPU device, streams and events, if anything is offloaded. */
-DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
-{
-    dtrain__offload *offload = &strategy->offload;
-    dtrain_device *device = strategy->device;
-    dtrain_device_desc cpu;
-    if (!strategy->desc.offload) return DTRAIN_OK;
-    memset(&cpu, 0, sizeof cpu);
-    cpu.thread_count = strategy->world->threads;
-    cpu.oversubscribed = strategy->world->oversubscribed;
-    cpu.allocator = strategy->allocator;
-    DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
-    DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->down));
-    DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->up));
-    DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->order));
-    for (int i = 0; i < 2; i++)
-        DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->arrived[i]));
-    return DTRAIN_OK;
-}
-
-/* Wait and free: copies still queued use the memory that is freed next. */
-DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
-{
-    dtrain__offload *offload = &strategy->offload;
-    dtrain_device *device = strategy->device;
-    if (!offload->cpu) return;
-    device->ops->synchronize(device);
-    for (int i = 0; i < 2; i++)
-        if (offload->arrived[i]) device->ops->event_destroy(device, offload->arrived[i]);
-    if (offload->order) device->ops->event_destroy(device, offload->order);
-    if (offload->up) device->ops->stream_destroy(device, offload->up);
-    if (offload->down) device->ops->stream_destroy(device, offload->down);
-    dtrain_device_destroy(offload->cpu);
-    offload->cpu = NULL;
-}
-
-/* ---- An update in host memory -----------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy)
-{
-    return strategy->offload.cpu;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy)
-{
-    return dtrain__stream_follow(strategy, strategy->offload.down, NULL);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy)
-{
-    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
-                                                  const float *from, int64_t count)
-{
-    dtrain_device *device = strategy->device;
-    const dtrain__offload *offload = &strategy->offload;
-    if (to)
-        DTRAIN__TRY(device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
-                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
-    return DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
-{
-    return dtrain__event_await(strategy, strategy->offload.arrived[turn]);
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
-                                                const float *from, int64_t count)
-{
-    dtrain_device *device = strategy->device;
-    return device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
-                                   DTRAIN_COPY_HOST_TO_DEVICE, strategy->offload.up);
-}
-
-/* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that
- * includes a master copy of values that are on the device, and *stage grows to what one of the two
- * stages needs for gradients that are: a piece of them, or with `whole` all. */
-DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
-                                              bool whole, int64_t *stage)
-{
-    const bool offload = layout->desc->offload != 0;
-    int64_t offset, count;
-    if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
-    const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
-    const bool master = offload && !bucket->value_home->host;
-    const int64_t padded = dtrain__padded(count);
-    if (offload && !bucket->grad_home->host)
-        *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
-    return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
 }
 
 /* ================================================================================================
@@ -17003,345 +14713,2679 @@ DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64
 }
 
 /* ================================================================================================
- * src/strategy/params.c
+ * src/strategy/road.c
  * ==============================================================================================*/
 
-/* Parameters, units, buckets
+/* The road of a gradient: ready, launch, reduce, finish, publish
  *
- * Registration turns the host's array into three tables: what each entry is (dtrain__entry), which
- * gradients travel together (dtrain__bucket), and what all ranks must have in common (a line of
- * text per parameter, compared by hash).
+ * DDP is the worked example: what it does in a step is in this file, and the numbers of the drawing
+ * stand at the stations below. The other kinds take the same road with other steps at 3, one file a
+ * step in ways/, chosen in ways.c; sharded values come and go in gather.c.
  *
- *     params    0 wte    1 w1     2 b1     3 head          registration = forward order
- *     storage   0        1        2        0               head is an alias of wte
+ *       the tape or the host        on this rank                         among the ranks
  *
- *     gradient region, one allocation, cut in buckets in launch order:
- *         | b1 ... pad | w1 ........ pad |  | wte .................... pad |
- *         |<---- bucket 0 (capped) ----->|  |<---------- bucket 1 -------->|
+ *     1 dtrain_strategy_ready(p)    dtrain__mark: count p in its bucket
+ *     2                             dtrain__launch_buckets: every bucket that is complete, if
+ *                                   those before it have been launched
+ *     3                             dtrain__reduce_start: begin of the   all-reduce of the bucket,
+ *                                   way's first step                     under way from here on
+ *       backward of the next layer
+ *       dtrain_strategy_ready(q)    ... dtrain__progress: what is done   all-reduce done
+ *                                   goes on with the way's next step
+ *     4 dtrain_strategy_finish      dtrain__close_buckets: fill what
+ *                                   was not marked; 2 and 3 for the rest
+ *                                   dtrain__reduce_until: wait           gradients are the mean
+ *                                   weights.c: of samples, not of ranks  all-reduce of weights
+ *       clipping, optimizer         on what dtrain_strategy_shards lists
+ *     5 dtrain_strategy_publish     DDP: nothing to do                   all-gather of shards
  *
- * Gradients become final in reverse forward order, so buckets are filled from the last parameter to
- * the first. A tied gradient is final when its last use, the first entry of the group, is done: it
- * travels at that entry's place. Every gradient starts on a cache line; padding is zero and stays
- * zero under the mean, so it costs bytes but never bits. */
+ * Why it cannot deadlock: the collectives of a backward are buckets 0, 1, 2, ... on every rank, in
+ * whatever order it calls ready, and starting one never waits. A bucket that is complete too early
+ * waits for those before it. A bucket's later steps start when its earlier ones happen to be done,
+ * but each kind of step has a communicator of its own, and there buckets go in their order.
+ *
+ * Why the bits depend neither on the kind nor on overlap, bucket size or copying: each element is
+ * the sum over the ranks, in rank order, times 1/N, wherever it lies. (Between nodes the order is
+ * another: HYBRID_SHARD has its own bits.) */
 
-DTRAIN__PRIVATE int dtrain__param_dims(const dtrain_param *p)
+/* ---- Before a backward ------------------------------------------------------------------------*/
+
+/* Set the state between two backwards, and between two steps. Work buffers have been emptied: the
+ * next backward overwrites them. Whole gradients go on until the step ends. */
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
-    int dims = 0;
-    while (dims < 4 && p->shape[dims]) dims++;
-    return dims;
-}
-
-/* FNV-1a (Fowler, Noll, Vo), 64 bits. */
-DTRAIN__PRIVATE uint64_t dtrain__fnv1a(uint64_t hash, const void *bytes, size_t count)
-{
-    const unsigned char *at = (const unsigned char *)bytes;
-    for (size_t i = 0; i < count; i++) hash = (hash ^ at[i]) * 0x100000001b3u;
-    return hash;
-}
-
-/* ---- Checking what the host registered --------------------------------------------------------*/
-
-DTRAIN__PRINTF(3, 4)
-DTRAIN__PRIVATE dtrain_result dtrain__param_fail(const dtrain_param *p, size_t index,
-                                                 const char *format, ...)
-{
-    char text[512];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                       "dtrain_strategy_create: parameter %zu (\"%.100s\"): %s", index,
-                       p->name ? p->name : "", text);
-}
-
-/* Make count and shape agree; the host may have left either to the other. */
-static dtrain_result dtrain__resolve_shape(dtrain_param *p, size_t index)
-{
-    const int dims = dtrain__param_dims(p);
-    size_t product = dims ? 1 : (size_t)p->count, bytes;
-    bool fits = true;
-    if (p->count < 0) return dtrain__param_fail(p, index, "count is %lld", (long long)p->count);
-    if (!dims && !p->count && !p->alias_of)
-        return dtrain__param_fail(p, index, "count and shape are 0; give one of them");
-    for (int d = 0; d < 4; d++) {
-        if (p->shape[d] < 0 || (d >= dims && p->shape[d]))
-            return dtrain__param_fail(p, index,
-                                      "shape (%lld, %lld, %lld, %lld) must be positive sizes "
-                                      "followed by zeros",
-                                      (long long)p->shape[0], (long long)p->shape[1],
-                                      (long long)p->shape[2], (long long)p->shape[3]);
-        if (d < dims) fits = fits && dtrain__size_mul(product, (size_t)p->shape[d], &product);
+    dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket =
+            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        entry->marked = false;
+        if (step_done) entry->seen = false;
+        entry->pending = entry->uses;
+        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
     }
-    if (!fits || !dtrain__size_mul(product, sizeof(float), &bytes) || bytes > SIZE_MAX / 4)
-        return dtrain__param_fail(p, index, "it has more elements than memory can hold");
-    if (dims == 0) p->shape[0] = p->count;
-    if (p->count == 0) p->count = (int64_t)product;
-    if ((size_t)p->count == product) return DTRAIN_OK;
-    return dtrain__param_fail(p, index, "count is %lld, its shape has %zu elements",
-                              (long long)p->count, product);
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].pending = layout->buckets[b].uses;
+        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
+    }
+    strategy->launched = strategy->oldest = strategy->marked_count = 0;
+    strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
+    strategy->accumulated = !step_done;
+    strategy->entered = false;
+    strategy->weight = 1;
+    if (step_done) strategy->weights = 0;
+    if (step_done) strategy->passes = 0;
+    if (step_done) dtrain__choose_ways(strategy);
 }
 
-/* The storage of an alias is that of an earlier entry: chains end, and are resolved in one
- * pass. An alias without a shape takes its target's. */
-static dtrain_result dtrain__resolve_alias(dtrain_param *params, size_t index)
+/* ---- 1. Ready ---------------------------------------------------------------------------------*/
+
+/* Does this bucket travel in this backward? Gradients of which a rank keeps a shard do in every
+ * one; whole ones add up, on each rank by itself, until the step's last. So grad_written, and where
+ * a host's own gradient lies, concern this rank alone. */
+static bool dtrain__travels(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
 {
-    dtrain_param *p = &params[index];
-    const uintptr_t distance = (uintptr_t)p->alias_of - (uintptr_t)params;
-    if (distance % sizeof *p || distance / sizeof *p >= index)
-        return dtrain__param_fail(p, index,
-                                  "alias_of must point to an earlier entry of the same array");
-    dtrain_param *storage = p->alias_of->state.storage;
-    if (p->count == 0 && p->shape[0] == 0) {
-        p->count = storage->count;
-        memcpy(p->shape, storage->shape, sizeof p->shape);
-    }
-    if (p->count != storage->count)
-        return dtrain__param_fail(
-            p, index, "it has %lld elements, \"%.100s\" that it is an alias of has %lld",
-            (long long)p->count, storage->name, (long long)storage->count);
-    if ((p->value && p->value != storage->value) || (p->grad && p->grad != storage->grad))
-        return dtrain__param_fail(p, index,
-                                  "an alias shares value and grad of its target: leave its "
-                                  "own pointers NULL");
-    if (p->group && p->group != storage->group)
-        return dtrain__param_fail(p, index,
-                                  "its group is %u, that of \"%.100s\" that it is an alias of %u: "
-                                  "they are one parameter; leave it 0",
-                                  (unsigned)p->group, storage->name, (unsigned)storage->group);
-    p->state.storage = storage;
-    p->state.next = storage->state.next;
-    storage->state.next = p;
+    return bucket->trainable && (bucket->work || !strategy->more);
+}
+
+/* Copy a storage's own gradient to its place in the bucket, or back; nothing to do when it lives
+ * there. */
+static dtrain_result dtrain__move_grad(dtrain_strategy *strategy, const dtrain_param *storage,
+                                       bool back)
+{
+    const dtrain__entry *entry = &strategy->layout.entries[storage->state.index];
+    float *place = strategy->layout.buckets[entry->bucket].grads + entry->offset;
+    const size_t bytes = (size_t)storage->count * sizeof(float);
+    if (storage->grad == place || bytes == 0) return DTRAIN_OK;
+    return dtrain_device_copy(strategy->device, back ? storage->grad : place,
+                              back ? place : storage->grad, bytes);
+}
+
+/* Tell whether units are walked in backward (dtrain__walk_back). Then a unit's gradients are
+ * launched in the turn of the next unit, and what belongs to none in finish: a rank that launched a
+ * bucket as soon as it is complete would be ahead of one that has to close it. */
+DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy)
+{
+    return strategy->layout.shards.params || strategy->layout.shards.grads;
+}
+
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end);
+
+/* Count a final gradient, in constant time: three counters tell what became final, no list is
+ * searched. */
+static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
+{
+    dtrain__layout *layout = &strategy->layout;
+    dtrain_param *storage = strategy->params[index].state.storage;
+    dtrain__entry *entry = &layout->entries[index];
+    dtrain__entry *place = &layout->entries[storage->state.index];
+    dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    entry->marked = true;
+    strategy->marked_count++;
+    bucket->pending--;
+    if (--place->pending == 0 && dtrain__travels(strategy, bucket))
+        DTRAIN__TRY(dtrain__move_grad(strategy, storage, false));
+    if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
+    return dtrain__progress(strategy);
+}
+
+/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
+ * finish. */
+DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
+{
+    return strategy->marked_count || strategy->backward != DTRAIN__NONE;
+}
+
+/* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
+ * its own from dtrain_strategy_gather to the gather of another unit. */
+static dtrain_result dtrain__check_mark(const dtrain_strategy *strategy, size_t index)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[index];
+    const dtrain__bucket *bucket = entry->trainable ? &layout->buckets[entry->bucket] : NULL;
+    const char *why = NULL;
+    if (!bucket) why = "is frozen";
+    else if (entry->marked)
+        why = "is marked twice in one backward; call dtrain_strategy_finish between two";
+    else if (entry->bucket < strategy->launched)
+        why = "is marked after another unit was gathered, which ended its own unit's backward";
+    else if (bucket->work && bucket->unit != DTRAIN__NONE && bucket->unit != strategy->backward)
+        why = "is marked outside its unit's backward; call dtrain_strategy_gather with "
+              "DTRAIN_PASS_BACKWARD before";
+    if (!why) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE, "dtrain_strategy_ready: parameter %zu (\"%.100s\") %s",
+                       index, strategy->params[index].name, why);
+}
+
+/* From now on grad holds a part of this step's gradient: the tape says so at its first write, ready
+ * for a host with its own backward; dtrain__rewind takes it back when the gradient has been moved
+ * on. A gradient of which this rank holds no part in the whole step counts as zero. */
+DTRAIN_API dtrain_result dtrain_strategy_ready(dtrain_strategy *strategy, size_t index)
+{
+    const char *const call = "dtrain_strategy_ready";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (index >= strategy->param_count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: index %zu, there are %zu parameters", call,
+                           index, strategy->param_count);
+    DTRAIN__TRY(dtrain__check_mark(strategy, index));
+    strategy->layout.entries[index].seen = true;
+    dtrain__set_grad_written(strategy->params[index].state.storage, true);
+    return dtrain__strategy_keep(strategy, dtrain__mark(strategy, index));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_accumulate(dtrain_strategy *strategy, bool more)
+{
+    const char *const call = "dtrain_strategy_accumulate";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (more != strategy->more) DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    strategy->more = more;
     return DTRAIN_OK;
 }
 
-/* Say whether a gradient holds a part of the step's, to whoever looks: a host asks the parameter
- * that it is working on, which may be an alias. Without a strategy there is no circle. */
-DTRAIN__PRIVATE void dtrain__set_grad_written(dtrain_param *storage, bool written)
-{
-    dtrain_param *p = storage;
-    do {
-        p->state.grad_written = written;
-        p = p->state.next;
-    } while (p && p != storage);
-}
+/* ---- 2. Launch --------------------------------------------------------------------------------*/
 
-/* Check the array and fill in its shapes, counts and states. Names are compared each with each,
- * once: a thousand parameters take some milliseconds. */
-DTRAIN__PRIVATE dtrain_result dtrain__resolve_params(dtrain_param *params, size_t count)
+/* Launch complete buckets below `end` in their order, up to the first that waits for a gradient. */
+static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t end)
 {
-    size_t total = 0;
-    for (size_t i = 0; i < count; i++) {
-        dtrain_param *p = &params[i];
-        if (!p->name || !*p->name) return dtrain__param_fail(p, i, "it needs a name");
-        for (size_t k = 0; k < i; k++)
-            if (strcmp(params[k].name, p->name) == 0)
-                return dtrain__param_fail(p, i, "parameter %zu has the same name", k);
-        if (p->flags & DTRAIN_PARAM_BUFFER) p->flags |= DTRAIN_PARAM_FROZEN;
-        if (p->flags & ~(DTRAIN_PARAM_FROZEN | DTRAIN_PARAM_NO_DECAY | DTRAIN_PARAM_BUFFER))
-            return dtrain__param_fail(p, i, "flags 0x%x has bits that mean nothing",
-                                      (unsigned)p->flags);
-        if (p->init > DTRAIN_INIT_UNIFORM)
-            return dtrain__param_fail(p, i, "init %u is not a dtrain_init", (unsigned)p->init);
-        DTRAIN__TRY(dtrain__resolve_shape(p, i));
-        if (p->init_count < 0 || p->init_count > p->count)
-            return dtrain__param_fail(p, i, "init_count is %lld, of %lld elements",
-                                      (long long)p->init_count, (long long)p->count);
-        memset(&p->state, 0, sizeof p->state);
-        p->state.storage = p->state.next = p;
-        p->state.index = (uint32_t)i;
-        if (p->alias_of) DTRAIN__TRY(dtrain__resolve_alias(params, i));
-        const size_t bytes = dtrain__round_up((size_t)p->count * sizeof(float), DTRAIN__CACHE_LINE);
-        if (!dtrain__size_add(total, bytes, &total) || total > SIZE_MAX / 4)
-            return dtrain__param_fail(p, i, "with it the model is larger than memory can hold");
+    for (; strategy->launched < end; strategy->launched++) {
+        dtrain__bucket *bucket = &strategy->layout.buckets[strategy->launched];
+        if (bucket->pending) break;
+        bucket->stage = DTRAIN__REDUCED;
+        if (!dtrain__travels(strategy, bucket)) continue;
+        if (dtrain__steps_are_placed(strategy)) /* and this is a place: one step further */
+            for (size_t b = strategy->oldest; b < strategy->launched; b++)
+                DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        DTRAIN__TRY(dtrain__reduce_start(strategy, strategy->launched));
     }
     return DTRAIN_OK;
 }
 
-/* ---- All ranks must have the same -------------------------------------------------------------*/
+/* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
-/* Tell whether all ranks have the same value. One small all-reduce is enough, without memory for
- * all of them: since ~ reverses the order, the maximum of the complements is the complement of the
- * minimum. */
-static dtrain_result dtrain__is_common(dtrain_comm *comm, uint64_t value, bool *common)
+/* Return step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
+static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
+                                           const dtrain__bucket *bucket, uint32_t stage)
 {
-    int64_t pair[2] = {(int64_t)value, (int64_t)~value};
-    *common = true;
-    if (dtrain_comm_size(comm) == 1) return DTRAIN_OK;
-    DTRAIN__TRY(dtrain_all_reduce(comm, pair, pair, 2, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    *common = pair[0] == ~pair[1];
+    const dtrain__step *step = strategy->ways[bucket->sharded][stage - 1];
+    return step && step->last_only && strategy->more ? NULL : step;
+}
+
+/* Begin the first step of a bucket's way. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    bucket->stage = 1;
+    const dtrain__step *first = dtrain__step_of(strategy, bucket, 1);
+    return first->begin ? first->begin(strategy, bucket) : DTRAIN_OK;
+}
+
+/* Wait for the collectives of a bucket's step, end it and begin the next one. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b)
+{
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->stage == DTRAIN__REDUCED) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->reduces));
+    const dtrain__step *done = dtrain__step_of(strategy, bucket, bucket->stage);
+    const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
+    if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
+    bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
+    if (next) return next->begin(strategy, bucket);
+    return done->last_only ? DTRAIN_OK : dtrain__shard_add(strategy, bucket);
+}
+
+/* Must a bucket's further steps start at a place in the program that is the same on every rank?
+ * NCCL runs what was started in its order: if that depended on what happens to be done, ranks would
+ * wait for each other in a circle. */
+DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
+{
+    return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
+}
+
+/* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
+ * It costs two looks at the clock and one cache line per rank when there is nothing to do; ready
+ * calls are a layer's backward apart. Nothing waits. No bucket overtakes one before it: it starts a
+ * step when all of those have. */
+DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
+{
+    uint32_t most = DTRAIN__REDUCED; /* stage of the slowest bucket so far */
+    bool done = true;
+    if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
+    for (size_t b = strategy->oldest; b < strategy->launched; b++) {
+        const dtrain__bucket *bucket = &strategy->layout.buckets[b];
+        const bool chain = strategy->ways[bucket->sharded][1] != NULL;
+        while (bucket->stage != DTRAIN__REDUCED) {
+            if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
+                break;
+            done = true;
+            for (size_t i = 0; i < strategy->works_per_bucket && done; i++)
+                DTRAIN__TRY(dtrain_work_test(bucket->reduces[i], &done));
+            if (!done) break;
+            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        }
+        if (bucket->stage < most) most = bucket->stage;
+        if (b == strategy->oldest && bucket->stage == DTRAIN__REDUCED) strategy->oldest++;
+        if (!done && !chain) break;
+    }
     return DTRAIN_OK;
 }
 
-/* Compare items by their hashes: one hash of everything, *all, when all is well; otherwise item by
- * item, up to the first that differs. The outcome of each step is the same on all ranks, so they
- * stay in step. Of the item that differs `usual` is the first rank that has what most have (a tie
- * goes to the lower rank), `odd` the first that has something else; -1: nothing differs. gathered
- * (size) is scratch. */
-DTRAIN__PRIVATE dtrain_result dtrain__compare_items(dtrain_comm *comm, dtrain__hash_fn hash_of,
-                                                    void *user, size_t count, int64_t *gathered,
-                                                    uint64_t *all, dtrain__difference *found)
+/* Finish buckets in their order; while one is waited for, those behind it go on. Where steps are
+ * placed, this is such a place: all buckets under way go one step further. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end)
 {
-    const int size = dtrain_comm_size(comm);
-    int64_t longest = (int64_t)count;
-    int most = 0;
-    uint64_t hash;
-    bool common;
-    *all = DTRAIN__FNV_BASIS;
-    found->odd = -1;
-    found->usual = 0;
-    for (size_t item = 0; item < count; item++) {
-        DTRAIN__TRY(hash_of(user, item, &hash));
-        if (hash) *all = dtrain__fnv1a(*all, &hash, sizeof hash);
+    while (strategy->oldest < end) {
+        DTRAIN__TRY(dtrain__progress(strategy));
+        const size_t stop = dtrain__steps_are_placed(strategy) ? end : strategy->oldest + 1;
+        for (size_t b = strategy->oldest; b < stop && b < end; b++)
+            DTRAIN__TRY(dtrain__reduce_await(strategy, b));
+        while (strategy->oldest < end &&
+               strategy->layout.buckets[strategy->oldest].stage == DTRAIN__REDUCED)
+            strategy->oldest++;
     }
-    DTRAIN__TRY(dtrain__is_common(comm, *all, &common));
-    if (common) return DTRAIN_OK;
-    DTRAIN__TRY(
-        dtrain_all_reduce(comm, &longest, &longest, 1, DTRAIN_DTYPE_I64, DTRAIN_REDUCE_MAX, NULL));
-    found->item = 0;
-    do {
-        DTRAIN__TRY(hash_of(user, found->item, &hash));
-        DTRAIN__TRY(dtrain__is_common(comm, hash, &common));
-    } while (common && ++found->item < (size_t)longest);
-    const int64_t mine = (int64_t)hash;
-    DTRAIN__TRY(dtrain_all_gather(comm, &mine, gathered, 1, DTRAIN_DTYPE_I64, NULL));
-    for (int i = 0; i < size; i++) {
-        int same = 0;
-        for (int k = 0; k < size; k++) same += gathered[k] == gathered[i];
-        if (same > most) found->usual = i;
-        if (same > most) most = same;
-    }
-    for (found->odd = 0; found->odd < size - 1; found->odd++)
-        if (gathered[found->odd] != gathered[found->usual]) break;
     return DTRAIN_OK;
 }
 
-#define DTRAIN__LINE_BYTES 768
+/* ---- 3. Reduce: how a gradient travels -------------------------------------------------------*/
 
-typedef struct dtrain__registration {
-    const dtrain_param *params;
-    size_t count;
-    const char *settings; /* of the strategy */
-} dtrain__registration;
-
-/* Write line 0, the settings, or line i + 1, parameter i. What is compared is what is shown. */
-static void dtrain__registration_line(const dtrain__registration *mine, size_t line, char *text)
+/* Do gradients travel rounded, in low_grads? */
+DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
 {
-    const size_t room = DTRAIN__LINE_BYTES;
-    char origin[64] = "values from the host";
-    memset(text, 0, room);
-    if (line == 0 || line > mine->count) {
-        if (line == 0) snprintf(text, room, "%s", mine->settings);
-        else snprintf(text, room, "only %zu parameters", mine->count);
-        return;
-    }
-    const dtrain_param *p = &mine->params[line - 1];
-    if (p->alias_of)
-        snprintf(origin, sizeof origin, "alias of %zu", (size_t)(p->alias_of - mine->params));
-    else if (!p->value)
-        snprintf(origin, sizeof origin, "init %u scale %.9g of %lld", (unsigned)p->init,
-                 (double)p->init_scale, (long long)(p->init_count ? p->init_count : p->count));
-    snprintf(text, room,
-             "\"%.150s\" shape (%lld, %lld, %lld, %lld) unit %u flags 0x%x "
-             "group %u, %s",
-             p->name, (long long)p->shape[0], (long long)p->shape[1], (long long)p->shape[2],
-             (long long)p->shape[3], (unsigned)p->unit, (unsigned)p->flags, (unsigned)p->group,
-             origin);
+    return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
 }
 
-/* Hash a line. Its text may have cut a long name: the whole name is hashed too. */
-static dtrain_result dtrain__registration_hash(void *user, size_t line, uint64_t *hash)
+/* Do two collectives make this bucket's mean? Then they sum, and one factor follows at the end. In
+ * fp16 a sum may be too large where the mean is not: there each of them makes a mean. */
+DTRAIN__PRIVATE bool dtrain__sums_first(const dtrain_strategy *strategy,
+                                        const dtrain__bucket *bucket)
 {
-    const dtrain__registration *mine = (const dtrain__registration *)user;
-    char text[DTRAIN__LINE_BYTES];
-    dtrain__registration_line(mine, line, text);
-    const char *name = line && line <= mine->count ? mine->params[line - 1].name : "";
-    *hash = dtrain__fnv1a(DTRAIN__FNV_BASIS, text, strlen(text));
-    *hash = dtrain__fnv1a(*hash, name, strlen(name));
+    const bool levels =
+        strategy->layout.node_ranks > 1 || (bucket->sharded && strategy->kind->replicas);
+    return levels && strategy->desc.reduce_dtype != DTRAIN_DTYPE_F16;
+}
+
+DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strategy,
+                                                  const dtrain__bucket *bucket)
+{
+    return dtrain__sums_first(strategy, bucket) ? DTRAIN_REDUCE_SUM : DTRAIN_REDUCE_MEAN;
+}
+
+/* Apply the factor of sums: x (count elements of the bucket) becomes the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                            float *x, int64_t count)
+{
+    const float factor = 1.0f / (float)strategy->layout.all;
+    dtrain_axpby_args mean;
+    if (count == 0 || !dtrain__sums_first(strategy, bucket)) return DTRAIN_OK;
+    memset(&mean, 0, sizeof mean);
+    mean.count = count;
+    mean.a = factor;
+    mean.x = mean.y = x;
+    mean.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &mean);
+}
+
+/* Make *wire x (count elements of the bucket, from `first` on) as it travels. */
+DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                              float *x, int64_t first, int64_t count, void **wire)
+{
+    *wire = x;
+    if (!dtrain__reduces_low(strategy)) return DTRAIN_OK;
+    *wire = bucket->low_grads + first;
+    return dtrain__convert(strategy, count, x, DTRAIN_DTYPE_F32, *wire,
+                           strategy->desc.reduce_dtype);
+}
+
+/* Make x (count elements of the bucket, from `first` on) what has come, or if that was the last
+ * collective the mean. */
+DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                float *x, int64_t first, int64_t count, bool last)
+{
+    if (dtrain__reduces_low(strategy))
+        DTRAIN__TRY(dtrain__convert(strategy, count, bucket->low_grads + first,
+                                    strategy->desc.reduce_dtype, x, DTRAIN_DTYPE_F32));
+    return last ? dtrain__scale(strategy, bucket, x, count) : DTRAIN_OK;
+}
+
+/* Start the all-reduce of x (count elements of the bucket, from `first` on). */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                 dtrain_comm *comm, float *x, int64_t first,
+                                                 int64_t count)
+{
+    void *wire;
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, x, first, count, &wire));
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_reduce(comm, wire, wire, (size_t)count,
+                             (dtrain_dtype)strategy->desc.reduce_dtype,
+                             dtrain__level_op(strategy, bucket), bucket->reduces);
+}
+
+/* ALL_REDUCE of a whole bucket: everything among all ranks, or between nodes this rank's slice, its
+ * hop. */
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
+{
+    return dtrain__reduce_all(strategy, bucket, dtrain__hop_comm(strategy, bucket),
+                              bucket->grads + bucket->hop_first, bucket->hop_first,
+                              bucket->hop_count);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket)
+{
+    return dtrain__from_wire(strategy, bucket, bucket->grads + bucket->hop_first, bucket->hop_first,
+                             bucket->hop_count, true);
+}
+
+/* ---- 4. Finish --------------------------------------------------------------------------------*/
+
+/* Make a bucket complete that still waits for marks: of its gradients, what an earlier micro-batch
+ * or another use has left counts, the rest is zero. A bucket that stays here waits no longer. */
+static dtrain_result dtrain__close_bucket(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    dtrain__layout *layout = &strategy->layout;
+    const uint32_t index = (uint32_t)(bucket - layout->buckets);
+    const bool waits = bucket->pending && dtrain__travels(strategy, bucket);
+    bucket->pending = 0;
+    for (uint32_t i = bucket->first_param; waits && i <= bucket->last_param; i++) {
+        const dtrain__entry *entry = &layout->entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->pending || entry->bucket != index) continue;
+        if (p->state.grad_written) DTRAIN__TRY(dtrain__move_grad(strategy, p, false));
+        else
+            DTRAIN__TRY(strategy->device->ops->zero(strategy->device, bucket->grads + entry->offset,
+                                                    (size_t)p->count * sizeof(float)));
+    }
     return DTRAIN_OK;
 }
 
-/* Fail on all ranks, with the line of the usual rank and that of the odd one, if ranks have
- * registered different things. */
-DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
-                                                           const char *settings)
+/* Close and launch buckets up to `end`, one by one: a buffer is zeroed for the next only when
+ * the one before it has been launched. */
+DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end)
 {
-    dtrain__registration mine = {strategy->params, strategy->param_count, settings};
-    dtrain_comm *comm = strategy->comm;
-    char texts[2][DTRAIN__LINE_BYTES], what[48] = "the desc";
-    dtrain__difference found;
-    uint64_t all;
-    DTRAIN__TRY(dtrain__compare_items(comm, dtrain__registration_hash, &mine, mine.count + 1,
-                                      strategy->gathered, &all, &found));
-    if (found.odd < 0) return DTRAIN_OK;
-    for (int i = 0; i < 2; i++) {
-        dtrain__registration_line(&mine, found.item, texts[i]);
-        DTRAIN__TRY(dtrain_broadcast(comm, texts[i], DTRAIN__LINE_BYTES / 4, DTRAIN_DTYPE_I32,
-                                     i ? found.odd : found.usual, NULL));
+    while (strategy->launched < end) {
+        DTRAIN__TRY(dtrain__close_bucket(strategy, &strategy->layout.buckets[strategy->launched]));
+        DTRAIN__TRY(dtrain__launch_buckets(strategy, end));
     }
-    if (found.item) snprintf(what, sizeof what, "parameter %zu", found.item - 1);
-    return dtrain_fail(
-        DTRAIN_ERROR_MISMATCH,
-        "dtrain_strategy_create: %s differs: rank %d has %s; rank %d has %s; register "
-        "the same on every rank",
-        what, dtrain__world_rank(comm, found.usual), texts[0], dtrain__world_rank(comm, found.odd),
-        texts[1]);
+    return DTRAIN_OK;
 }
 
-/* ---- Values -----------------------------------------------------------------------------------*/
-
-#define DTRAIN__STAGING_COUNT 4096 /* elements; on the stack, so that nothing can fail */
-
-/* Make value (count), wherever it lies, elements [first, first + count) of parameter p. Each is a
- * function of (seed, parameter, element) only: the same on every rank, for any slicing. */
-DTRAIN__PRIVATE dtrain_result dtrain__init_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t seed, int64_t first, int64_t count,
-                                                 float *value)
+/* Report parameters that ready has not seen in this step, at most eight by name; a warning names
+ * one once, and a rank without samples misses nothing. All buckets have been launched: whatever
+ * this rank lacks, the others are not left waiting. */
+static dtrain_result dtrain__report_missing(dtrain_strategy *strategy)
 {
-    const float scale = p->init_scale;
-    const size_t bytes = (size_t)count * sizeof(float);
-    float staging[DTRAIN__STAGING_COUNT];
-    if (p->init == DTRAIN_INIT_ZERO && count > 0) {
-        if (!dtrain__on_host(device, value)) return device->ops->zero(device, value, bytes);
-        memset(value, 0, bytes);
+    const char *const call = "dtrain_strategy_finish";
+    const bool strict = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ERROR;
+    char names[640] = "";
+    size_t count = 0, used = 0;
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->param_count && strategy->weights > 0; i++) {
+        dtrain__entry *entry = &strategy->layout.entries[i];
+        const dtrain_param *p = &strategy->params[i];
+        if (!entry->trainable || entry->seen || (entry->warned && !strict)) continue;
+        entry->warned = true;
+        if (count++ < 8) /* 64 bytes each: there is room for them */
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s\"%.60s\"",
+                                     used ? ", " : "", p->name);
+    }
+    if (count > 8) snprintf(names + used, sizeof names - used, " and %zu more", count - 8);
+    if (count && !strict)
+        dtrain_log(strategy->world, DTRAIN_LOG_WARNING,
+                   "%s: no gradient from this backward, zero is used%s: %s", call,
+                   strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_ZERO
+                       ? ""
+                       : ", or where no rank has one the parameter is left alone",
+                   names);
+    if (!strict) return DTRAIN_OK;
+    if (count)
+        result = dtrain_fail(DTRAIN_ERROR_USAGE,
+                             "%s: no gradient from this backward: %s; mark them with "
+                             "dtrain_strategy_ready, or set DTRAIN_PARAM_FROZEN",
+                             call, names);
+    return dtrain__agree(strategy->comm, result);
+}
+
+/* Copy whole gradients back to the arrays of a host that has its own. */
+static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_param *p = strategy->shards[i].param;
+        if (layout->buckets[layout->entries[p->state.index].bucket].sharded) continue;
+        DTRAIN__TRY(dtrain__move_grad(strategy, p, true));
+    }
+    return DTRAIN_OK;
+}
+
+/* Bring buffers to their mean over the ranks. Running averages are linear in what is averaged: the
+ * mean of those that ranks have kept by themselves is the one of all their batches. */
+static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
+{
+    for (size_t i = 0; strategy->has_buffers && i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        dtrain_work *work = NULL;
+        if (!(p->flags & DTRAIN_PARAM_BUFFER) || p->state.storage != p) continue;
+        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, p->value, p->value, (size_t)p->count,
+                                      DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN, &work));
+        DTRAIN__TRY(dtrain_work_wait(work));
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
+
+/* The order matters: units that this rank's backward has not come to are walked, everything is
+ * launched before ranks exchange what is missing, and waited for before anything is reported. So a
+ * step that fails for a missing gradient has made the same collectives as one that succeeds, and
+ * the next step finds all ranks at the same place. Units fetched ahead and not used are waited for,
+ * because they read the shards that will be updated. */
+static dtrain_result dtrain__finish(dtrain_strategy *strategy)
+{
+    dtrain_result missing = DTRAIN_OK;
+    const dtrain__layout *layout = &strategy->layout;
+    const bool last = !strategy->more;
+    strategy->weights += strategy->weight;
+    strategy->passes++;
+    dtrain_result result = dtrain__walk_back(strategy, 0);
+    if (result == DTRAIN_OK) result = dtrain__close_buckets(strategy, layout->bucket_count);
+    if (result == DTRAIN_OK && last) result = dtrain__tally_start(strategy);
+    if (result == DTRAIN_OK && last) missing = dtrain__report_missing(strategy);
+    if (result == DTRAIN_OK) result = dtrain__reduce_until(strategy, layout->bucket_count);
+    if (result == DTRAIN_OK && layout->grad_home->settle)
+        result = layout->grad_home->settle(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__tally_end(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__return_grads(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__settle_gathers(strategy);
+    if (result == DTRAIN_OK && last) result = dtrain__average_buffers(strategy);
+    if (result != DTRAIN_OK) return dtrain__strategy_keep(strategy, result);
+    if (missing == DTRAIN_OK && last) strategy->sync_count++;
+    dtrain__rewind(strategy, last);
+    return missing;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_finish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_finish"));
+    dtrain_world *world = strategy->world;
+    const uint32_t span =
+        dtrain__span_begin(world, DTRAIN_SPAN_BACKWARD, "finish", DTRAIN__UNNUMBERED);
+    const dtrain_result result = dtrain__finish(strategy);
+    dtrain__span_end(world, span);
+    return result;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_shards(dtrain_strategy *strategy,
+                                                const dtrain_shard **shards, size_t *count)
+{
+    if (shards) *shards = NULL;
+    if (count) *count = 0;
+    if (!strategy || !shards || !count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_shards: strategy, shards or count is NULL");
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_shards"));
+    *shards = strategy->shards;
+    *count = strategy->shard_count;
+    return DTRAIN_OK;
+}
+
+/* ---- 5. Publish -------------------------------------------------------------------------------*/
+
+/* Whole values that ranks have updated by slices are gathered here; values that are kept in shards
+ * are only forgotten, and the next gather brings them. */
+DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
+{
+    DTRAIN__TRY(dtrain__between_steps(strategy, "dtrain_strategy_publish"));
+    if (!strategy->layout.shards.state) return DTRAIN_OK;
+    if (!strategy->layout.shards.params)
+        return dtrain__strategy_keep(strategy, dtrain__gather_shards(strategy));
+    return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
+}
+
+/* ---- Units that are walked
+ *
+ * Kinds that shard gradients or values: a unit is gathered before its forward and its backward, and
+ * its gradients are reduced in the turn of the next one. */
+
+/* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
+ * has reduced it, if what travels between nodes is the shard. */
+static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
+{
+    const dtrain__home *home = strategy->layout.grad_home;
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (!strategy->kind->replicas || home->host || dtrain__reduces_low(strategy) ||
+        (every && strategy->accumulated)) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return home->vacate ? home->vacate(strategy) : DTRAIN_OK;
+    }
+    for (size_t i = strategy->oldest; i <= b; i++)
+        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
+    return DTRAIN_OK;
+}
+
+/* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
+ * left there has been reduced. A unit without gradients needs no buffer. */
+DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
+{
+    if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
+    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
+    uint32_t *working = &strategy->working[unit & 1];
+    const uint32_t before = *working;
+    *working = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    return dtrain__vacate_work(strategy, strategy->layout.units[before].trainable);
+}
+
+/* Close the gradients of units from `first` on: their backward is over. */
+static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    size_t end = strategy->launched;
+    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
+           layout->buckets[end].unit >= first)
+        end++;
+    return dtrain__close_buckets(strategy, end);
+}
+
+/* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
+ * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
+ * values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * the unit that it comes to next, or finish, makes up for them. A forward inside a backward may
+ * have taken the slot of the unit that this had come to: then it did so on all ranks. */
+static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
+{
+    uint32_t at = strategy->backward;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+    strategy->entered = false;
+    while (at > to) {
+        at--;
+        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
+        DTRAIN__TRY(dtrain__claim_work(strategy, at));
+        strategy->backward = at;
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
+    }
+    return DTRAIN_OK;
+}
+
+/* Find the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
+ * it constant time. */
+static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t count = (uint32_t)layout->unit_count;
+    const uint32_t from =
+        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t at = (from + i) % count;
+        if (layout->units[at].id == id) return at;
+    }
+    return DTRAIN__NONE;
+}
+
+/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
+ * make activations again, to an earlier one; backward goes back, and may step over units. Once it
+ * has begun, no unit behind the one that it has come to is due. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
+                                         dtrain_pass pass)
+{
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
+    const char *const call = "dtrain_strategy_gather";
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
+    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
+                           (int)pass);
+    if (at > strategy->backward)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "%s: unit %u is not due: this backward has come to unit %u, which is "
+            "registered before it; %s",
+            call, id, units[strategy->backward].id,
+            pass == DTRAIN_PASS_BACKWARD
+                ? "call dtrain_strategy_finish between two"
+                : "to make activations of more than two units again, gather the last "
+                  "of them for backward before");
+    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
+                       "order in which their first parameters are registered",
+                       call, id, units[due].id, due ? "" : ", the first");
+}
+
+/* Tell whether a forward makes activations again: inside a backward, or, on a rank that has stepped
+ * over all units so far, where it goes back and not to the first. */
+static bool dtrain__is_again(const dtrain_strategy *strategy, uint32_t at)
+{
+    if (strategy->backward != DTRAIN__NONE) return true;
+    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
+}
+
+/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
+{
+    if (pass == DTRAIN_PASS_BACKWARD) {
+        DTRAIN__TRY(dtrain__walk_back(strategy, at));
+        strategy->entered = true;
+    } else {
+        if (!strategy->entered && dtrain__is_again(strategy, at))
+            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
+    }
+    if (!strategy->layout.shards.params) return DTRAIN_OK;
+    dtrain__show_unit(strategy, &strategy->layout.shared, true);
+    dtrain__show_unit(strategy, &strategy->layout.units[at], true);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
+                                                dtrain_pass pass)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
+}
+
+/* Take the pointers away: the values stay where they are until the slot is wanted, and use after
+ * release is noticed. */
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    if (at == strategy->backward) strategy->entered = false;
+    if (strategy->layout.shards.params)
+        dtrain__show_unit(strategy, &strategy->layout.units[at], false);
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/strategy/weights.c
+ * ==============================================================================================*/
+
+/* Weights: what the mean of a step is over
+ *
+ * A backward brings the sum over its own samples divided by a unit that is the same everywhere, and
+ * its weight is how many they are, in that unit:
+ *
+ *     targets, unit 4    rank 0: 4 count       rank 1: 1 counts, 3 are ignored
+ *     gradient           sum of 4 / 4          sum of 1 / 4
+ *     weight             1                     1/4
+ *     reduced            sum of 5 / 4 / 2      as always: times 1/N
+ *     corrected          sum of 5 / 5          times 2 micro-batches / (1 + 1/4)
+ *
+ * The unit is the largest number of targets that a rank had in its first micro-batch, ignored ones
+ * included. Where all have as many and ignore none, every weight is 1 and nothing is corrected: the
+ * bits of a mean of means. Sums are no larger than in one, so that none overflows by it.
+ *
+ * Weights are summed up by an all-reduce of the tally, behind the last buckets of a step:
+ *
+ *     | sum of weights | of each parameter: how many ranks had a gradient of it |
+ *
+ * It stays in device memory, where the correction reads it. The host waits for it only where it
+ * cannot know what is in it: a rank with samples and all gradients knows that the step has samples
+ * and that no parameter is absent. */
+
+/* Count the elements of a tally. */
+DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count)
+{
+    return 1 + (desc->missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP ? param_count : 0);
+}
+
+/* ---- Weights ----------------------------------------------------------------------------------*/
+
+/* Tell whether the next backward is weighed against others of its step. */
+static bool dtrain__weighs(const dtrain_strategy *strategy)
+{
+    return strategy->desc.average == DTRAIN_AVERAGE_SAMPLES &&
+           (strategy->layout.all > 1 || strategy->more || strategy->accumulated);
+}
+
+/* Agree on the unit of weights, once: the first micro-batch of this rank has a mean over `terms`
+ * samples, ignored ones included; 0: over nothing that is counted. Collective. */
+DTRAIN__PRIVATE dtrain_result dtrain__agree_unit(dtrain_strategy *strategy, int64_t terms)
+{
+    if (strategy->unit || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return DTRAIN_OK;
+    if (strategy->layout.all > 1) {
+        dtrain__flight_label(strategy->comm, "unit of weights", 0, "");
+        DTRAIN__TRY(dtrain_all_reduce(strategy->comm, &terms, &terms, 1, DTRAIN_DTYPE_I64,
+                                      DTRAIN_REDUCE_MAX, NULL));
+        terms = dtrain__max(terms, 1);
+    }
+    strategy->unit = terms;
+    return DTRAIN_OK;
+}
+
+/* Count the samples that a loss is a mean over. */
+DTRAIN__PRIVATE double dtrain__samples_count(const dtrain__samples *samples)
+{
+    return samples->valid ? (double)samples->valid[1] : (double)samples->terms;
+}
+
+/* Return the weight of a loss, in units; 1 where nothing is counted. */
+DTRAIN__PRIVATE float dtrain__weight_of(const dtrain_strategy *strategy,
+                                        const dtrain__samples *samples)
+{
+    if (!strategy || !strategy->unit || !samples->terms) return 1;
+    return (float)(dtrain__samples_count(samples) / (double)strategy->unit);
+}
+
+/* Give the backward under way the weight of its loss, which is a mean over samples. The gradient of
+ * the loss is to be their number over the unit, which is returned; 0: 1, as it is. */
+DTRAIN__PRIVATE int64_t dtrain__weigh_loss(dtrain_strategy *strategy,
+                                           const dtrain__samples *samples)
+{
+    if (!samples->terms || strategy->desc.average != DTRAIN_AVERAGE_SAMPLES) return 0;
+    const bool weighs = dtrain__weighs(strategy);
+    strategy->weight =
+        weighs ? dtrain__weight_of(strategy, samples) : dtrain__samples_count(samples) > 0;
+    return weighs ? strategy->unit : 0;
+}
+
+DTRAIN__PRIVATE float dtrain__micro_weight(const dtrain_strategy *strategy)
+{
+    return strategy->weight;
+}
+
+DTRAIN__PRIVATE const float *dtrain__step_weight(const dtrain_strategy *strategy)
+{
+    return strategy->tally;
+}
+
+DTRAIN__PRIVATE void dtrain__weigh_on_device(dtrain_strategy *strategy, const float *weights)
+{
+    strategy->device_weight = weights;
+}
+
+DTRAIN__PRIVATE void dtrain__expect_tape(dtrain_strategy *strategy) { strategy->taped = true; }
+
+DTRAIN_API dtrain_result dtrain_strategy_weight(dtrain_strategy *strategy, float weight)
+{
+    const char *const call = "dtrain_strategy_weight";
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!dtrain_is_finite(weight) || weight < 0)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: weight is %g, expected 0 or more", call,
+                           (double)weight);
+    strategy->weight = weight > 0 && strategy->desc.average == DTRAIN_AVERAGE_MEANS ? 1 : weight;
+    return DTRAIN_OK;
+}
+
+/* ---- Without samples --------------------------------------------------------------------------*/
+
+/* Gather the units as a forward does, and take part in what the first backward agrees on. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_forward(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u < strategy->layout.unit_count; u++) {
+        const uint32_t id = strategy->layout.units[u].id;
+        DTRAIN__TRY(dtrain_strategy_gather(strategy, id, DTRAIN_PASS_FORWARD));
+        DTRAIN__TRY(dtrain_strategy_release(strategy, id));
+    }
+    if (!strategy->taped) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__agree_unit(strategy, 0));
+}
+
+/* Take part in the backward of a pass without samples. In the last one of a step, learn whether no
+ * rank has had samples. */
+DTRAIN__PRIVATE dtrain_result dtrain__join_backward(dtrain_strategy *strategy, bool *over)
+{
+    const bool last = !strategy->more;
+    strategy->weight = 0;
+    DTRAIN__TRY(dtrain_strategy_finish(strategy));
+    if (!last) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__tally_settle(strategy, over));
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_join(dtrain_strategy *strategy, bool *over)
+{
+    const char *const call = "dtrain_strategy_join";
+    if (!over) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: over is NULL", call);
+    *over = false;
+    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    DTRAIN__TRY(dtrain__join_forward(strategy));
+    return dtrain__join_backward(strategy, over);
+}
+
+/* ---- The tally --------------------------------------------------------------------------------*/
+
+/* Set count elements of the tally. A constant comes with the kernel's arguments: no memory of the
+ * host's is read later. */
+static dtrain_result dtrain__tally_set(dtrain_strategy *strategy, size_t first, size_t count,
+                                       float value)
+{
+    dtrain_axpby_args fill; /* x NULL: the constant 1 */
+    memset(&fill, 0, sizeof fill);
+    fill.count = (int64_t)count;
+    fill.a = value;
+    fill.y = strategy->tally + first;
+    fill.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &fill);
+}
+
+/* Note which parameters this rank has no gradient of, aliases counted with their storage. */
+static void dtrain__note_absent(dtrain_strategy *strategy)
+{
+    dtrain__entry *entries = strategy->layout.entries;
+    const bool skips = strategy->desc.missing_gradient == DTRAIN_MISSING_GRADIENT_SKIP;
+    strategy->empty = strategy->weights == 0;
+    strategy->unsure = strategy->empty;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        entries[i].absent = skips && entries[i].trainable && p->state.storage == p;
+    }
+    for (size_t i = 0; i < strategy->param_count; i++)
+        if (entries[i].seen) entries[strategy->params[i].state.storage->state.index].absent = false;
+    for (size_t i = 0; i < strategy->param_count; i++)
+        if (entries[i].absent) strategy->unsure = true;
+}
+
+/* Write this rank's part of the tally and start its sum. */
+DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy)
+{
+    const dtrain_device_ops *ops = strategy->device->ops;
+    const dtrain__entry *entries = strategy->layout.entries;
+    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    if (strategy->device_weight) { /* who is absent does not change in steps that are replayed */
+        DTRAIN__TRY(ops->copy(strategy->device, strategy->tally, strategy->device_weight,
+                              sizeof(float), DTRAIN_COPY_DEVICE_TO_DEVICE));
+    } else {
+        dtrain__note_absent(strategy);
+        DTRAIN__TRY(dtrain__tally_set(strategy, 0, 1, strategy->weights));
+    }
+    if (strategy->layout.all == 1) {
+        strategy->unsure = false;
         return DTRAIN_OK;
     }
-    for (int64_t at = 0; at < count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t some = dtrain__min(DTRAIN__STAGING_COUNT, count - at);
-        const uint64_t from = (uint64_t)(first + at);
-        if (p->init == DTRAIN_INIT_NORMAL)
-            dtrain__random_normal_fill(seed, p->state.index, from, some, scale, staging);
-        else if (p->init == DTRAIN_INIT_UNIFORM)
-            dtrain__random_uniform_fill(seed, p->state.index, from, some, -scale, 2 * scale,
-                                        staging);
-        else
-            for (int64_t i = 0; i < some; i++) staging[i] = scale;
-        const int64_t left = p->init_count ? dtrain__max(p->init_count - first - at, 0) : some;
-        for (int64_t i = left; i < some; i++) staging[i] = 0;
-        DTRAIN__TRY(dtrain_device_copy(device, value + at, staging, (size_t)some * sizeof(float)));
+    for (size_t i = 1, end; i < count; i = end) { /* neighbours with the same answer in one call */
+        for (end = i + 1; end < count && entries[end - 1].absent == entries[i - 1].absent;) end++;
+        DTRAIN__TRY(dtrain__tally_set(strategy, i, end - i, entries[i - 1].absent ? 0 : 1));
+    }
+    dtrain__flight_label(strategy->comm, "weights of step", (int64_t)strategy->sync_count, "");
+    return dtrain_all_reduce(strategy->comm, strategy->tally, strategy->tally, count,
+                             DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM, &strategy->tally_work);
+}
+
+/* Copy the tally to strategy->sums; the host waits. */
+static dtrain_result dtrain__tally_read(dtrain_strategy *strategy)
+{
+    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    return strategy->device->ops->copy(strategy->device, strategy->sums, strategy->tally,
+                                       count * sizeof(float), DTRAIN_COPY_DEVICE_TO_HOST);
+}
+
+/* Wait for the tally, and make reduced gradients the mean over all samples: times the micro-batches
+ * of all ranks, by which they have been divided, over the sum of their weights. Where the two are
+ * equal, or there is no sample, gradients stay as they are. */
+DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const float passes = (float)layout->all * (float)strategy->passes;
+    dtrain_work *work = strategy->tally_work;
+    dtrain_axpby_args correct;
+    memset(&correct, 0, sizeof correct);
+    correct.a = passes;
+    correct.dtype = DTRAIN_DTYPE_F32;
+    strategy->tally_work = NULL;
+    DTRAIN__TRY(dtrain_work_wait(work));
+    strategy->sums[0] = strategy->weights;
+    if (layout->all > 1 && layout->grad_home->host) DTRAIN__TRY(dtrain__tally_read(strategy));
+    else if (layout->all > 1 || strategy->device_weight) correct.divisor = strategy->tally;
+    if (!correct.divisor) {
+        if (strategy->sums[0] == passes || strategy->sums[0] == 0) return DTRAIN_OK;
+        correct.a = passes / strategy->sums[0];
+    }
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain_device *device = bucket->grad_home->host ? strategy->offload.cpu : strategy->device;
+        if (!bucket->trainable || bucket->shard_count == 0) continue;
+        correct.count = bucket->shard_count;
+        correct.x = correct.y = bucket->grad_shard;
+        DTRAIN__TRY(device->ops->axpby(device, &correct));
     }
     return DTRAIN_OK;
 }
 
-/* Hash the bits of a parameter's value. A step of the hash takes eight bytes and is a bijection, so
- * one changed word always changes the result; the shift brings the upper half down, where a product
- * alone would never carry it. */
-DTRAIN__PRIVATE dtrain_result dtrain__hash_param(dtrain_device *device, const dtrain_param *p,
-                                                 uint64_t *hash)
+/* Learn whether the last step had no samples (*empty), and which parameters no rank had a gradient
+ * of (entries' absent): the host waits where this rank cannot know. A step that is recorded is like
+ * those before it: nothing is learned. */
+DTRAIN__PRIVATE dtrain_result dtrain__tally_settle(dtrain_strategy *strategy, bool *empty)
 {
-    float staging[DTRAIN__STAGING_COUNT];
-    *hash = DTRAIN__FNV_BASIS;
-    for (int64_t at = 0; at < p->count; at += DTRAIN__STAGING_COUNT) {
-        const int64_t count = dtrain__min(DTRAIN__STAGING_COUNT, p->count - at);
+    const size_t count = dtrain__tally_count(&strategy->desc, strategy->param_count);
+    if (strategy->unsure && !strategy->device_weight) {
+        DTRAIN__TRY(dtrain__tally_read(strategy));
+        strategy->unsure = false;
+        strategy->empty = strategy->sums[0] == 0;
+        for (size_t i = 1; i < count; i++)
+            if (strategy->sums[i] > 0) strategy->layout.entries[i - 1].absent = false;
+    }
+    *empty = strategy->empty;
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/strategy/norm.c
+ * ==============================================================================================*/
+
+/* The norm of gradients
+ *
+ * The norm is one number from all shards, added in double in registration order: the same bits on
+ * every rank that has the same gradients.
+ *
+ *     norm^2 = sum over the ranks that share a copy of the model, in their order,
+ *              of the sum of squares of what this rank counts
+ *
+ * The square of an fp32 number is far inside double's range, and so is the sum of as many as fit in
+ * a memory: the sum is not finite exactly when some gradient, on whatever rank, is not. Replicas of
+ * a shard hold the same averaged bits; ranks with different shards have exchanged their sums: the
+ * verdict is the same everywhere without asking anybody. */
+
+/* Add the squares of the shards that are in host memory, or of the others, on the device that is
+ * nearer to them and where total (1) is. Every rank of a copy of the model has all of what is not
+ * sharded: the first of them counts it. */
+static dtrain_result dtrain__add_squares(dtrain_strategy *strategy, bool on_host, double *total)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    dtrain_device *device = on_host ? strategy->offload.cpu : strategy->device;
+    for (size_t i = 0; i < strategy->shard_count; i++) {
+        const dtrain_shard *shard = &strategy->shards[i];
+        const dtrain__bucket *bucket =
+            &layout->buckets[layout->entries[shard->param->state.index].bucket];
+        dtrain_sum_args args;
+        if (bucket->grad_home->host != on_host || shard->count == 0) continue;
+        if (!bucket->sharded && layout->rank) continue;
+        memset(&args, 0, sizeof args);
+        args.count = shard->count;
+        args.squares = true;
+        args.accumulate = true;
+        args.scale = 1;
+        args.x = shard->grad;
+        args.total = total;
+        DTRAIN__TRY(device->ops->sum(device, &args));
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__queue_squares(dtrain_strategy *strategy,
+                                                    const double **squares)
+{
+    dtrain_device *device = strategy->device;
+    *squares = strategy->sum_squares;
+    DTRAIN__TRY(device->ops->zero(device, strategy->sum_squares, sizeof(double)));
+    return dtrain__add_squares(strategy, false, strategy->sum_squares);
+}
+
+/* Add the sums of ranks with different shards, in rank order: a sum of doubles made by the
+ * communicator would not be exact. */
+static dtrain_result dtrain__global_sum(dtrain_strategy *strategy, double *total)
+{
+    dtrain_comm *comm = strategy->shard_comm;
+    int64_t bits;
+    memcpy(&bits, total, sizeof bits);
+    DTRAIN__TRY(dtrain_all_gather(comm, &bits, strategy->gathered, 1, DTRAIN_DTYPE_I64, NULL));
+    *total = 0;
+    for (int i = 0; i < dtrain_comm_size(comm); i++) {
+        double one;
+        memcpy(&one, &strategy->gathered[i], sizeof one);
+        *total += one;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__sum_squares(dtrain_strategy *strategy, double *total)
+{
+    dtrain_device *device = strategy->device;
+    const double *squares;
+    DTRAIN__TRY(dtrain__queue_squares(strategy, &squares));
+    DTRAIN__TRY(
+        device->ops->copy(device, total, squares, sizeof *total, DTRAIN_COPY_DEVICE_TO_HOST));
+    if (strategy->layout.grad_home->host) DTRAIN__TRY(dtrain__add_squares(strategy, true, total));
+    if (!strategy->shard_comm) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__global_sum(strategy, total));
+}
+
+/* ================================================================================================
+ * src/strategy/gather.c
+ * ==============================================================================================*/
+
+/* Sharded parameters: gather, release
+ *
+ * A unit's life in a step, in kinds that shard parameters; two slots, one being used while the
+ * other is filled:
+ *
+ *     forward    gather 0    gather 1    gather 2    gather 3   | backward  gather 2   gather 1 ...
+ *     slot 0     [ 0 used ]  [ 2 coming ][ 2 used ] . . . . . . |. . . . .  [ 2 used ] [ 0 coming ]
+ *     slot 1     [ 1 coming ][ 1 used ]  [ 3 coming ][ 3 used . | used ]    [ 1 coming][ 1 used ]
+ *
+ * Unit u lives in slot u % 2, so its addresses are the same whenever it is there, and what the tape
+ * has recorded stays right. Memory is constant: two units, however deep the model. What is still in
+ * a slot is not fetched again (units 3 and 2 at the turn above).
+ *
+ * Why a slot may be overwritten: gather(u) comes after release(u - 1), and fetches ahead only into
+ * that unit's slot. On a device with streams a collective starts behind the work queued before it.
+ *
+ * Every rank has to start the same collectives in the same order: one that went another way would
+ * get another unit's numbers when the sizes happen to agree. In forward all ranks gather the same
+ * units. In backward they may differ, because gradients may be missing on one of them: whatever is
+ * called, the walk is the same, dtrain__walk_back.
+ *
+ * A forward inside a backward does not say where it will end, and a rank that has stepped over
+ * units cannot know how far the others have come. So it walks back to the unit behind the first
+ * that it gathers, on every rank: both are in their slots then. A forward of more units needs to
+ * know the last of them, which is gathered for backward before. */
+
+enum { DTRAIN__ABSENT, DTRAIN__COMING, DTRAIN__HERE };
+
+/* ---- One bucket -------------------------------------------------------------------------------*/
+
+/* Start bringing a bucket's values together, as dtype. With ZERO3 slices have different lengths,
+ * and each owner broadcasts its own. With nodes it takes two turns: this one gathers the parts of
+ * this rank's hop from the other nodes.
+ *
+ * A shard is rounded anew for each gather. A rounded copy that the optimizer writes beside the
+ * master would save that, 6 bytes an element twice a step beside the 28 of AdamW, and cost 2 bytes
+ * of memory an element: measured on the CPU it is 4 ms of a step of 3 s (FULL_SHARD, 2 ranks, 12.6
+ * million parameters, 512 tokens a rank), which is why there is none. */
+static dtrain_result dtrain__gather_start(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                          dtrain_dtype dtype)
+{
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    const bool low = dtype != DTRAIN_DTYPE_F32, nodes = strategy->layout.node_ranks > 1;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    char *own = whole + (size_t)bucket->shard_first * unit;
+    const void *shard = bucket->value_shard;
+    if (bucket->value_home->bring) {
+        DTRAIN__TRY(bucket->value_home->bring(strategy, bucket));
+        shard = bucket->values + bucket->shard_first;
+    }
+    if ((low || bucket->cuts) && shard != own) {
         DTRAIN__TRY(
-            dtrain_device_copy(device, staging, p->value + at, (size_t)count * sizeof(float)));
-        for (int64_t i = 0; i < count; i += 2) {
-            uint64_t word = 0;
-            memcpy(&word, staging + i, (size_t)dtrain__min(2, count - i) * sizeof(float));
-            *hash = (*hash ^ word) * 0x9e3779b97f4a7c15u;
-            *hash ^= *hash >> 32;
+            dtrain__convert(strategy, bucket->shard_count, shard, DTRAIN_DTYPE_F32, own, dtype));
+        shard = own;
+    }
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "values of bucket");
+    if (!bucket->cuts)
+        return dtrain_all_gather(nodes ? strategy->groups[DTRAIN__FETCH_ACROSS]
+                                       : strategy->shard_comm,
+                                 shard, nodes ? whole + (size_t)bucket->hop_first * unit : whole,
+                                 (size_t)bucket->shard_count, dtype, bucket->gathers);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        dtrain__label(strategy, bucket, "values of bucket");
+        DTRAIN__TRY(dtrain_broadcast(strategy->shard_comm, whole + (size_t)first * unit,
+                                     (size_t)count, dtype, r, &bucket->gathers[r]));
+    }
+    return DTRAIN_OK;
+}
+
+/* With nodes, wait for the first turn and start the second: the hops of a node to all its ranks. */
+static dtrain_result dtrain__gather_inside(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                           dtrain_dtype dtype)
+{
+    const bool low = dtype != DTRAIN_DTYPE_F32;
+    char *whole = low ? (char *)bucket->low_values : (char *)bucket->values;
+    if (strategy->layout.node_ranks == 1) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__wait_works(strategy, bucket->gathers));
+    dtrain__label(strategy, bucket, "values of bucket");
+    return dtrain_all_gather(strategy->groups[DTRAIN__FETCH],
+                             whole + (size_t)bucket->hop_first * dtrain_dtype_bytes(dtype), whole,
+                             (size_t)bucket->hop_count, dtype, bucket->gathers);
+}
+
+/* Wait until a bucket's values have come together, as dtype. */
+static dtrain_result dtrain__gather_wait(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                         dtrain_dtype dtype)
+{
+    DTRAIN__TRY(dtrain__gather_inside(strategy, bucket, dtype));
+    return dtrain__wait_works(strategy, bucket->gathers);
+}
+
+/* Wait for a bucket's values, if they are coming. */
+static dtrain_result dtrain__gather_end(dtrain_strategy *strategy, uint32_t b)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.param_dtype;
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->presence != DTRAIN__COMING) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__gather_wait(strategy, bucket, dtype));
+    bucket->presence = DTRAIN__HERE;
+    if (dtype == DTRAIN_DTYPE_F32) return DTRAIN_OK;
+    return dtrain__convert(strategy, bucket->count, bucket->low_values, dtype, bucket->values,
+                           DTRAIN_DTYPE_F32);
+}
+
+/* Point the parameters of a bucket at its values, or at nothing. */
+static void dtrain__show_values(dtrain_strategy *strategy, uint32_t b, bool here)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    if (b == DTRAIN__NONE) return;
+    const dtrain__bucket *bucket = &layout->buckets[b];
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *storage = &layout->entries[p->state.storage->state.index];
+        if (storage->bucket == b) p->value = here ? bucket->values + storage->offset : NULL;
+    }
+}
+
+/* Take a bucket's values away, after waiting for them if they are still coming. */
+static dtrain_result dtrain__evict(dtrain_strategy *strategy, uint32_t b)
+{
+    DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    dtrain__show_values(strategy, b, false);
+    if (b != DTRAIN__NONE) strategy->layout.buckets[b].presence = DTRAIN__ABSENT;
+    return DTRAIN_OK;
+}
+
+/* Make the slot of a bucket's unit, if it has one, free: the unit that is there is evicted. */
+static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    if (!bucket->slotted) return DTRAIN_OK;
+    const uint32_t before = strategy->slots[bucket->unit & 1];
+    strategy->slots[bucket->unit & 1] = bucket->unit;
+    if (before == bucket->unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__evict(strategy, strategy->layout.units[before].trainable));
+    return dtrain__evict(strategy, strategy->layout.units[before].frozen);
+}
+
+/* Start to gather a bucket that is not there. */
+static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
+{
+    if (b == DTRAIN__NONE) return DTRAIN_OK;
+    dtrain__bucket *bucket = &strategy->layout.buckets[b];
+    if (bucket->presence != DTRAIN__ABSENT) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__claim_slot(strategy, bucket));
+    bucket->presence = DTRAIN__COMING;
+    return dtrain__gather_start(strategy, bucket, (dtrain_dtype)strategy->desc.param_dtype);
+}
+
+/* Return unit number u; behind the last comes what several units use. */
+static dtrain__unit *dtrain__unit_at(dtrain_strategy *strategy, size_t u)
+{
+    dtrain__layout *layout = &strategy->layout;
+    return u < layout->unit_count ? &layout->units[u] : &layout->shared;
+}
+
+/* Forget what was gathered, because the shards have been updated since. */
+DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy)
+{
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
+        if (strategy->layout.buckets[b].sharded) DTRAIN__TRY(dtrain__evict(strategy, b));
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++)
+        dtrain__unit_at(strategy, u)->shown = false;
+    strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
+    return DTRAIN_OK;
+}
+
+/* Wait for all units that are on their way. */
+DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
+{
+    for (uint32_t b = 0; b < strategy->layout.bucket_count; b++)
+        DTRAIN__TRY(dtrain__gather_end(strategy, b));
+    return DTRAIN_OK;
+}
+
+/* ---- One unit ---------------------------------------------------------------------------------*/
+
+/* Start to gather what is not there of a unit. */
+static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
+    return dtrain__fetch(strategy, unit->frozen);
+}
+
+/* Wait for a unit: both its buckets are under way before either is waited for. */
+static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
+{
+    DTRAIN__TRY(dtrain__fetch_unit(strategy, unit));
+    DTRAIN__TRY(dtrain__gather_end(strategy, unit->trainable));
+    return dtrain__gather_end(strategy, unit->frozen);
+}
+
+DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here)
+{
+    unit->shown = here;
+    dtrain__show_values(strategy, unit->trainable, here);
+    dtrain__show_values(strategy, unit->frozen, here);
+}
+
+/* Bring a unit, and fetch the one that the pass will come to next. */
+DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
+                                                 uint32_t next)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    strategy->position = at;
+    if (!layout->shards.params) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->shared)); /* stays until publish */
+    DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
+    if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
+    return dtrain__fetch_unit(strategy, &layout->units[next]);
+}
+
+/* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address
+ * (NULL in a plan), where a gather brings it so. *passing: the value is there only while its unit
+ * is gathered. */
+DTRAIN__PRIVATE bool dtrain__gathered_as(const dtrain__layout *layout, const dtrain_param *storage,
+                                         uint32_t dtype, const void **low, bool *passing)
+{
+    const size_t i = storage->state.index;
+    *passing = false;
+    if (!layout || !layout->shards.params || i >= layout->count || storage != &layout->params[i] ||
+        dtrain__value_is_whole(layout, &layout->entries[i]))
+        return false;
+    const dtrain__entry *entry = &layout->entries[i];
+    const dtrain__bucket *bucket = &layout->buckets[entry->bucket];
+    *passing = bucket->slotted;
+    if (layout->desc->param_dtype != dtype) return false;
+    *low = bucket->low_values ? bucket->low_values + entry->offset : NULL;
+    return true;
+}
+
+/* ---- Whole values, updated by slices ----------------------------------------------------------*/
+
+/* Copy values between the flat buckets of ZERO1 and SHARD_GRAD_OP and arrays of the host's
+ * own. */
+DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &layout->entries[i];
+        if (p->state.storage != p || entry->lends_value || dtrain__value_is_whole(layout, entry))
+            continue;
+        float *place = layout->buckets[entry->bucket].values + entry->offset;
+        DTRAIN__TRY(dtrain_device_copy(strategy->device, to_host ? p->value : place,
+                                       to_host ? place : p->value,
+                                       (size_t)p->count * sizeof(float)));
+    }
+    return DTRAIN_OK;
+}
+
+/* Bring updated slices together, for kinds that keep whole values (ZERO1, SHARD_GRAD_OP): all
+ * buckets are under way before one is waited for. */
+DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy)
+{
+    dtrain__bucket *const first = strategy->layout.buckets;
+    dtrain__bucket *const end = first + strategy->layout.bucket_count;
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_start(strategy, b, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        if (b->sharded) DTRAIN__TRY(dtrain__gather_inside(strategy, b, DTRAIN_DTYPE_F32));
+    for (dtrain__bucket *b = first; b < end; b++)
+        DTRAIN__TRY(dtrain__wait_works(strategy, b->gathers));
+    return dtrain__copy_host_values(strategy, true);
+}
+
+/* ---- Whole parameters -------------------------------------------------------------------------*/
+
+/* Make *whole storage i with its value whole, gathered as the shards have it if it has to be. Where
+ * units travel rounded, a slot does not hold that: the bucket is brought in fp32, and forgotten. */
+DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
+                                                  dtrain_param *whole)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__entry *entry = &layout->entries[i];
+    const uint32_t b = entry->bucket;
+    *whole = strategy->params[i];
+    if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
+    whole->value = layout->buckets[b].values + entry->offset;
+    if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) {
+        DTRAIN__TRY(dtrain__fetch(strategy, b));
+        return dtrain__gather_end(strategy, b);
+    }
+    DTRAIN__TRY(dtrain__evict(strategy, b));
+    DTRAIN__TRY(dtrain__claim_slot(strategy, &layout->buckets[b]));
+    DTRAIN__TRY(dtrain__gather_start(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32));
+    return dtrain__gather_wait(strategy, &layout->buckets[b], DTRAIN_DTYPE_F32);
+}
+
+static bool dtrain__is_absent(const dtrain_strategy *strategy, uint32_t b)
+{
+    return b == DTRAIN__NONE || strategy->layout.buckets[b].presence == DTRAIN__ABSENT;
+}
+
+/* Note which units are here, or on their way, before whole parameters are read: those come through
+ * the same slots. */
+DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        unit->noted = !dtrain__is_absent(strategy, unit->trainable) ||
+                      !dtrain__is_absent(strategy, unit->frozen);
+    }
+}
+
+/* Bring back the units that reading has displaced: a tape, or a host, in whose hands one is counts
+ * on its values. */
+DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy)
+{
+    for (size_t u = 0; u <= strategy->layout.unit_count && strategy->layout.shards.params; u++) {
+        dtrain__unit *unit = dtrain__unit_at(strategy, u);
+        if (!unit->noted) continue;
+        DTRAIN__TRY(dtrain__need_unit(strategy, unit));
+        if (unit->shown) dtrain__show_unit(strategy, unit, true);
+    }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/strategy/calls.c
+ * ==============================================================================================*/
+
+/* Calls of device and communicator that every file of the room makes, and how an error stands */
+
+/* ---- Calls ------------------------------------------------------------------------------------*/
+
+/* Name a bucket and its first parameter as who asks for the collective that comes next. */
+DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                   const char *part)
+{
+    dtrain__flight_label(strategy->comm, part, bucket - strategy->layout.buckets,
+                         strategy->params[bucket->first_param].name);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
+                                              const void *x, uint32_t x_dtype, void *y,
+                                              uint32_t y_dtype)
+{
+    dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
+    if (count == 0) return DTRAIN_OK;
+    return strategy->device->ops->convert(strategy->device, &args);
+}
+
+/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
+ * returns at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
+                                                 dtrain_work **works)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->works_per_bucket; i++) {
+        const dtrain_result one = dtrain_work_wait(works[i]);
+        works[i] = NULL;
+        if (result == DTRAIN_OK) result = one;
+    }
+    return result;
+}
+
+/* ---- Failure ----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
+                                                      const char *call)
+{
+    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    if (strategy->failure != DTRAIN_OK)
+        return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
+    if (!strategy->torn) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: %s failed after it had replaced a part of the values; load a whole "
+                       "checkpoint, or end",
+                       call, strategy->torn);
+}
+
+/* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
+                                                    const char *text)
+{
+    char kept[DTRAIN__ERROR_BYTES];
+    snprintf(kept, sizeof kept, "%s", text);
+    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+        dtrain_comm *group = strategy->groups[i];
+        if (group) group->ops->fail(group, code, kept);
+    }
+    return strategy->comm->ops->fail(strategy->comm, code, kept);
+}
+
+/* Communicator and device do not recover, and some gradients are averaged while others are not:
+ * the error stands. The communicator fails with it, for the other ranks count on this one; when the
+ * error came from there, it is what fail returns. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
+{
+    if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
+    strategy->failure = dtrain__strategy_fail(strategy, result, dtrain_last_error());
+    snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
+             dtrain__bare(dtrain_last_error()));
+    return strategy->failure;
+}
+
+/* ================================================================================================
+ * src/strategy/ways/shards.c
+ * ==============================================================================================*/
+
+/* Sharded gradients
+ *
+ * A sharded bucket takes the road of strategy/road.c and ends in shards: what every rank
+ * updates is a slice of the mean. Where gradients are sharded too, units make them in two buffers
+ * that take turns, unit u in number u % 2, and what is reduced of them is kept apart:
+ *
+ *     backward       unit 3        unit 2        unit 1        unit 0
+ *     buffer 1       [ 3 made ]    [ 3 travels ] [ 1 made ]    [ 1 travels ]
+ *     buffer 0                     [ 2 made ]    [ 2 travels ] [ 0 made ]
+ *     shards                                     3             2 ...
+ *
+ * A unit claims its buffer when its backward begins and waits there for the unit before the last.
+ *
+ *     gradients --(reduce_dtype)--> wire -> reduce-scatter -> result -> shard
+ *
+ * The result of a first or only micro-batch goes straight to the shard; that of a later one, or for
+ * a shard in host memory, replaces this rank's slice of the buffer the gradients were made in, and
+ * is added or put from there. */
+
+/* ---- To the shard -----------------------------------------------------------------------------*/
+
+/* Return the place where the fp32 result of this backward is to be. */
+static float *dtrain__reduce_target(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    if (bucket->work && (strategy->accumulated || bucket->grad_home->host))
+        return bucket->grads + bucket->shard_first;
+    return bucket->grad_shard;
+}
+
+/* REDUCE_SCATTER: every rank's slice of a bucket to that rank, among those that exchange the hop.
+ * With ZERO3 slices have different lengths, and each owner gets a reduce. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *strategy,
+                                                           dtrain__bucket *bucket)
+{
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    const dtrain_reduce_op op = dtrain__level_op(strategy, bucket);
+    const size_t unit = dtrain_dtype_bytes(dtype);
+    dtrain_work **works = bucket->reduces;
+    void *wire, *own = dtrain__reduce_target(strategy, bucket);
+    DTRAIN__TRY(dtrain__to_wire(strategy, bucket, bucket->grads + bucket->hop_first,
+                                bucket->hop_first, bucket->hop_count, &wire));
+    if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
+    if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
+    if (!bucket->cuts)
+        return dtrain_reduce_scatter(dtrain__hop_comm(strategy, bucket), wire, own,
+                                     (size_t)bucket->shard_count, dtype, op, works);
+    for (int r = 0; r < strategy->layout.ranks; r++) {
+        const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
+        if (count == 0) continue;
+        dtrain__label(strategy, bucket, "bucket");
+        DTRAIN__TRY(dtrain_reduce(strategy->shard_comm, (char *)wire + (size_t)first * unit,
+                                  r == strategy->layout.rank ? own : NULL, (size_t)count, dtype, op,
+                                  r, &works[r]));
+    }
+    return DTRAIN_OK;
+}
+
+/* With replicas this is a node's sum, and the mean is made later. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
+{
+    return dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
+                             bucket->shard_first, bucket->shard_count, !strategy->kind->replicas);
+}
+
+/* End a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is also put
+ * there when the result is of the first. */
+DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const float *result = dtrain__reduce_target(strategy, bucket);
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, result,
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    if (result == bucket->grad_shard || bucket->shard_count == 0) return DTRAIN_OK;
+    if (bucket->grad_home->put)
+        return bucket->grad_home->put(strategy, bucket, result, strategy->accumulated);
+    return strategy->device->ops->add(strategy->device, &add);
+}
+
+/* ---- Replicas
+ *
+ * With HYBRID_SHARD the shards of a node are summed with those of the other nodes: either every
+ * micro-batch's result (REPLICAS), or at last what the shard has summed up (REPLICAS_AT_LAST). */
+
+/* Tell whether it is the shard, and return the place in device memory where this node's sum becomes
+ * that of all nodes. */
+static float *dtrain__replica_sum(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                  bool *at_last)
+{
+    *at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (*at_last && !bucket->grad_home->host) return bucket->grad_shard;
+    return dtrain__reduce_target(strategy, bucket);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_begin(dtrain_strategy *strategy,
+                                                     dtrain__bucket *bucket)
+{
+    bool at_last;
+    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
+    if (at_last && strategy->accumulated) {
+        DTRAIN__TRY(dtrain__shard_add(strategy, bucket));
+        if (bucket->grad_home->get) DTRAIN__TRY(bucket->grad_home->get(strategy, bucket, sum));
+    }
+    return dtrain__reduce_all(strategy, bucket, strategy->groups[DTRAIN__ACROSS], sum,
+                              bucket->shard_first, bucket->shard_count);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
+                                                   dtrain__bucket *bucket)
+{
+    bool at_last;
+    float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
+    DTRAIN__TRY(
+        dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
+    if (!at_last || !bucket->grad_home->put) return DTRAIN_OK;
+    return bucket->grad_home->put(strategy, bucket, sum, false);
+}
+
+/* ================================================================================================
+ * src/strategy/ways/hierarchy.c
+ * ==============================================================================================*/
+
+/* Two levels of ranks
+ *
+ * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
+ * that each rank exchanges only its slice, the hop, with its like in the other nodes:
+ *
+ *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
+ *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
+ *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
+ *     NODE_GATHER       both slices               |  both slices                 inside a node
+ *
+ * Sharded buckets end in a reduce-scatter of the hop, and their values come back the same way. With
+ * HYBRID_SHARD the levels are those of shards and of replicas: ways/shards.c. */
+
+/* The ranks that exchange a bucket: between nodes those with the same slice. */
+DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
+                                              const dtrain__bucket *bucket)
+{
+    if (strategy->layout.node_ranks > 1) return strategy->groups[DTRAIN__ACROSS];
+    return bucket->sharded ? strategy->shard_comm : strategy->comm;
+}
+
+/* NODE_SCATTER: the hop of a bucket's gradients = its sum over this node. */
+DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
+{
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
+                                 bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
+                                 DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
+                                 bucket->reduces);
+}
+
+/* NODE_GATHER: all slices of this node to all its ranks. */
+DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
+                                                        dtrain__bucket *bucket)
+{
+    dtrain__label(strategy, bucket, "bucket");
+    return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
+                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
+                             bucket->reduces);
+}
+
+/* ================================================================================================
+ * src/strategy/ways/compression.c
+ * ==============================================================================================*/
+
+/* Gradient compression
+ *
+ * Steps of a whole bucket's way that take the place of its all-reduce, see dtrain__choose_ways:
+ *
+ *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/ways/topk.c
+ *                 BALANCED     TOPK_TRADE,  TOPK_PUBLISH
+ *     PowerSGD                 P,  Q                         strategy/ways/powersgd.c
+ *
+ * With hierarchical the part of a bucket that this rank exchanges with other nodes, its hop, is a
+ * slice; without nodes it is the bucket. The part of one parameter in the hop is a portion, and
+ * each portion is compressed by itself, so that without nodes what is sent does not depend on how
+ * parameters are put into buckets:
+ *
+ *     bucket, 2 nodes of 2 ranks   | a . . . . . . . | b . . . . . . . . | c . |
+ *     hop of ranks 0 and 2         | a               | b    |
+ *     hop of ranks 1 and 3                                  | b          | c   |
+ *
+ * Portions that are not worth it (1-D, few elements) are dense: packed together and all-reduced. In
+ * the table of portions they follow those of their bucket that are compressed.
+ *
+ * A selection of K elements as it travels; portion p has its quota at places at(p) of both lists:
+ *
+ *     block   | values: K fp32, or K of 16 bits, padded | indices in the portion or region: K i32 |
+ *
+ * The quota of count elements is ratio * count, rounded to nearest, at least 1. BALANCED cuts every
+ * portion in N regions of ceil(count / N), the last one shorter, and takes the quota of a whole
+ * region from each. Where a selection would be larger than what it is selected from (the beginning
+ * of a warm-up), the bucket goes masked: what is not selected as zeros, whole, with the same sums.
+ *
+ * Error feedback is exact: what a rank has taken from its gradient and residual together is what it
+ * sends, after rounding, and the rest is its residual. So at any time, to rounding,
+ *
+ *     sum over ranks of residuals + N * sum of means so far = sum of all gradients so far
+ *
+ * (With nodes and fp16 residuals are of means over a node, and count G times.) */
+
+/* ---- How much is selected ---------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how)
+{
+    return how->kind == DTRAIN_COMPRESSION_TOPK &&
+           how->sparse_exchange == DTRAIN_SPARSE_EXCHANGE_BALANCED;
+}
+
+/* Return the number of steps at the beginning that are not compressed. */
+DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how)
+{
+    return how->dense_steps == DTRAIN_DENSE_STEPS_NONE ? 0 : how->dense_steps;
+}
+
+/* Return the largest share of all steps, which memory is made for. */
+static double dtrain__largest_ratio(const dtrain_compression_desc *how)
+{
+    return (double)(how->warmup_steps ? how->warmup_ratio : how->topk_ratio);
+}
+
+/* Return the number of elements that are selected of count. */
+DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count)
+{
+    const int64_t k = (int64_t)(ratio * (double)count + 0.5);
+    return k < 1 ? 1 : k < count ? k : count;
+}
+
+/* Count the elements of a block. */
+static int64_t dtrain__selection(const dtrain__sparse *sparse, double ratio)
+{
+    int64_t count = 0;
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
+        count += dtrain__quota(ratio, at->region);
+    return count;
+}
+
+/* Count the 32-bit words of a block's values. */
+DTRAIN__PRIVATE int64_t dtrain__value_words(const dtrain__layout *layout, int64_t selected)
+{
+    return layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? selected : (selected + 1) / 2;
+}
+
+/* Count the 32-bit words of a block: values, then indices. */
+DTRAIN__PRIVATE int64_t dtrain__block_words(const dtrain__layout *layout, int64_t selected)
+{
+    return dtrain__value_words(layout, selected) + selected;
+}
+
+/* Return the share from which on a selection is larger than what it is selected from: whole, a
+ * bucket is 2 words an element, over N; selected it is a block to everybody, once or twice. The
+ * share does not depend on the bucket, so nor does what is sent. */
+DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout)
+{
+    const double item = layout->desc->reduce_dtype == DTRAIN_DTYPE_F32 ? 8 : 6;
+    return dtrain__is_balanced(layout->compression) ? 8 / (2 * item)
+                                                    : 8 / (item * layout->hop_ranks);
+}
+
+/* ---- Layout -----------------------------------------------------------------------------------*/
+
+/* Decide how a portion is compressed; return true when it is dense. */
+static bool dtrain__portion_is_dense(const dtrain__layout *layout, dtrain__portion *portion)
+{
+    const dtrain_compression_desc *how = layout->compression;
+    const dtrain_param *p = &layout->params[portion->param];
+    const int64_t rank = (int64_t)how->powersgd_rank, regions = layout->hop_ranks;
+    portion->region = portion->count;
+    if (dtrain__param_dims(p) < 2 || p->count < how->dense_below) return true;
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
+        portion->rows = p->shape[0];
+        portion->columns = p->count / p->shape[0];
+        return 2 * (portion->rows + portion->columns) * rank >= p->count;
+    }
+    if (portion->count > INT32_MAX) return true; /* indices have 32 bits */
+    if (!dtrain__is_balanced(how)) return false;
+    portion->region = (portion->count + regions - 1) / regions;
+    const int64_t last = portion->count - (regions - 1) * portion->region;
+    return last < dtrain__quota(dtrain__largest_ratio(how), portion->region);
+}
+
+/* Append the portions of a bucket that are dense, or those that are not: the parts of its
+ * parameters that lie in this rank's hop. */
+static void dtrain__lay_portions(dtrain__layout *layout, const dtrain__bucket *bucket, bool dense)
+{
+    dtrain__sparse *sparse = bucket->sparse;
+    const int64_t rank = (int64_t)layout->compression->powersgd_rank;
+    for (uint32_t i = bucket->first_param; i <= bucket->last_param; i++) {
+        dtrain__portion *portion = sparse->end;
+        memset(portion, 0, sizeof *portion);
+        portion->param = i;
+        portion->count = dtrain__overlap(layout, bucket, i, bucket->hop_first, bucket->hop_count,
+                                         &portion->first);
+        if (portion->count <= 0 || dtrain__portion_is_dense(layout, portion) != dense) continue;
+        sparse->end++;
+        if (dense) {
+            portion->at = sparse->dense_count;
+            sparse->dense_count += portion->count;
+        } else if (portion->rows) {
+            portion->p_at = sparse->p_count;
+            portion->q_at = sparse->q_count;
+            sparse->p_count += portion->rows * rank;
+            sparse->q_count += portion->columns * rank;
+        } else {
+            const double ratio = dtrain__largest_ratio(layout->compression);
+            sparse->largest = dtrain__max(sparse->largest, dtrain__quota(ratio, portion->count));
         }
     }
+}
+
+/* Cut all buckets of a layout into portions. */
+DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
+                                                      const dtrain_allocator *a)
+{
+    /* one more than are used: the next place is written before it is known to be needed */
+    layout->portions = (dtrain__portion *)dtrain__alloc(
+        a, layout->count + 1, sizeof *layout->portions, "portions of parameters");
+    layout->sparse = (dtrain__sparse *)dtrain__alloc(a, layout->count, sizeof *layout->sparse,
+                                                     "compressed buckets");
+    if (!layout->portions || !layout->sparse) return DTRAIN_ERROR_MEMORY;
+    const double largest = dtrain__largest_ratio(layout->compression);
+    const double masked = dtrain__masked_share(layout);
+    dtrain__portion *next = layout->portions;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        dtrain__sparse *sparse = bucket->sparse = &layout->sparse[b];
+        sparse->portions = sparse->end = next;
+        dtrain__lay_portions(layout, bucket, false);
+        sparse->dense = sparse->end;
+        dtrain__lay_portions(layout, bucket, true);
+        next = sparse->end;
+        sparse->room = dtrain__selection(sparse, largest < masked ? largest : masked);
+    }
+    return DTRAIN_OK;
+}
+
+/* Carve the memory of all buckets out of the buffers. */
+DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
+{
+    const dtrain_compression_desc *how = layout->compression;
+    const bool topk = how->kind == DTRAIN_COMPRESSION_TOPK;
+    const bool scratch = layout->desc->reduce_dtype != DTRAIN_DTYPE_F32 ||
+                         dtrain__largest_ratio(how) >= dtrain__masked_share(layout);
+    layout->state_bytes = 0;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__sparse *sparse = layout->buckets[b].sparse;
+        const int64_t blocks = layout->hop_ranks * dtrain__block_words(layout, sparse->room);
+        const int64_t picks = topk && scratch ? sparse->largest : 0;
+        const int64_t kept = sparse->largest || sparse->q_count ? layout->buckets[b].hop_count : 0;
+        if (!how->no_error_feedback)
+            sparse->residual = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
+        if (how->topk_momentum > 0) sparse->velocity = dtrain__carve(layout, DTRAIN__BUFFERS, kept);
+        layout->state_bytes +=
+            4 * (uint64_t)(kept * (!how->no_error_feedback + (how->topk_momentum > 0)) +
+                           sparse->q_count);
+        sparse->packed =
+            dtrain__carve(layout, DTRAIN__BUFFERS, sparse->dense_count + sparse->p_count);
+        sparse->q = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
+        sparse->q_seed = dtrain__carve(layout, DTRAIN__BUFFERS, sparse->q_count);
+        if (topk) sparse->in = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
+        if (dtrain__is_balanced(how))
+            sparse->out = (uint32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, blocks);
+        sparse->values = dtrain__carve(layout, DTRAIN__BUFFERS, picks);
+        sparse->indices = (int32_t *)(void *)dtrain__carve(layout, DTRAIN__BUFFERS, picks);
+        for (dtrain__portion *at = sparse->portions; at < sparse->dense && !topk; at++) {
+            at->p = dtrain__after(sparse->packed, sparse->dense_count + at->p_at);
+            at->q = dtrain__after(sparse->q, at->q_at);
+        }
+    }
+}
+
+/* Count the bytes that this rank sends for a bucket when compression is in full force. */
+DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
+                                                 const dtrain__bucket *bucket)
+{
+    const dtrain_compression_desc *how = layout->compression;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int ranks = layout->hop_ranks;
+    const uint64_t dense =
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
+                     layout->desc->reduce_dtype, ranks);
+    if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
+        return dense +
+               dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
+    if ((double)how->topk_ratio >= dtrain__masked_share(layout))
+        return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
+                                    DTRAIN_DTYPE_F32, ranks);
+    const int64_t selected = dtrain__selection(sparse, (double)how->topk_ratio);
+    const uint64_t once =
+        dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
+                     DTRAIN_DTYPE_F32, ranks);
+    return dense + (dtrain__is_balanced(how) ? 2 * once : once);
+}
+
+/* ---- Dense portions ---------------------------------------------------------------------------*/
+
+/* Pack the dense portions of a bucket as they travel and start their all-reduce; behind them lie
+ * `more` other elements that are packed already. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                                  int64_t more, dtrain_work **work)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++)
+        DTRAIN__TRY(dtrain__convert(
+            strategy, at->count, bucket->grads + at->first, DTRAIN_DTYPE_F32,
+            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
+    if (sparse->dense_count + more == 0) return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "dense part of bucket");
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->packed, sparse->packed,
+                             (size_t)(sparse->dense_count + more), dtype,
+                             dtrain__level_op(strategy, bucket), work);
+}
+
+/* Bring the dense portions back to their places: their means. */
+DTRAIN__PRIVATE dtrain_result dtrain__dense_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const dtrain_dtype dtype = (dtrain_dtype)strategy->desc.reduce_dtype;
+    for (const dtrain__portion *at = sparse->dense; at < sparse->end; at++) {
+        float *grad = bucket->grads + at->first;
+        DTRAIN__TRY(
+            dtrain__convert(strategy, at->count,
+                            (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype),
+                            dtype, grad, DTRAIN_DTYPE_F32));
+        DTRAIN__TRY(dtrain__scale(strategy, bucket, grad, at->count));
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- State ------------------------------------------------------------------------------------*/
+
+/* Start a portion's Q with random directions, the same on every rank. */
+static dtrain_result dtrain__q_init(dtrain_strategy *strategy, const dtrain__sparse *sparse,
+                                    const dtrain__portion *portion)
+{
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
+    const int64_t count = portion->columns * rank;
+    dtrain_orthogonalize_args args = {portion->columns, rank, sparse->q_seed + portion->q_at};
+    dtrain_param q = strategy->params[portion->param];
+    q.init = DTRAIN_INIT_NORMAL;
+    q.init_scale = 1;
+    q.init_count = 0;
+    DTRAIN__TRY(
+        dtrain__init_param(strategy->device, &q, ~strategy->desc.init_seed, 0, count, args.x));
+    DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
+    return dtrain_device_copy(strategy->device, portion->q, args.x, (size_t)count * sizeof(float));
+}
+
+/* List what compression keeps, for dtrain_strategy_compression, and start it. */
+DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    if (!layout->compression) return DTRAIN_OK;
+    strategy->states = (dtrain_compression_state *)dtrain__alloc(
+        &strategy->allocator, strategy->param_count, sizeof *strategy->states,
+        "states of compression");
+    if (!strategy->states) return DTRAIN_ERROR_MEMORY;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        const dtrain__bucket *bucket = &layout->buckets[b];
+        const dtrain__sparse *sparse = bucket->sparse;
+        for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+            dtrain_compression_state *state = &strategy->states[strategy->state_count++];
+            state->param = &strategy->params[at->param];
+            state->offset = at->first - layout->entries[at->param].offset;
+            state->count = at->count;
+            state->residual = dtrain__after(sparse->residual, at->first - bucket->hop_first);
+            state->velocity = dtrain__after(sparse->velocity, at->first - bucket->hop_first);
+            state->q = at->q;
+            state->q_rows = at->columns;
+            if (at->q) DTRAIN__TRY(dtrain__q_init(strategy, sparse, at));
+        }
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_result dtrain_strategy_compression(dtrain_strategy *strategy,
+                                                     const dtrain_compression_state **states,
+                                                     size_t *count)
+{
+    if (states) *states = NULL;
+    if (count) *count = 0;
+    if (!strategy || !states || !count)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_compression: strategy, states or count is NULL");
+    *states = strategy->states;
+    *count = strategy->state_count;
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/strategy/ways/topk.c
+ * ==============================================================================================*/
+
+/* Top-k: selecting and exchanging
+ *
+ * A step of a bucket that is compressed with DTRAIN_COMPRESSION_TOPK: select, exchange selections,
+ * add them up. The rest stays in the residual, which dtrain_device_ops.topk takes care of.
+ *
+ *     ALL_GATHER   select of everything     all-gather         add all ranks' blocks
+ *     BALANCED     select of each region    all-to-all         the owner adds its region's blocks
+ *                  select of the sum        all-gather         add all regions' blocks */
+
+/* Decide how much of each portion is selected in this step, and where it stands in a block. The
+ * share falls geometrically from warmup_ratio to topk_ratio once the steps without compression are
+ * over. */
+static void dtrain__plan_selection(dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain_compression_desc *how = layout->compression;
+    const uint64_t step = strategy->sync_count - dtrain__dense_steps(how);
+    double ratio = (double)how->topk_ratio;
+    dtrain__sparse *sparse = bucket->sparse;
+    if (step < how->warmup_steps) {
+        const double begin = (double)how->warmup_ratio;
+        ratio = begin * pow(ratio / begin, (double)step / (double)how->warmup_steps);
+    }
+    sparse->masked = ratio >= dtrain__masked_share(layout);
+    sparse->selected = 0;
+    for (dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        at->quota = dtrain__quota(ratio, sparse->masked ? at->count : at->region);
+        at->at = sparse->selected;
+        sparse->selected += at->quota;
+    }
+}
+
+/* A place in a block, as memory. */
+typedef struct dtrain__picks {
+    float *values; /* fp32 */
+    uint16_t *low; /* what travels in their place, or NULL */
+    int32_t *indices;
+} dtrain__picks;
+
+/* Find the place of a portion's selection in the block at `words`. */
+static dtrain__picks dtrain__picks_at(const dtrain_strategy *strategy, const dtrain__sparse *sparse,
+                                      const dtrain__portion *portion, uint32_t *words)
+{
+    const bool low = dtrain__reduces_low(strategy);
+    uint32_t *indices = words + dtrain__value_words(&strategy->layout, sparse->selected);
+    dtrain__picks picks;
+    picks.values = low ? sparse->values : (float *)(void *)words + portion->at;
+    picks.low = low ? (uint16_t *)(void *)words + portion->at : NULL;
+    picks.indices = (int32_t *)(void *)indices + portion->at;
+    return picks;
+}
+
+static dtrain_result dtrain__scatter(dtrain_strategy *strategy, int64_t count, int64_t k,
+                                     float scale, const dtrain__picks *picks, float *out)
+{
+    dtrain_scatter_add_args args = {count, k, scale, picks->values, picks->indices, out};
+    return strategy->device->ops->scatter_add(strategy->device, &args);
+}
+
+/* Select the quota of elements [offset, offset + count) of a portion, from gradient and residual
+ * together, and round it to what travels; what rounding takes away goes back to the residual. */
+static dtrain_result dtrain__select(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                    const dtrain__portion *portion, int64_t offset, int64_t count,
+                                    bool with_velocity, const dtrain__picks *picks)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t at = portion->first - bucket->hop_first + offset, k = portion->quota;
+    const uint32_t f32 = DTRAIN_DTYPE_F32, dtype = strategy->desc.reduce_dtype;
+    float *residual = dtrain__after(sparse->residual, at);
+    float *velocity = with_velocity ? dtrain__after(sparse->velocity, at) : NULL;
+    dtrain_topk_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.k = k;
+    args.x = bucket->grads + portion->first + offset;
+    args.residual = residual;
+    args.values = picks->values;
+    args.indices = picks->indices;
+    args.velocity = velocity;
+    args.momentum = strategy->layout.compression->topk_momentum;
+    DTRAIN__TRY(strategy->device->ops->topk(strategy->device, &args));
+    if (!picks->low) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->values, f32, picks->low, dtype));
+    if (residual) DTRAIN__TRY(dtrain__scatter(strategy, count, k, 1, picks, residual));
+    DTRAIN__TRY(dtrain__convert(strategy, k, picks->low, dtype, picks->values, f32));
+    return residual ? dtrain__scatter(strategy, count, k, -1, picks, residual) : DTRAIN_OK;
+}
+
+/* Count the elements of region r; all of a portion without regions. */
+static int64_t dtrain__region_count(const dtrain__portion *portion, int r)
+{
+    return dtrain__min(portion->region, portion->count - r * portion->region);
+}
+
+/* Clear the gradients of a portion, to which selections will be added. */
+static dtrain_result dtrain__portion_zero(dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                          const dtrain__portion *portion)
+{
+    return strategy->device->ops->zero(strategy->device, bucket->grads + portion->first,
+                                       (size_t)portion->count * sizeof(float));
+}
+
+/* Return the factor of a selected value in the mean. */
+static float dtrain__term(const dtrain_strategy *strategy, const dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    return 1.0f / (float)(dtrain__sums_first(strategy, bucket) ? layout->all : layout->hop_ranks);
+}
+
+/* Send a masked bucket: the hop keeps what is selected, times 1/N, and is summed up whole. */
+static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    dtrain__sparse *sparse = bucket->sparse;
+    float *hop = bucket->grads + bucket->hop_first;
+    const dtrain__picks picks = {
+        sparse->values, dtrain__reduces_low(strategy) ? bucket->low_grads : NULL, sparse->indices};
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        DTRAIN__TRY(dtrain__select(strategy, bucket, at, 0, at->count, true, &picks));
+        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
+        DTRAIN__TRY(dtrain__scatter(strategy, at->count, at->quota, dtrain__term(strategy, bucket),
+                                    &picks, bucket->grads + at->first));
+    }
+    dtrain__label(strategy, bucket, "top-k of bucket");
+    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
+                             (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
+                             bucket->reduces);
+}
+
+/* ---- Exchanging ------------------------------------------------------------------------*/
+
+/* Select of region r of every portion, or of all of it, into a block. */
+static dtrain_result dtrain__select_block(dtrain_strategy *strategy, dtrain__bucket *bucket, int r,
+                                          bool with_velocity, uint32_t *words)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, words);
+        DTRAIN__TRY(dtrain__select(strategy, bucket, at, r * at->region,
+                                   dtrain__region_count(at, r), with_velocity, &picks));
+    }
+    return DTRAIN_OK;
+}
+
+/* Clear the gradients and add all blocks to them, in rank order: block r to region `region`, or
+ * where that is negative to region r. */
+static dtrain_result dtrain__add_blocks(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                        int region, float scale, uint32_t *blocks)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        DTRAIN__TRY(dtrain__portion_zero(strategy, bucket, at));
+        for (int r = 0; r < strategy->layout.hop_ranks; r++) {
+            const int to = region < 0 ? r : region;
+            const dtrain__picks picks = dtrain__picks_at(strategy, sparse, at, blocks + r * words);
+            if (picks.low)
+                DTRAIN__TRY(dtrain__convert(strategy, at->quota, picks.low,
+                                            strategy->desc.reduce_dtype, picks.values,
+                                            DTRAIN_DTYPE_F32));
+            DTRAIN__TRY(dtrain__scatter(strategy, dtrain__region_count(at, to), at->quota, scale,
+                                        &picks, bucket->grads + at->first + to * at->region));
+        }
+    }
+    return DTRAIN_OK;
+}
+
+/* ALL_GATHER: everybody's selection to everybody. BALANCED: the largest of every region to its
+ * owner ... */
+DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__sparse *sparse = bucket->sparse;
+    dtrain_comm *comm = dtrain__hop_comm(strategy, bucket);
+    dtrain__plan_selection(strategy, bucket);
+    DTRAIN__TRY(dtrain__dense_begin(strategy, bucket, 0, &bucket->reduces[1]));
+    if (sparse->masked) return dtrain__masked_start(strategy, bucket);
+    const int64_t words = dtrain__block_words(layout, sparse->selected);
+    if (words == 0) return DTRAIN_OK;
+    if (dtrain__is_balanced(layout->compression)) {
+        for (int r = 0; r < layout->hop_ranks; r++)
+            DTRAIN__TRY(dtrain__select_block(strategy, bucket, r, true, sparse->out + r * words));
+        dtrain__label(strategy, bucket, "top-k of bucket");
+        return dtrain_all_to_all(comm, sparse->out, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
+                                 bucket->reduces);
+    }
+    uint32_t *own = sparse->in + layout->hop_rank * words;
+    DTRAIN__TRY(dtrain__select_block(strategy, bucket, 0, true, own));
+    dtrain__label(strategy, bucket, "top-k of bucket");
+    return dtrain_all_gather(comm, own, sparse->in, (size_t)words, DTRAIN_DTYPE_I32,
+                             bucket->reduces);
+}
+
+/* ALL_GATHER: all blocks make the mean. BALANCED: the owner adds up, in rank order, where its
+ * region of the gradients was ... */
+DTRAIN__PRIVATE dtrain_result dtrain__topk_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const bool balanced = dtrain__is_balanced(layout->compression);
+    if (!bucket->sparse->masked)
+        DTRAIN__TRY(dtrain__add_blocks(strategy, bucket, balanced ? layout->hop_rank : 0,
+                                       balanced ? 1 : dtrain__term(strategy, bucket),
+                                       bucket->sparse->in));
+    return dtrain__dense_end(strategy, bucket);
+}
+
+/* ... and sends everybody the largest of that. Sum and residual are one: what is left of both is
+ * the owner's new residual. */
+DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_begin(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
+{
+    const int rank = strategy->layout.hop_rank;
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t words = dtrain__block_words(&strategy->layout, sparse->selected);
+    uint32_t *own = sparse->out + rank * words;
+    if (sparse->masked || words == 0) return DTRAIN_OK;
+    DTRAIN__TRY(dtrain__select_block(strategy, bucket, rank, false, own));
+    dtrain__label(strategy, bucket, "top-k of bucket");
+    return dtrain_all_gather(strategy->groups[DTRAIN__SECOND], own, sparse->out, (size_t)words,
+                             DTRAIN_DTYPE_I32, bucket->reduces);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__topk_publish_end(dtrain_strategy *strategy,
+                                                       dtrain__bucket *bucket)
+{
+    if (bucket->sparse->masked) return DTRAIN_OK;
+    return dtrain__add_blocks(strategy, bucket, -1, dtrain__term(strategy, bucket),
+                              bucket->sparse->out);
+}
+
+/* ================================================================================================
+ * src/strategy/ways/powersgd.c
+ * ==============================================================================================*/
+
+/* PowerSGD
+ *
+ *     M = gradient + residual      P = M Q, mean over ranks, orthonormal columns
+ *     Q = M^T P, mean over ranks   gradient = P Q^T,  residual = M - gradient
+ *
+ * All ranks orthogonalise the same P to the same bits. A column of P that the others span is zero,
+ * and so its Q, which would be zero for ever after: a gradient that was zero once would never be
+ * sent again. So a trace of the first Q is added to every Q. It decides the direction of what is
+ * zero, and is nothing beside anything else. */
+
+#define DTRAIN__TRACE 1e-20f
+
+/* Compute the rows of c (m, n) = a b, all three packed. */
+static dtrain_result dtrain__product(dtrain_strategy *strategy, uint32_t flags, int64_t m,
+                                     int64_t n, int64_t k, const float *a, const float *b, float *c)
+{
+    dtrain_gemm_args args;
+    memset(&args, 0, sizeof args);
+    args.flags = flags;
+    args.m = m;
+    args.n = n;
+    args.k = k;
+    args.alpha = 1;
+    args.a = a;
+    args.b = b;
+    args.c = c;
+    args.lda = flags & DTRAIN_GEMM_TRANS_A ? m : k;
+    args.ldb = flags & DTRAIN_GEMM_TRANS_B ? k : n;
+    args.ldc = n;
+    args.a_dtype = args.b_dtype = args.c_dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->gemm(strategy->device, &args);
+}
+
+/* Add factor * x to y (count elements each). */
+static dtrain_result dtrain__add_scaled(dtrain_strategy *strategy, int64_t count, float factor,
+                                        const float *x, float *y)
+{
+    dtrain_axpby_args args;
+    memset(&args, 0, sizeof args);
+    args.count = count;
+    args.accumulate = true;
+    args.a = factor;
+    args.b = 1;
+    args.x = x;
+    args.y = y;
+    args.dtype = DTRAIN_DTYPE_F32;
+    return strategy->device->ops->axpby(strategy->device, &args);
+}
+
+/* Return M (rows, columns): the residual, to which the gradient is added, or without error feedback
+ * the gradient itself. */
+static float *dtrain__matrix(const dtrain__bucket *bucket, const dtrain__portion *portion)
+{
+    if (!bucket->sparse->residual) return bucket->grads + portion->first;
+    return bucket->sparse->residual + portion->first - bucket->hop_first;
+}
+
+/* Make P = M Q of every matrix; they travel with the dense portions, in one all-reduce. */
+DTRAIN__PRIVATE dtrain_result dtrain__p_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const dtrain_device_ops *ops = strategy->device->ops;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
+    if (sparse->q_count)
+        DTRAIN__TRY(dtrain__add_scaled(strategy, sparse->q_count, DTRAIN__TRACE, sparse->q_seed,
+                                       sparse->q));
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        float *m = dtrain__matrix(bucket, at);
+        dtrain_add_args add = {at->count, bucket->grads + at->first, m,
+                               m,         DTRAIN_DTYPE_F32,          DTRAIN_DTYPE_F32};
+        if (sparse->residual) DTRAIN__TRY(ops->add(strategy->device, &add));
+        DTRAIN__TRY(dtrain__product(strategy, 0, at->rows, rank, at->columns, m, at->q, at->p));
+    }
+    return dtrain__dense_begin(strategy, bucket, sparse->p_count, bucket->reduces);
+}
+
+/* Orthonormalise the columns of the mean P. */
+DTRAIN__PRIVATE dtrain_result dtrain__p_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        dtrain_orthogonalize_args args = {at->rows, rank, at->p};
+        DTRAIN__TRY(strategy->device->ops->orthogonalize(strategy->device, &args));
+    }
+    return dtrain__dense_end(strategy, bucket);
+}
+
+/* Make Q = M^T P. */
+DTRAIN__PRIVATE dtrain_result dtrain__q_begin(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++)
+        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_A, at->columns, rank, at->rows,
+                                    dtrain__matrix(bucket, at), at->p, at->q));
+    if (sparse->q_count == 0) return DTRAIN_OK;
+    dtrain__label(strategy, bucket, "PowerSGD of bucket");
+    return dtrain_all_reduce(strategy->groups[DTRAIN__SECOND], sparse->q, sparse->q,
+                             (size_t)sparse->q_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_MEAN,
+                             bucket->reduces);
+}
+
+/* Make the gradient that P and the mean Q say; what they leave of M is the residual. */
+DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    const dtrain__sparse *sparse = bucket->sparse;
+    const int64_t rank = (int64_t)strategy->layout.compression->powersgd_rank;
+    for (const dtrain__portion *at = sparse->portions; at < sparse->dense; at++) {
+        float *grad = bucket->grads + at->first, *m = dtrain__matrix(bucket, at);
+        DTRAIN__TRY(dtrain__product(strategy, DTRAIN_GEMM_TRANS_B, at->rows, at->columns, rank,
+                                    at->p, at->q, grad));
+        if (sparse->residual) DTRAIN__TRY(dtrain__add_scaled(strategy, at->count, -1, grad, m));
+    }
+    return DTRAIN_OK;
+}
+
+/* ================================================================================================
+ * src/strategy/ways.c
+ * ==============================================================================================*/
+
+/* The ways of a bucket
+ *
+ * The only file that knows all steps (strategy/road.c, ways/): it chooses those that a bucket takes
+ * from gradients to their mean. */
+
+/* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
+static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
+static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
+                                                   false};
+static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
+                                                       dtrain__reduce_scatter_end, false};
+static const dtrain__step dtrain__by_replicas[] = {
+    {dtrain__replicas_begin, dtrain__replicas_end, false},
+    {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
+};
+static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
+static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
+static const dtrain__step dtrain__by_topk = {dtrain__topk_begin, dtrain__topk_end, false};
+static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
+                                                     dtrain__topk_publish_end, false};
+static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
+static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
+
+/* Choose the ways of the step that begins:
+ *
+ *                    whole buckets                           sharded buckets
+ *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
+ *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
+ *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
+ */
+DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
+    const dtrain_compression_desc *how = layout->compression;
+    const bool nodes = layout->node_ranks > 1;
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
+    memset(strategy->ways, 0, sizeof strategy->ways);
+    if (layout->all == 1) {
+        *whole = *sharded = &dtrain__by_nothing;
+        return;
+    }
+    if (nodes) *whole++ = *sharded++ = &dtrain__by_node_scatter;
+    if (!how) *whole++ = &dtrain__by_all_reduce;
+    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
+        *whole++ = &dtrain__by_p;
+        *whole++ = &dtrain__by_q;
+    } else {
+        *whole++ = &dtrain__by_topk;
+        if (dtrain__is_balanced(how)) *whole++ = &dtrain__by_topk_publish;
+    }
+    if (nodes) *whole++ = &dtrain__by_node_gather;
+    *sharded++ = &dtrain__by_reduce_scatter;
+    if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
+}
+
+/* ================================================================================================
+ * src/strategy/offload.c
+ * ==============================================================================================*/
+
+/* Offload
+ *
+ * A shard that is kept in host memory has another home (dtrain__home) than device memory; all that
+ * the roads of gradients and values know of it is the calls of that table.
+ *
+ *     compute   .. backward 2 . reduce . backward 1 . reduce . backward 0 .... | finish
+ *     down                            | put shard of 2       | put shard of 1 ...
+ *     CPU                             (add it, in later micro-batches)          | norm | update
+ *     up                                                                        | new values
+ *
+ * A copy to the host is queued behind what compute has queued, and compute waits for it before the
+ * buffer it reads is made anew (vacate). The shard of a later micro-batch arrives in one of two
+ * bounce buffers, the landings, and is added when that landing is wanted again, or at the end of
+ * the backward (settle). */
+
+/* Order two streams: work queued on `later` from now on comes after all that is queued on
+ * `earlier` so far. */
+static dtrain_result dtrain__stream_follow(dtrain_strategy *strategy, dtrain_stream *later,
+                                           dtrain_stream *earlier)
+{
+    dtrain_device *device = strategy->device;
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, strategy->offload.order, earlier));
+    return DTRAIN__ORDER(device, event_wait, strategy->offload.order, later);
+}
+
+/* Hold the host up until the event has happened, at most until the deadline. A dead rank is the
+ * communicator's to report. */
+static dtrain_result dtrain__event_await(const dtrain_strategy *strategy, dtrain_event *event)
+{
+    dtrain_device *device = strategy->device;
+    dtrain__wait wait = dtrain__wait_begin();
+    for (;;) {
+        bool done = true;
+        DTRAIN__TRY(DTRAIN__ORDER(device, event_query, event, &done));
+        if (done) return DTRAIN_OK;
+        if (device->while_waiting) DTRAIN__TRY(device->while_waiting(device->waiting_user));
+        (void)dtrain__wait_turn(strategy->world, &wait);
+        if (wait.waited_ns >= strategy->world->timeout_ns)
+            return dtrain_fail(DTRAIN_ERROR_TIMEOUT,
+                               "the device did not finish the work before a copy to the host in "
+                               "%.1f s",
+                               1e-9 * (double)strategy->world->timeout_ns);
+    }
+}
+
+/* ---- The home of a shard in host memory -------------------------------------------------------*/
+
+/* Add what has arrived in a landing to the shard that it is of. */
+static dtrain_result dtrain__landing_clear(dtrain_strategy *strategy, uint32_t i)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain__bucket *bucket = offload->landed[i];
+    if (!bucket) return DTRAIN_OK;
+    dtrain_add_args add = {bucket->shard_count, bucket->grad_shard, strategy->layout.landing[i],
+                           bucket->grad_shard,  DTRAIN_DTYPE_F32,   DTRAIN_DTYPE_F32};
+    offload->landed[i] = NULL;
+    DTRAIN__TRY(dtrain__event_await(strategy, offload->arrived[i]));
+    return offload->cpu->ops->add(offload->cpu, &add);
+}
+
+/* Put or add a result (device memory) to grad_shard, soon. */
+static dtrain_result dtrain__host_put(dtrain_strategy *strategy, dtrain__bucket *bucket,
+                                      const float *result, bool add)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    const uint32_t i = offload->turn;
+    const size_t bytes = (size_t)bucket->shard_count * sizeof(float);
+    if (bytes == 0) return DTRAIN_OK;
+    if (add) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    float *to = add ? strategy->layout.landing[i] : bucket->grad_shard;
+    DTRAIN__TRY(dtrain__stream_follow(strategy, offload->down, NULL));
+    DTRAIN__TRY(device->ops->copy_async(device, to, result, bytes, DTRAIN_COPY_DEVICE_TO_HOST,
+                                        offload->down));
+    if (!add) return DTRAIN_OK;
+    offload->landed[i] = bucket;
+    offload->turn = 1 - i;
+    return DTRAIN__ORDER(device, event_record, offload->arrived[i], offload->down);
+}
+
+/* Bring what the micro-batches have summed up back to the device, for the other replicas. */
+static dtrain_result dtrain__host_get(dtrain_strategy *strategy, dtrain__bucket *bucket, float *sum)
+{
+    for (uint32_t i = 0; i < 2; i++)
+        if (strategy->offload.landed[i] == bucket) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    return strategy->device->ops->copy_async(strategy->device, sum, bucket->grad_shard,
+                                             (size_t)bucket->shard_count * sizeof(float),
+                                             DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+static dtrain_result dtrain__host_vacate(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, NULL, strategy->offload.down);
+}
+
+/* End a backward: the buffers are free, and after the last one the shards are complete. */
+static dtrain_result dtrain__host_settle(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    for (uint32_t i = 0; i < 2; i++) DTRAIN__TRY(dtrain__landing_clear(strategy, i));
+    DTRAIN__TRY(dtrain__host_vacate(strategy));
+    if (strategy->more) return DTRAIN_OK;
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_record, offload->arrived[0], offload->down));
+    return dtrain__event_await(strategy, offload->arrived[0]);
+}
+
+/* Copy a value shard to its place among the gathered values; behind those that used the slot, and
+ * before the collective. */
+static dtrain_result dtrain__host_bring(dtrain_strategy *strategy, dtrain__bucket *bucket)
+{
+    return strategy->device->ops->copy_async(
+        strategy->device, bucket->values + bucket->shard_first, bucket->value_shard,
+        (size_t)bucket->shard_count * sizeof(float), DTRAIN_COPY_HOST_TO_DEVICE, NULL);
+}
+
+static const dtrain__home dtrain__homes[] = {
+    {false, NULL, NULL, NULL, NULL, NULL},
+    {true, dtrain__host_put, dtrain__host_get, dtrain__host_vacate, dtrain__host_settle,
+     dtrain__host_bring},
+};
+
+DTRAIN__PRIVATE const dtrain__home *dtrain__home_of(bool host) { return &dtrain__homes[host]; }
+
+/* ---- Life -------------------------------------------------------------------------------------*/
+
+/* Make the CPU device, streams and events, if anything is offloaded. */
+DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    dtrain_device_desc cpu;
+    if (!strategy->desc.offload) return DTRAIN_OK;
+    memset(&cpu, 0, sizeof cpu);
+    cpu.thread_count = strategy->world->threads;
+    cpu.oversubscribed = strategy->world->oversubscribed;
+    cpu.allocator = strategy->allocator;
+    DTRAIN__TRY(dtrain_device_create(dtrain_cpu_device_ops(), &cpu, &offload->cpu));
+    DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->down));
+    DTRAIN__TRY(DTRAIN__ORDER(device, stream_create, false, &offload->up));
+    DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->order));
+    for (int i = 0; i < 2; i++)
+        DTRAIN__TRY(DTRAIN__ORDER(device, event_create, &offload->arrived[i]));
+    return DTRAIN_OK;
+}
+
+/* Wait and free: copies still queued use the memory that is freed next. */
+DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy)
+{
+    dtrain__offload *offload = &strategy->offload;
+    dtrain_device *device = strategy->device;
+    if (!offload->cpu) return;
+    device->ops->synchronize(device);
+    for (int i = 0; i < 2; i++)
+        if (offload->arrived[i]) device->ops->event_destroy(device, offload->arrived[i]);
+    if (offload->order) device->ops->event_destroy(device, offload->order);
+    if (offload->up) device->ops->stream_destroy(device, offload->up);
+    if (offload->down) device->ops->stream_destroy(device, offload->down);
+    dtrain_device_destroy(offload->cpu);
+    offload->cpu = NULL;
+}
+
+/* ---- An update in host memory -----------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_device *dtrain__update_device(const dtrain_strategy *strategy)
+{
+    return strategy->offload.cpu;
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_begin(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, strategy->offload.down, NULL);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_end(dtrain_strategy *strategy)
+{
+    return dtrain__stream_follow(strategy, NULL, strategy->offload.up);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_down(dtrain_strategy *strategy, size_t turn, float *to,
+                                                  const float *from, int64_t count)
+{
+    dtrain_device *device = strategy->device;
+    const dtrain__offload *offload = &strategy->offload;
+    if (to)
+        DTRAIN__TRY(device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
+                                            DTRAIN_COPY_DEVICE_TO_HOST, offload->down));
+    return DTRAIN__ORDER(device, event_record, offload->arrived[turn], offload->down);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_await(const dtrain_strategy *strategy, size_t turn)
+{
+    return dtrain__event_await(strategy, strategy->offload.arrived[turn]);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__update_up(dtrain_strategy *strategy, float *to,
+                                                const float *from, int64_t count)
+{
+    dtrain_device *device = strategy->device;
+    return device->ops->copy_async(device, to, from, (size_t)count * sizeof(float),
+                                   DTRAIN_COPY_HOST_TO_DEVICE, strategy->offload.up);
+}
+
+/* Count the bytes of an optimizer's states of parameter i, where it works. In host memory that
+ * includes a master copy of values that are on the device, and *stage grows to what one of the two
+ * stages needs for gradients that are: a piece of them, or with `whole` all. */
+DTRAIN__PRIVATE uint64_t dtrain__update_bytes(const dtrain__layout *layout, size_t i, size_t states,
+                                              bool whole, int64_t *stage)
+{
+    const bool offload = layout->desc->offload != 0;
+    int64_t offset, count;
+    if (!layout->entries[i].trainable || !dtrain__piece(layout, i, &offset, &count)) return 0;
+    const dtrain__bucket *bucket = &layout->buckets[layout->entries[i].bucket];
+    const bool master = offload && !bucket->value_home->host;
+    const int64_t padded = dtrain__padded(count);
+    if (offload && !bucket->grad_home->host)
+        *stage = dtrain__max(*stage, whole ? padded : dtrain__min(padded, DTRAIN__PIECE));
+    return (uint64_t)padded * sizeof(float) * (states + (master ? 1 : 0));
+}
+
+/* ================================================================================================
+ * src/strategy/levels.c
+ * ==============================================================================================*/
+
+/* Levels of ranks: who shares a copy of the model, and who reduces with whom */
+
+/* Drop what is lossy when there is one node alone: with hierarchical it is for the way between
+ * nodes. */
+DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks)
+{
+    if (!desc->hierarchical || (desc->node_size && (int)desc->node_size != ranks)) return;
+    desc->reduce_dtype = DTRAIN_DTYPE_F32;
+    desc->compression = NULL;
+}
+
+/* Find how many consecutive ranks of a communicator are a node, when every node has as many;
+ * *node_ranks = 0: nodes differ, or their ranks are mixed. Collective: what one rank sees of its
+ * own node would not be what others see of theirs. */
+DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
+                                                 uint32_t *node_ranks)
+{
+    int64_t nodes[DTRAIN_MAX_RANKS]; /* of each rank */
+    const int ranks = dtrain_comm_size(comm);
+    dtrain_world_info own; /* emulated nodes count */
+    int size = 1;
+    dtrain_world_query(world, &own);
+    const int64_t mine = own.node;
+    DTRAIN__TRY(dtrain_all_gather(comm, &mine, nodes, 1, DTRAIN_DTYPE_I64, NULL));
+    while (size < ranks && nodes[size] == nodes[0]) size++;
+    *node_ranks = ranks % size ? 0 : (uint32_t)size;
+    for (int r = 1; r < ranks; r++) /* a node begins at every multiple of size, and nowhere else */
+        if ((nodes[r] == nodes[r - 1]) != (r % size != 0)) *node_ranks = 0;
+    return DTRAIN_OK;
+}
+
+/* Resolve node_size: consecutive ranks are one node. With hierarchical one node alone, or nodes of
+ * one rank, are no mistake: a program that is started on fewer machines goes on, on one level. */
+static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ranks)
+{
+    dtrain_strategy_desc *desc = &strategy->desc;
+    const char *const call = "dtrain_strategy_create";
+    if (!desc->hierarchical && !strategy->kind->replicas) return DTRAIN_OK;
+    if (!desc->node_size) {
+        uint32_t size;
+        DTRAIN__TRY(dtrain__even_nodes(strategy->world, strategy->comm, &size));
+        if (size == 0)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: node_size is 0, and the nodes of these %d ranks do not have as "
+                               "many ranks each, one node after another; set node_size to a number "
+                               "that divides %d, or start as many ranks on every node",
+                               call, ranks, ranks);
+        if (!desc->hierarchical && size == (uint32_t)ranks && ranks > 1)
+            return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                               "%s: DTRAIN_STRATEGY_HYBRID_SHARD shards inside a node and "
+                               "replicates across nodes, but all ranks are on one; set node_size, "
+                               "or use DTRAIN_STRATEGY_FULL_SHARD",
+                               call);
+        desc->node_size = size;
+    }
+    if (desc->node_size <= (uint32_t)ranks && (uint32_t)ranks % desc->node_size == 0)
+        return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                       "%s: node_size %u does not divide %d ranks; every node must have as many",
+                       call, desc->node_size, ranks);
+}
+
+/* Decide who shares one copy of the model, and make the communicators. Each kind of step that
+ * starts when another happens to be done has one of its own: in one, ranks could start them in
+ * different orders. */
+DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
+{
+    const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
+    const bool sharded = strategy->kind->shards.state, replicas = strategy->kind->replicas;
+    dtrain_strategy_desc *desc = &strategy->desc;
+    DTRAIN__TRY(dtrain__resolve_node_size(strategy, ranks)); /* the same on every rank */
+    dtrain__resolve_levels(desc, ranks);
+    const dtrain_compression_desc *how = desc->compression;
+    const int size = desc->hierarchical || replicas ? (int)desc->node_size : 1;
+    const bool nodes = !replicas && size > 1 && size < ranks;
+    const bool rounds =
+        how && (how->kind == DTRAIN_COMPRESSION_POWERSGD || dtrain__is_balanced(how));
+    const struct {
+        int group;
+        bool wanted, across; /* across nodes, or inside one */
+    } groups[] = {
+        {DTRAIN__NODE, nodes || replicas, false},
+        {DTRAIN__ACROSS, nodes || replicas, true},
+        {DTRAIN__BACK, nodes && (!sharded || desc->whole_below), false},
+        {DTRAIN__FETCH_ACROSS, nodes && sharded, true},
+        {DTRAIN__FETCH, nodes && sharded, false},
+        {DTRAIN__SECOND, rounds && ranks > 1, true},
+    };
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
+        if (groups[i].wanted)
+            DTRAIN__TRY(dtrain_comm_split(strategy->comm,
+                                          groups[i].across ? rank % size : rank / size, rank,
+                                          &strategy->groups[groups[i].group]));
+    if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
+    else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
+        strategy->shard_comm = strategy->comm;
     return DTRAIN_OK;
 }
 

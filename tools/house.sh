@@ -4,13 +4,13 @@
 # includes files of, with their number. `make lint` compares docs/house.svg with what this prints.
 cd "$(dirname "$0")/.." || exit 1
 for room in core world comm comm/nccl strategy tape optim train state monitor device device/cpu device/cuda; do
-    for file in src/$room/*.c src/$room/*.h src/$room/*.cuh src/$room/kernels/*.h; do
+    for file in src/$room/*.c src/$room/*.h src/$room/*.cuh src/$room/kernels/*.h src/$room/ways/*.c; do
         [ -f "$file" ] && echo "$room $file"
     done
 done | awk '
 function escape(s) { gsub(/&/, "\\&amp;", s); gsub(/</, "\\&lt;", s); gsub(/>/, "\\&gt;", s); return s }
 function text(x, y, class, s) { printf "<text x=\"%d\" y=\"%d\" class=\"%s\">%s</text>\n", x, y, class, escape(s) }
-function room_of(path) { sub(/\/[^\/]*$/, "", path); sub(/\/kernels$/, "", path); return path }
+function room_of(path) { sub(/\/[^\/]*$/, "", path); sub(/\/(kernels|ways)$/, "", path); return path }
 {
     room = $1; file = $2
     if (!(room in number)) { number[room] = ++rooms; name[rooms] = room }

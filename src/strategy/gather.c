@@ -178,53 +178,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* ---- Hooks ------------------------------------------------------------------------------------*/
-
-/* Find the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
- * it constant time. */
-static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const uint32_t count = (uint32_t)layout->unit_count;
-    const uint32_t from =
-        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
-    for (uint32_t i = 0; i < count; i++) {
-        const uint32_t at = (from + i) % count;
-        if (layout->units[at].id == id) return at;
-    }
-    return DTRAIN__NONE;
-}
-
-/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
- * make activations again, to an earlier one; backward goes back, and may step over units. Once it
- * has begun, no unit behind the one that it has come to is due. */
-static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
-                                         dtrain_pass pass)
-{
-    const dtrain__unit *units = strategy->layout.units;
-    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
-    const char *const call = "dtrain_strategy_gather";
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
-    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
-                           (int)pass);
-    if (at > strategy->backward)
-        return dtrain_fail(
-            DTRAIN_ERROR_USAGE,
-            "%s: unit %u is not due: this backward has come to unit %u, which is "
-            "registered before it; %s",
-            call, id, units[strategy->backward].id,
-            pass == DTRAIN_PASS_BACKWARD
-                ? "call dtrain_strategy_finish between two"
-                : "to make activations of more than two units again, gather the last "
-                  "of them for backward before");
-    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
-                       "order in which their first parameters are registered",
-                       call, id, units[due].id, due ? "" : ", the first");
-}
+/* ---- One unit ---------------------------------------------------------------------------------*/
 
 /* Start to gather what is not there of a unit. */
 static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
@@ -241,7 +195,7 @@ static dtrain_result dtrain__need_unit(dtrain_strategy *strategy, const dtrain__
     return dtrain__gather_end(strategy, unit->frozen);
 }
 
-static void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here)
+DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here)
 {
     unit->shown = here;
     dtrain__show_values(strategy, unit->trainable, here);
@@ -249,7 +203,8 @@ static void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, boo
 }
 
 /* Bring a unit, and fetch the one that the pass will come to next. */
-static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, uint32_t next)
+DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
+                                                 uint32_t next)
 {
     const dtrain__layout *layout = &strategy->layout;
     strategy->position = at;
@@ -258,89 +213,6 @@ static dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at, 
     DTRAIN__TRY(dtrain__need_unit(strategy, &layout->units[at]));
     if (strategy->desc.no_overlap || next >= layout->unit_count) return DTRAIN_OK;
     return dtrain__fetch_unit(strategy, &layout->units[next]);
-}
-
-/* Close the gradients of units from `first` on: their backward is over. */
-static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    size_t end = strategy->launched;
-    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
-           layout->buckets[end].unit >= first)
-        end++;
-    return dtrain__close_buckets(strategy, end);
-}
-
-/* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
- * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
- * values gathered, those of the next one fetched. So a rank may step over units, or end early:
- * the unit that it comes to next, or finish, makes up for them. A forward inside a backward may
- * have taken the slot of the unit that this had come to: then it did so on all ranks. */
-DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
-{
-    uint32_t at = strategy->backward;
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
-    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
-    strategy->entered = false;
-    while (at > to) {
-        at--;
-        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
-        DTRAIN__TRY(dtrain__claim_work(strategy, at));
-        strategy->backward = at;
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
-    }
-    return DTRAIN_OK;
-}
-
-/* Tell whether a forward makes activations again: inside a backward, or, on a rank that has stepped
- * over all units so far, where it goes back and not to the first. */
-static bool dtrain__is_again(const dtrain_strategy *strategy, uint32_t at)
-{
-    if (strategy->backward != DTRAIN__NONE) return true;
-    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
-}
-
-/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown. */
-static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
-{
-    if (pass == DTRAIN_PASS_BACKWARD) {
-        DTRAIN__TRY(dtrain__walk_back(strategy, at));
-        strategy->entered = true;
-    } else {
-        if (!strategy->entered && dtrain__is_again(strategy, at))
-            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
-        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
-    }
-    if (!strategy->layout.shards.params) return DTRAIN_OK;
-    dtrain__show_unit(strategy, &strategy->layout.shared, true);
-    dtrain__show_unit(strategy, &strategy->layout.units[at], true);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
-                                                dtrain_pass pass)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
-    if (!dtrain__walks(strategy)) return DTRAIN_OK;
-    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
-}
-
-/* Take the pointers away: the values stay where they are until the slot is wanted, and use after
- * release is noticed. */
-DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
-    const uint32_t at = dtrain__find_unit(strategy, unit);
-    if (at == DTRAIN__NONE)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
-    if (at == strategy->backward) strategy->entered = false;
-    if (strategy->layout.shards.params)
-        dtrain__show_unit(strategy, &strategy->layout.units[at], false);
-    return DTRAIN_OK;
 }
 
 /* Tell where the tape finds a parameter's value of the type `dtype`: true, and *low is its address

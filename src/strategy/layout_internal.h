@@ -49,7 +49,7 @@ typedef struct dtrain__entry {
     bool lends_value, lends_grad; /* the library filled in the pointer and takes it away again */
 } dtrain__entry;
 
-/* The piece of a parameter that compression sees: strategy/compression.c. */
+/* The piece of a parameter that compression sees: strategy/ways/compression.c. */
 typedef struct dtrain__portion {
     uint32_t param;
     int64_t first, count;  /* within the bucket */
@@ -183,7 +183,7 @@ typedef struct dtrain__difference {
     int usual, odd; /* ranks */
 } dtrain__difference;
 
-/* strategy/strategy.c */
+/* strategy/kinds.c */
 DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind);
 
 /* strategy/offload.c */
@@ -220,7 +220,7 @@ DTRAIN__PRIVATE int64_t dtrain__overlap(const dtrain__layout *layout, const dtra
 DTRAIN__PRIVATE bool dtrain__piece(const dtrain__layout *layout, size_t i, int64_t *offset,
                                    int64_t *count);
 
-/* strategy/compression.c */
+/* strategy/ways/compression.c */
 DTRAIN__PRIVATE bool dtrain__is_balanced(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE uint64_t dtrain__dense_steps(const dtrain_compression_desc *how);
 DTRAIN__PRIVATE int64_t dtrain__quota(double ratio, int64_t count);

@@ -3,11 +3,12 @@
  * Every file of the room includes it, and with it the interfaces of core, world, communicator and
  * device that they share.
  *
- * The order of reading is that of a gradient: strategy.c (the kinds, and DDP from ready to
- * publish), weights.c (what its mean is over), norm.c, shards.c and gather.c (sharded gradients,
- * sharded values), hierarchy.c, compression.c, topk.c, powersgd.c (other ways), offload.c (shards
- * in host memory), layout.c, params.c, settings.c, create.c (how it all comes to be), query.c,
- * view.c (for the rooms above), plan.c. */
+ * The order of reading is that of a gradient: params.c, kinds.c, layout.c (who keeps what), road.c
+ * (DDP from ready to publish), weights.c (what its mean is over), norm.c, gather.c (sharded values),
+ * calls.c (what these call), then one file a step: ways/shards.c, hierarchy.c, compression.c,
+ * topk.c, powersgd.c, and ways.c, which alone knows them all; offload.c (shards in host memory),
+ * levels.c, settings.c, create.c (how it all comes to be), query.c, view.c (for the rooms above),
+ * plan.c. */
 
 #pragma once
 
@@ -113,16 +114,14 @@ struct dtrain_strategy {
     char reason[400];
 };
 
-/* Steps: strategy.c, shards.c, hierarchy.c, topk.c, powersgd.c. */
+/* Steps: road.c, ways/. */
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
     dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
     dtrain__replicas_end, dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__topk_begin,
     dtrain__topk_end, dtrain__topk_publish_begin, dtrain__topk_publish_end, dtrain__p_begin,
     dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
-/* strategy/strategy.c */
-DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                   const char *part);
+/* strategy/road.c */
 DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
@@ -131,9 +130,6 @@ DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, size_t end);
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy);
-DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
-                                              const void *x, uint32_t x_dtype, void *y,
-                                              uint32_t y_dtype);
 DTRAIN__PRIVATE dtrain_result dtrain__to_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                               float *x, int64_t first, int64_t count, void **wire);
 DTRAIN__PRIVATE dtrain_result dtrain__from_wire(dtrain_strategy *strategy, dtrain__bucket *bucket,
@@ -148,18 +144,27 @@ DTRAIN__PRIVATE dtrain_reduce_op dtrain__level_op(const dtrain_strategy *strateg
 DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                             float *x, int64_t count);
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
+
+/* strategy/calls.c */
+DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                   const char *part);
+DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
+                                              const void *x, uint32_t x_dtype, void *y,
+                                              uint32_t y_dtype);
 DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
                                                  dtrain_work **works);
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
                                                     const char *text);
+
+/* strategy/ways.c */
+DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
 
-/* strategy/shards.c */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit);
+/* strategy/ways/shards.c */
 DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/params.c */
@@ -167,7 +172,9 @@ DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *stra
                                                            const char *settings);
 
 /* strategy/gather.c */
-DTRAIN__PRIVATE dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
+DTRAIN__PRIVATE dtrain_result dtrain__bring_unit(dtrain_strategy *strategy, uint32_t at,
+                                                 uint32_t next);
+DTRAIN__PRIVATE void dtrain__show_unit(dtrain_strategy *strategy, dtrain__unit *unit, bool here);
 DTRAIN__PRIVATE dtrain_result dtrain__gather_shards(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__copy_host_values(dtrain_strategy *strategy, bool to_host);
 DTRAIN__PRIVATE dtrain_result dtrain__forget_units(dtrain_strategy *strategy);
@@ -177,9 +184,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
 
-/* strategy/hierarchy.c */
+/* strategy/ways/hierarchy.c */
 DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
                                               const dtrain__bucket *bucket);
+
+/* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
                                                  uint32_t *node_ranks);
 DTRAIN__PRIVATE void dtrain__resolve_levels(dtrain_strategy_desc *desc, int ranks);
@@ -189,7 +198,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__offload_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__offload_close(dtrain_strategy *strategy);
 
-/* strategy/compression.c */
+/* strategy/ways/compression.c */
 DTRAIN__PRIVATE dtrain_result dtrain__compression_open(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtrain__bucket *bucket,
                                                   int64_t more, dtrain_work **work);

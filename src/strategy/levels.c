@@ -1,49 +1,7 @@
-/* Two levels of ranks
- *
- * Consecutive ranks are a node. With hierarchical a bucket is reduced inside every node first, so
- * that each rank exchanges only its slice, the hop, with its like in the other nodes:
- *
- *     2 nodes of 2      rank 0        rank 1      |  rank 2        rank 3
- *     NODE_SCATTER      sum of slice 0, slice 1   |  sum of slice 0, slice 1     inside a node
- *     ALL_REDUCE        rank 0 <--- slice 0 ---> rank 2,  rank 1 <--- slice 1 ---> rank 3
- *     NODE_GATHER       both slices               |  both slices                 inside a node
- *
- * Sharded buckets end in a reduce-scatter of the hop, and their values come back the same way. With
- * HYBRID_SHARD the levels are those of shards and of replicas: strategy/shards.c. */
+/* Levels of ranks: who shares a copy of the model, and who reduces with whom */
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
-
-/* The ranks that exchange a bucket: between nodes those with the same slice. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
-                                              const dtrain__bucket *bucket)
-{
-    if (strategy->layout.node_ranks > 1) return strategy->groups[DTRAIN__ACROSS];
-    return bucket->sharded ? strategy->shard_comm : strategy->comm;
-}
-
-/* NODE_SCATTER: the hop of a bucket's gradients = its sum over this node. */
-DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_reduce_scatter(strategy->groups[DTRAIN__NODE], bucket->grads,
-                                 bucket->grads + bucket->hop_first, (size_t)bucket->hop_count,
-                                 DTRAIN_DTYPE_F32, dtrain__level_op(strategy, bucket),
-                                 bucket->reduces);
-}
-
-/* NODE_GATHER: all slices of this node to all its ranks. */
-DTRAIN__PRIVATE dtrain_result dtrain__node_gather_begin(dtrain_strategy *strategy,
-                                                        dtrain__bucket *bucket)
-{
-    dtrain__label(strategy, bucket, "bucket");
-    return dtrain_all_gather(strategy->groups[DTRAIN__BACK], bucket->grads + bucket->hop_first,
-                             bucket->grads, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
-                             bucket->reduces);
-}
-
-/* ---- Who is on which level --------------------------------------------------------------------*/
 
 /* Drop what is lossy when there is one node alone: with hierarchical it is for the way between
  * nodes. */

@@ -1,8 +1,8 @@
 /* The road of a gradient: ready, launch, reduce, finish, publish
  *
  * DDP is the worked example: what it does in a step is in this file, and the numbers of the drawing
- * stand at the stations below. The other kinds take the same road with other steps at 3:
- * strategy/shards.c, hierarchy.c, compression.c; and sharded values come and go in gather.c.
+ * stand at the stations below. The other kinds take the same road with other steps at 3, one file a
+ * step in ways/, chosen in ways.c; sharded values come and go in gather.c.
  *
  *       the tape or the host        on this rank                         among the ranks
  *
@@ -33,78 +33,34 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* ---- The kinds --------------------------------------------------------------------------------*/
+/* ---- Before a backward ------------------------------------------------------------------------*/
 
-/* A kind is what it shards; whether shards are whole tensors with owners, as optimizers of matrices
- * need them; and whether every node has a replica, so that shards are summed across nodes. In the
- * order of their numbers, from DTRAIN_STRATEGY_DDP on. */
-static const dtrain__kind_row dtrain__kind_rows[] = {
-    /* name, {state, grads, params are sharded}, owners, replicas */
-    {"ddp", {false, false, false}, false, false},
-    {"zero1", {true, false, false}, false, false},
-    {"shard_grad_op", {true, true, false}, false, false},
-    {"full_shard", {true, true, true}, false, false},
-    {"zero3", {true, true, true}, true, false},
-    {"hybrid_shard", {true, true, true}, false, true},
-};
-
-/* Find the row of a kind; NULL: AUTO, which is none yet, or a number that means nothing. */
-DTRAIN__PRIVATE const dtrain__kind_row *dtrain__row_of(uint32_t kind)
+/* Set the state between two backwards, and between two steps. Work buffers have been emptied: the
+ * next backward overwrites them. Whole gradients go on until the step ends. */
+DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
 {
-    if (kind < DTRAIN_STRATEGY_DDP || kind > DTRAIN_STRATEGY_HYBRID_SHARD) return NULL;
-    return &dtrain__kind_rows[kind - DTRAIN_STRATEGY_DDP];
-}
-
-/* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
-static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
-static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
-                                                   false};
-static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
-                                                       dtrain__reduce_scatter_end, false};
-static const dtrain__step dtrain__by_replicas[] = {
-    {dtrain__replicas_begin, dtrain__replicas_end, false},
-    {dtrain__replicas_begin, dtrain__replicas_end, true}, /* at last */
-};
-static const dtrain__step dtrain__by_node_scatter = {dtrain__node_scatter_begin, NULL, false};
-static const dtrain__step dtrain__by_node_gather = {dtrain__node_gather_begin, NULL, false};
-static const dtrain__step dtrain__by_topk = {dtrain__topk_begin, dtrain__topk_end, false};
-static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
-                                                     dtrain__topk_publish_end, false};
-static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
-static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
-
-/* Choose the ways of the step that begins:
- *
- *                    whole buckets                           sharded buckets
- *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
- *     replicas       ALL_REDUCE                              REDUCE_SCATTER, REPLICAS
- *     nodes          NODE_SCATTER, the same, NODE_GATHER     NODE_SCATTER, REDUCE_SCATTER
- */
-static void dtrain__choose_ways(dtrain_strategy *strategy)
-{
-    const dtrain__layout *layout = &strategy->layout;
-    const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
-    const dtrain_compression_desc *how = layout->compression;
-    const bool nodes = layout->node_ranks > 1;
-    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
-    memset(strategy->ways, 0, sizeof strategy->ways);
-    if (layout->all == 1) {
-        *whole = *sharded = &dtrain__by_nothing;
-        return;
+    dtrain__layout *layout = &strategy->layout;
+    for (size_t i = 0; i < strategy->param_count; i++) {
+        dtrain__entry *entry = &layout->entries[i];
+        const dtrain__bucket *bucket =
+            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
+        entry->marked = false;
+        if (step_done) entry->seen = false;
+        entry->pending = entry->uses;
+        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
     }
-    if (nodes) *whole++ = *sharded++ = &dtrain__by_node_scatter;
-    if (!how) *whole++ = &dtrain__by_all_reduce;
-    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        *whole++ = &dtrain__by_p;
-        *whole++ = &dtrain__by_q;
-    } else {
-        *whole++ = &dtrain__by_topk;
-        if (dtrain__is_balanced(how)) *whole++ = &dtrain__by_topk_publish;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        layout->buckets[b].pending = layout->buckets[b].uses;
+        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
     }
-    if (nodes) *whole++ = &dtrain__by_node_gather;
-    *sharded++ = &dtrain__by_reduce_scatter;
-    if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
+    strategy->launched = strategy->oldest = strategy->marked_count = 0;
+    strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
+    strategy->accumulated = !step_done;
+    strategy->entered = false;
+    strategy->weight = 1;
+    if (step_done) strategy->weights = 0;
+    if (step_done) strategy->passes = 0;
+    if (step_done) dtrain__choose_ways(strategy);
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
@@ -317,27 +273,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_until(dtrain_strategy *strategy, si
 
 /* ---- 3. Reduce: how a gradient travels -------------------------------------------------------*/
 
-/* Name a bucket and its first parameter as who asks for the collective that comes next. */
-DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
-                                   const char *part)
-{
-    dtrain__flight_label(strategy->comm, part, bucket - strategy->layout.buckets,
-                         strategy->params[bucket->first_param].name);
-}
-
 /* Do gradients travel rounded, in low_grads? */
 DTRAIN__PRIVATE bool dtrain__reduces_low(const dtrain_strategy *strategy)
 {
     return strategy->desc.reduce_dtype != DTRAIN_DTYPE_F32;
-}
-
-DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
-                                              const void *x, uint32_t x_dtype, void *y,
-                                              uint32_t y_dtype)
-{
-    dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
-    if (count == 0) return DTRAIN_OK;
-    return strategy->device->ops->convert(strategy->device, &args);
 }
 
 /* Do two collectives make this bucket's mean? Then they sum, and one factor follows at the end. In
@@ -504,34 +443,6 @@ static dtrain_result dtrain__return_grads(dtrain_strategy *strategy)
     return DTRAIN_OK;
 }
 
-/* Set the state between two backwards, and between two steps. Work buffers have been emptied: the
- * next backward overwrites them. Whole gradients go on until the step ends. */
-DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
-{
-    dtrain__layout *layout = &strategy->layout;
-    for (size_t i = 0; i < strategy->param_count; i++) {
-        dtrain__entry *entry = &layout->entries[i];
-        const dtrain__bucket *bucket =
-            entry->bucket == DTRAIN__NONE ? NULL : &layout->buckets[entry->bucket];
-        entry->marked = false;
-        if (step_done) entry->seen = false;
-        entry->pending = entry->uses;
-        if (step_done || (bucket && bucket->work)) strategy->params[i].state.grad_written = false;
-    }
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        layout->buckets[b].pending = layout->buckets[b].uses;
-        layout->buckets[b].stage = DTRAIN__REDUCE_IDLE;
-    }
-    strategy->launched = strategy->oldest = strategy->marked_count = 0;
-    strategy->working[0] = strategy->working[1] = strategy->backward = DTRAIN__NONE;
-    strategy->accumulated = !step_done;
-    strategy->entered = false;
-    strategy->weight = 1;
-    if (step_done) strategy->weights = 0;
-    if (step_done) strategy->passes = 0;
-    if (step_done) dtrain__choose_ways(strategy);
-}
-
 /* Bring buffers to their mean over the ranks. Running averages are linear in what is averaged: the
  * mean of those that ranks have kept by themselves is the one of all their batches. */
 static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
@@ -546,6 +457,8 @@ static dtrain_result dtrain__average_buffers(dtrain_strategy *strategy)
     }
     return DTRAIN_OK;
 }
+
+static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to);
 
 /* The order matters: units that this rank's backward has not come to are walked, everything is
  * launched before ranks exchange what is missing, and waited for before anything is reported. So a
@@ -614,58 +527,165 @@ DTRAIN_API dtrain_result dtrain_strategy_publish(dtrain_strategy *strategy)
     return dtrain__strategy_keep(strategy, dtrain__forget_units(strategy));
 }
 
-/* ---- Handles ----------------------------------------------------------------------------------*/
+/* ---- Units that are walked
+ *
+ * Kinds that shard gradients or values: a unit is gathered before its forward and its backward, and
+ * its gradients are reduced in the turn of the next one. */
 
-/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
- * returns at once. */
-DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
-                                                 dtrain_work **works)
+/* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
+ * has reduced it, if what travels between nodes is the shard. */
+static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
 {
-    dtrain_result result = DTRAIN_OK;
-    for (size_t i = 0; i < strategy->works_per_bucket; i++) {
-        const dtrain_result one = dtrain_work_wait(works[i]);
-        works[i] = NULL;
-        if (result == DTRAIN_OK) result = one;
+    const dtrain__home *home = strategy->layout.grad_home;
+    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (!strategy->kind->replicas || home->host || dtrain__reduces_low(strategy) ||
+        (every && strategy->accumulated)) {
+        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
+        return home->vacate ? home->vacate(strategy) : DTRAIN_OK;
     }
-    return result;
+    for (size_t i = strategy->oldest; i <= b; i++)
+        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
+    return DTRAIN_OK;
 }
 
-/* ---- Failure ----------------------------------------------------------------------------------*/
-
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
-                                                      const char *call)
+/* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
+ * left there has been reduced. A unit without gradients needs no buffer. */
+DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
 {
-    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
-    if (strategy->failure != DTRAIN_OK)
-        return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
-    if (!strategy->torn) return DTRAIN_OK;
+    if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
+    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
+    uint32_t *working = &strategy->working[unit & 1];
+    const uint32_t before = *working;
+    *working = unit;
+    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
+    return dtrain__vacate_work(strategy, strategy->layout.units[before].trainable);
+}
+
+/* Close the gradients of units from `first` on: their backward is over. */
+static dtrain_result dtrain__close_units(dtrain_strategy *strategy, uint32_t first)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    size_t end = strategy->launched;
+    while (end < layout->bucket_count && layout->buckets[end].unit != DTRAIN__NONE &&
+           layout->buckets[end].unit >= first)
+        end++;
+    return dtrain__close_buckets(strategy, end);
+}
+
+/* Walk backward down to the unit `to`. What a unit's turn starts is the same on every rank,
+ * whatever gradients this one has or lacks: the gradients of the units behind it are reduced, its
+ * values gathered, those of the next one fetched. So a rank may step over units, or end early:
+ * the unit that it comes to next, or finish, makes up for them. A forward inside a backward may
+ * have taken the slot of the unit that this had come to: then it did so on all ranks. */
+static dtrain_result dtrain__walk_back(dtrain_strategy *strategy, uint32_t to)
+{
+    uint32_t at = strategy->backward;
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    if (at == DTRAIN__NONE) at = (uint32_t)strategy->layout.unit_count;
+    else if (at != strategy->position) DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1));
+    strategy->entered = false;
+    while (at > to) {
+        at--;
+        DTRAIN__TRY(dtrain__close_units(strategy, at + 1));
+        DTRAIN__TRY(dtrain__claim_work(strategy, at));
+        strategy->backward = at;
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at - 1)); /* behind 0 there is none */
+    }
+    return DTRAIN_OK;
+}
+
+/* Find the place of a unit. Hosts walk from one neighbour to the next: looking there first makes
+ * it constant time. */
+static uint32_t dtrain__find_unit(const dtrain_strategy *strategy, uint32_t id)
+{
+    const dtrain__layout *layout = &strategy->layout;
+    const uint32_t count = (uint32_t)layout->unit_count;
+    const uint32_t from =
+        strategy->position == DTRAIN__NONE || strategy->position == 0 ? 0 : strategy->position - 1;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t at = (from + i) % count;
+        if (layout->units[at].id == id) return at;
+    }
+    return DTRAIN__NONE;
+}
+
+/* Check that a unit is due: a forward pass begins with the first and goes on to the next or, to
+ * make activations again, to an earlier one; backward goes back, and may step over units. Once it
+ * has begun, no unit behind the one that it has come to is due. */
+static dtrain_result dtrain__check_order(const dtrain_strategy *strategy, uint32_t at, uint32_t id,
+                                         dtrain_pass pass)
+{
+    const dtrain__unit *units = strategy->layout.units;
+    const uint32_t last = strategy->position, due = last == DTRAIN__NONE ? 0 : last + 1;
+    const char *const call = "dtrain_strategy_gather";
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: no parameter belongs to unit %u", call, id);
+    if (pass != DTRAIN_PASS_FORWARD && pass != DTRAIN_PASS_BACKWARD)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: pass %d is not a dtrain_pass", call,
+                           (int)pass);
+    if (at > strategy->backward)
+        return dtrain_fail(
+            DTRAIN_ERROR_USAGE,
+            "%s: unit %u is not due: this backward has come to unit %u, which is "
+            "registered before it; %s",
+            call, id, units[strategy->backward].id,
+            pass == DTRAIN_PASS_BACKWARD
+                ? "call dtrain_strategy_finish between two"
+                : "to make activations of more than two units again, gather the last "
+                  "of them for backward before");
+    if (pass == DTRAIN_PASS_BACKWARD || at <= due || !dtrain__walks(strategy)) return DTRAIN_OK;
     return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: %s failed after it had replaced a part of the values; load a whole "
-                       "checkpoint, or end",
-                       call, strategy->torn);
+                       "%s: unit %u is not due; due is unit %u%s. Forward gathers units in the "
+                       "order in which their first parameters are registered",
+                       call, id, units[due].id, due ? "" : ", the first");
 }
 
-/* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
-                                                    const char *text)
+/* Tell whether a forward makes activations again: inside a backward, or, on a rank that has stepped
+ * over all units so far, where it goes back and not to the first. */
+static bool dtrain__is_again(const dtrain_strategy *strategy, uint32_t at)
 {
-    char kept[DTRAIN__ERROR_BYTES];
-    snprintf(kept, sizeof kept, "%s", text);
-    for (int i = 0; i < DTRAIN__GROUPS; i++) {
-        dtrain_comm *group = strategy->groups[i];
-        if (group) group->ops->fail(group, code, kept);
+    if (strategy->backward != DTRAIN__NONE) return true;
+    return at && strategy->position != DTRAIN__NONE && at < strategy->position;
+}
+
+/* Gather a unit for a pass and show it. One that is gathered for backward again is only shown. */
+static dtrain_result dtrain__gather(dtrain_strategy *strategy, uint32_t at, dtrain_pass pass)
+{
+    if (pass == DTRAIN_PASS_BACKWARD) {
+        DTRAIN__TRY(dtrain__walk_back(strategy, at));
+        strategy->entered = true;
+    } else {
+        if (!strategy->entered && dtrain__is_again(strategy, at))
+            DTRAIN__TRY(dtrain__walk_back(strategy, at + 1));
+        DTRAIN__TRY(dtrain__bring_unit(strategy, at, at == strategy->backward ? at - 1 : at + 1));
     }
-    return strategy->comm->ops->fail(strategy->comm, code, kept);
+    if (!strategy->layout.shards.params) return DTRAIN_OK;
+    dtrain__show_unit(strategy, &strategy->layout.shared, true);
+    dtrain__show_unit(strategy, &strategy->layout.units[at], true);
+    return DTRAIN_OK;
 }
 
-/* Communicator and device do not recover, and some gradients are averaged while others are not:
- * the error stands. The communicator fails with it, for the other ranks count on this one; when the
- * error came from there, it is what fail returns. */
-DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
+DTRAIN_API dtrain_result dtrain_strategy_gather(dtrain_strategy *strategy, uint32_t unit,
+                                                dtrain_pass pass)
 {
-    if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
-    strategy->failure = dtrain__strategy_fail(strategy, result, dtrain_last_error());
-    snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
-             dtrain__bare(dtrain_last_error()));
-    return strategy->failure;
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_gather"));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    DTRAIN__TRY(dtrain__check_order(strategy, at, unit, pass));
+    if (!dtrain__walks(strategy)) return DTRAIN_OK;
+    return dtrain__strategy_keep(strategy, dtrain__gather(strategy, at, pass));
+}
+
+/* Take the pointers away: the values stay where they are until the slot is wanted, and use after
+ * release is noticed. */
+DTRAIN_API dtrain_result dtrain_strategy_release(dtrain_strategy *strategy, uint32_t unit)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, "dtrain_strategy_release"));
+    const uint32_t at = dtrain__find_unit(strategy, unit);
+    if (at == DTRAIN__NONE)
+        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
+                           "dtrain_strategy_release: no parameter belongs to unit %u", unit);
+    if (at == strategy->backward) strategy->entered = false;
+    if (strategy->layout.shards.params)
+        dtrain__show_unit(strategy, &strategy->layout.units[at], false);
+    return DTRAIN_OK;
 }

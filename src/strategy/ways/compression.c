@@ -2,9 +2,9 @@
  *
  * Steps of a whole bucket's way that take the place of its all-reduce, see dtrain__choose_ways:
  *
- *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/topk.c
+ *     top-k       ALL_GATHER   TOPK_GATHER                   strategy/ways/topk.c
  *                 BALANCED     TOPK_TRADE,  TOPK_PUBLISH
- *     PowerSGD                 P,  Q                         strategy/powersgd.c
+ *     PowerSGD                 P,  Q                         strategy/ways/powersgd.c
  *
  * With hierarchical the part of a bucket that this rank exchanges with other nodes, its hop, is a
  * slice; without nodes it is the bucket. The part of one parameter in the hop is a portion, and

@@ -1,6 +1,6 @@
 /* Sharded gradients
  *
- * A sharded bucket takes the road of strategy/strategy.c and ends in shards: what every rank
+ * A sharded bucket takes the road of strategy/road.c and ends in shards: what every rank
  * updates is a slice of the mean. Where gradients are sharded too, units make them in two buffers
  * that take turns, unit u in number u % 2, and what is reduced of them is kept apart:
  *
@@ -19,37 +19,6 @@
 
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
-
-/* ---- The alternating buffers ------------------------------------------------------------------*/
-
-/* Empty the buffers of bucket b's gradients. With replicas the buffer is free as soon as the node
- * has reduced it, if what travels between nodes is the shard. */
-static dtrain_result dtrain__vacate_work(dtrain_strategy *strategy, size_t b)
-{
-    const dtrain__home *home = strategy->layout.grad_home;
-    const bool every = strategy->desc.accumulation != DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (!strategy->kind->replicas || home->host || dtrain__reduces_low(strategy) ||
-        (every && strategy->accumulated)) {
-        DTRAIN__TRY(dtrain__reduce_until(strategy, b + 1));
-        return home->vacate ? home->vacate(strategy) : DTRAIN_OK;
-    }
-    for (size_t i = strategy->oldest; i <= b; i++)
-        if (strategy->layout.buckets[i].stage == 1) DTRAIN__TRY(dtrain__reduce_await(strategy, i));
-    return DTRAIN_OK;
-}
-
-/* Make the alternating buffer of a unit's gradients free for them: what the unit before the last
- * left there has been reduced. A unit without gradients needs no buffer. */
-DTRAIN__PRIVATE dtrain_result dtrain__claim_work(dtrain_strategy *strategy, uint32_t unit)
-{
-    if (!strategy->layout.shards.grads || unit == DTRAIN__NONE) return DTRAIN_OK;
-    if (strategy->layout.units[unit].trainable == DTRAIN__NONE) return DTRAIN_OK;
-    uint32_t *working = &strategy->working[unit & 1];
-    const uint32_t before = *working;
-    *working = unit;
-    if (before == unit || before == DTRAIN__NONE) return DTRAIN_OK;
-    return dtrain__vacate_work(strategy, strategy->layout.units[before].trainable);
-}
 
 /* ---- To the shard -----------------------------------------------------------------------------*/
 

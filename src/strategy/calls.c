@@ -1,0 +1,77 @@
+/* Calls of device and communicator that every file of the room makes, and how an error stands */
+
+#include "core/platform_internal.h"
+#include "strategy/strategy_internal.h"
+
+/* ---- Calls ------------------------------------------------------------------------------------*/
+
+/* Name a bucket and its first parameter as who asks for the collective that comes next. */
+DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
+                                   const char *part)
+{
+    dtrain__flight_label(strategy->comm, part, bucket - strategy->layout.buckets,
+                         strategy->params[bucket->first_param].name);
+}
+
+DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
+                                              const void *x, uint32_t x_dtype, void *y,
+                                              uint32_t y_dtype)
+{
+    dtrain_convert_args args = {count, x, y, (dtrain_dtype)x_dtype, (dtrain_dtype)y_dtype};
+    if (count == 0) return DTRAIN_OK;
+    return strategy->device->ops->convert(strategy->device, &args);
+}
+
+/* Wait for all handles: every one goes back, also after an error: waiting on a failed communicator
+ * returns at once. */
+DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy,
+                                                 dtrain_work **works)
+{
+    dtrain_result result = DTRAIN_OK;
+    for (size_t i = 0; i < strategy->works_per_bucket; i++) {
+        const dtrain_result one = dtrain_work_wait(works[i]);
+        works[i] = NULL;
+        if (result == DTRAIN_OK) result = one;
+    }
+    return result;
+}
+
+/* ---- Failure ----------------------------------------------------------------------------------*/
+
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
+                                                      const char *call)
+{
+    if (!strategy) return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "%s: strategy is NULL", call);
+    if (strategy->failure != DTRAIN_OK)
+        return dtrain_fail(strategy->failure, "%s", strategy->failure_text);
+    if (!strategy->torn) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: %s failed after it had replaced a part of the values; load a whole "
+                       "checkpoint, or end",
+                       call, strategy->torn);
+}
+
+/* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
+                                                    const char *text)
+{
+    char kept[DTRAIN__ERROR_BYTES];
+    snprintf(kept, sizeof kept, "%s", text);
+    for (int i = 0; i < DTRAIN__GROUPS; i++) {
+        dtrain_comm *group = strategy->groups[i];
+        if (group) group->ops->fail(group, code, kept);
+    }
+    return strategy->comm->ops->fail(strategy->comm, code, kept);
+}
+
+/* Communicator and device do not recover, and some gradients are averaged while others are not:
+ * the error stands. The communicator fails with it, for the other ranks count on this one; when the
+ * error came from there, it is what fail returns. */
+DTRAIN__PRIVATE dtrain_result dtrain__strategy_keep(dtrain_strategy *strategy, dtrain_result result)
+{
+    if (result == DTRAIN_OK || strategy->failure != DTRAIN_OK) return result;
+    strategy->failure = dtrain__strategy_fail(strategy, result, dtrain_last_error());
+    snprintf(strategy->failure_text, sizeof strategy->failure_text, "%s",
+             dtrain__bare(dtrain_last_error()));
+    return strategy->failure;
+}
