@@ -15893,7 +15893,7 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain_
 }
 
 /* Start to gather a bucket that is not there. */
-static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
+static dtrain_result dtrain__fetch_bucket(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -15934,8 +15934,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 /* Start to gather what is not there of a unit. */
 static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
-    return dtrain__fetch(strategy, unit->frozen);
+    DTRAIN__TRY(dtrain__fetch_bucket(strategy, unit->trainable));
+    return dtrain__fetch_bucket(strategy, unit->frozen);
 }
 
 /* Wait for a unit: both its buckets are under way before either is waited for. */
@@ -16034,7 +16034,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
     if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
     whole->value = layout->buckets[b].values + entry->offset;
     if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) {
-        DTRAIN__TRY(dtrain__fetch(strategy, b));
+        DTRAIN__TRY(dtrain__fetch_bucket(strategy, b));
         return dtrain__gather_end(strategy, b);
     }
     DTRAIN__TRY(dtrain__evict(strategy, b));
@@ -24186,7 +24186,7 @@ DTRAIN__PRIVATE void dtrain__prefetch_destroy(dtrain_loader *loader)
 #define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__READ_BYTES 16384 /* read at once, into the stack */
+#define DTRAIN__TOKEN_BYTES 16384 /* read at once, into the stack */
 
 /* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. One that cannot
  * be read is none: learning it will say why. */
@@ -24308,7 +24308,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int
 {
     const dtrain_dataset *dataset = (const dtrain_dataset *)user;
     const uint32_t width = dataset->token_bytes;
-    unsigned char raw[DTRAIN__READ_BYTES];
+    unsigned char raw[DTRAIN__TOKEN_BYTES];
     (void)labels; /* tokens have none */
     for (int64_t done = 0; done < count;) {
         const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);

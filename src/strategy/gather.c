@@ -142,7 +142,7 @@ static dtrain_result dtrain__claim_slot(dtrain_strategy *strategy, const dtrain_
 }
 
 /* Start to gather a bucket that is not there. */
-static dtrain_result dtrain__fetch(dtrain_strategy *strategy, uint32_t b)
+static dtrain_result dtrain__fetch_bucket(dtrain_strategy *strategy, uint32_t b)
 {
     if (b == DTRAIN__NONE) return DTRAIN_OK;
     dtrain__bucket *bucket = &strategy->layout.buckets[b];
@@ -183,8 +183,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__settle_gathers(dtrain_strategy *strategy)
 /* Start to gather what is not there of a unit. */
 static dtrain_result dtrain__fetch_unit(dtrain_strategy *strategy, const dtrain__unit *unit)
 {
-    DTRAIN__TRY(dtrain__fetch(strategy, unit->trainable));
-    return dtrain__fetch(strategy, unit->frozen);
+    DTRAIN__TRY(dtrain__fetch_bucket(strategy, unit->trainable));
+    return dtrain__fetch_bucket(strategy, unit->frozen);
 }
 
 /* Wait for a unit: both its buckets are under way before either is waited for. */
@@ -283,7 +283,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, siz
     if (!layout->shards.params || dtrain__value_is_whole(layout, entry)) return DTRAIN_OK;
     whole->value = layout->buckets[b].values + entry->offset;
     if (strategy->desc.param_dtype == DTRAIN_DTYPE_F32) {
-        DTRAIN__TRY(dtrain__fetch(strategy, b));
+        DTRAIN__TRY(dtrain__fetch_bucket(strategy, b));
         return dtrain__gather_end(strategy, b);
     }
     DTRAIN__TRY(dtrain__evict(strategy, b));

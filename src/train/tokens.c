@@ -18,7 +18,7 @@
 #define DTRAIN__BIN_HEADER 1024 /* 256 int32, little endian: magic, version, token count, 0 ... */
 #define DTRAIN__BIN_MAGIC_U16 20240520u
 #define DTRAIN__BIN_MAGIC_U32 20240801u
-#define DTRAIN__READ_BYTES 16384 /* read at once, into the stack */
+#define DTRAIN__TOKEN_BYTES 16384 /* read at once, into the stack */
 
 /* Tell by its magic, which no text begins with, whether a file is a .bin of llm.c. One that cannot
  * be read is none: learning it will say why. */
@@ -140,7 +140,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__tokens_read(void *user, int64_t first, int
 {
     const dtrain_dataset *dataset = (const dtrain_dataset *)user;
     const uint32_t width = dataset->token_bytes;
-    unsigned char raw[DTRAIN__READ_BYTES];
+    unsigned char raw[DTRAIN__TOKEN_BYTES];
     (void)labels; /* tokens have none */
     for (int64_t done = 0; done < count;) {
         const dtrain__data_file *file = dtrain__data_file_of(&dataset->data, first + done);
