@@ -13488,7 +13488,7 @@ typedef struct dtrain__strategy_plan {
 DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
                                                     size_t count, const dtrain_strategy_desc *desc,
                                                     dtrain__strategy_plan *plan);
-DTRAIN__PRIVATE void dtrain__plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
+DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);
 
 #define DTRAIN__NONE UINT32_MAX /* no bucket, no unit */
@@ -13561,6 +13561,7 @@ typedef struct dtrain__bucket {
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) of what is under way */
+    dtrain_comm *comm;                /* the ranks that exchange its gradients */
     int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
                                          everything */
     dtrain__sparse *sparse;           /* what compression keeps, or NULL */
@@ -13719,6 +13720,9 @@ typedef struct dtrain__step {
 
 #define DTRAIN__STEPS 5 /* of the longest way, and the NULL behind it */
 
+/* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
+enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
+
 /* Further communicators: one for each step that starts when another happens to be done. */
 enum {
     DTRAIN__NODE,         /* ranks of this node */
@@ -13757,17 +13761,18 @@ struct dtrain_strategy {
     dtrain__layout layout;
 
     /* The step under way. */
-    const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets */
-    size_t launched, oldest; /* buckets below launched are started; those below oldest are done */
-    size_t marked_count;     /* in this backward */
-    bool more;               /* micro-batches of this step follow */
-    bool accumulated;        /* shards hold the sum of earlier micro-batches */
-    float weight, weights;   /* of the next backward; of those of this step so far */
-    uint32_t passes;         /* backwards that were finished in this step */
-    int64_t unit;            /* of weights; 0: not agreed on yet */
-    bool taped;              /* a tape was made for it */
-    bool unsure;             /* the tally may hold others' samples, or gradients of absent ones */
-    bool empty;              /* the last step had no samples */
+    const dtrain__step *ways[DTRAIN__WAYS][DTRAIN__STEPS];
+    uint64_t compressed_from; /* sync_count of the first step in which COMPRESSED is taken */
+    size_t launched, oldest;  /* buckets below launched are started; those below oldest are done */
+    size_t marked_count;      /* in this backward */
+    bool more;                /* micro-batches of this step follow */
+    bool accumulated;         /* shards hold the sum of earlier micro-batches */
+    float weight, weights;    /* of the next backward; of those of this step so far */
+    uint32_t passes;          /* backwards that were finished in this step */
+    int64_t unit;             /* of weights; 0: not agreed on yet */
+    bool taped;               /* a tape was made for it */
+    bool unsure;              /* the tally may hold others' samples, or gradients of absent ones */
+    bool empty;               /* the last step had no samples */
     uint64_t sync_count;
     uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
@@ -13796,13 +13801,12 @@ struct dtrain_strategy {
 
 /* Steps: road.c, ways/. */
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
-    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
-    dtrain__replicas_end, dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__topk_begin,
-    dtrain__topk_end, dtrain__topk_publish_begin, dtrain__topk_publish_end, dtrain__p_begin,
-    dtrain__p_end, dtrain__q_begin, dtrain__q_end;
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
+    dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
+    dtrain__node_gather_begin, dtrain__topk_begin, dtrain__topk_end, dtrain__topk_publish_begin,
+    dtrain__topk_publish_end, dtrain__p_begin, dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/road.c */
-DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
@@ -13826,6 +13830,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
 
 /* strategy/calls.c */
+DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                    const char *part);
 DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
@@ -13837,15 +13842,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
                                                     const char *text);
 
 /* strategy/ways.c */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank, int all, int all_rank);
+DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
-
-/* strategy/ways/shards.c */
-DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/params.c */
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
@@ -13863,10 +13870,6 @@ DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
-
-/* strategy/ways/hierarchy.c */
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
-                                              const dtrain__bucket *bucket);
 
 /* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,
@@ -14524,7 +14527,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
-    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+    return DTRAIN_OK;
 }
 
 /* Make a layout of owned tensors, in counts alone, that of another rank: only what is kept
@@ -14681,7 +14684,6 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
     for (int i = 0; i < 2; i++) layout->landing[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
-    if (layout->compression) dtrain__lay_compression(layout);
 }
 
 /* Count the elements of parameter i that lie in [first, first + count) of a bucket; *low is where
@@ -14775,7 +14777,6 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->weight = 1;
     if (step_done) strategy->weights = 0;
     if (step_done) strategy->passes = 0;
-    if (step_done) dtrain__choose_ways(strategy);
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
@@ -14828,13 +14829,6 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
         DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
     return dtrain__progress(strategy);
-}
-
-/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
- * finish. */
-DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
-{
-    return strategy->marked_count || strategy->backward != DTRAIN__NONE;
 }
 
 /* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
@@ -14903,11 +14897,20 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
+/* Return the steps of a bucket's way. */
+static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded)
+{
+    const bool compressed = strategy->sync_count >= strategy->compressed_from;
+    return strategy->ways[sharded      ? DTRAIN__SHARDED
+                          : compressed ? DTRAIN__COMPRESSED
+                                       : DTRAIN__WHOLE];
+}
+
 /* Return step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
-    const dtrain__step *step = strategy->ways[bucket->sharded][stage - 1];
+    const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded)[stage - 1];
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
@@ -14930,8 +14933,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, si
     const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
     if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
     bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
-    if (next) return next->begin(strategy, bucket);
-    return done->last_only ? DTRAIN_OK : dtrain__shard_add(strategy, bucket);
+    return next ? next->begin(strategy, bucket) : DTRAIN_OK;
 }
 
 /* Must a bucket's further steps start at a place in the program that is the same on every rank?
@@ -14939,7 +14941,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, si
  * wait for each other in a circle. */
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
 {
-    return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
+    return strategy->comm->ops->launch_ordered &&
+           (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
 }
 
 /* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
@@ -14953,7 +14956,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
     if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
     for (size_t b = strategy->oldest; b < strategy->launched; b++) {
         const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        const bool chain = strategy->ways[bucket->sharded][1] != NULL;
+        const bool chain = dtrain__way_of(strategy, bucket->sharded)[1] != NULL;
         while (bucket->stage != DTRAIN__REDUCED) {
             if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
                 break;
@@ -15065,9 +15068,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
-    return dtrain__reduce_all(strategy, bucket, dtrain__hop_comm(strategy, bucket),
-                              bucket->grads + bucket->hop_first, bucket->hop_first,
-                              bucket->hop_count);
+    return dtrain__reduce_all(strategy, bucket, bucket->comm, bucket->grads + bucket->hop_first,
+                              bucket->hop_first, bucket->hop_count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,
@@ -16111,7 +16113,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
     return result;
 }
 
-/* ---- Failure ----------------------------------------------------------------------------------*/
+/* ---- When a call is allowed -------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call)
@@ -16125,6 +16127,39 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
                        "checkpoint, or end",
                        call, strategy->torn);
 }
+
+/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
+ * finish. */
+DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
+{
+    return strategy->marked_count || strategy->backward != DTRAIN__NONE;
+}
+
+/* Check that no backward is under way: what it starts comes from each rank at its own time, and a
+ * collective of another sort would get in between. */
+DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
+                                                        const char *call)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!dtrain__in_backward(strategy)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: a backward is under way; call dtrain_strategy_finish before", call);
+}
+
+/* Check that gradients are the mean of a whole step, or none at all: not the sum of a few of its
+ * micro-batches, on this rank alone where they are whole. */
+DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
+                                                    const char *call)
+{
+    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    if (!strategy->accumulated) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: this step has further micro-batches, says dtrain_strategy_accumulate; "
+                       "call it after the last one's dtrain_strategy_finish",
+                       call);
+}
+
+/* ---- Failure ----------------------------------------------------------------------------------*/
 
 /* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,
@@ -16199,8 +16234,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
     if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
     if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
     if (!bucket->cuts)
-        return dtrain_reduce_scatter(dtrain__hop_comm(strategy, bucket), wire, own,
-                                     (size_t)bucket->shard_count, dtype, op, works);
+        return dtrain_reduce_scatter(bucket->comm, wire, own, (size_t)bucket->shard_count, dtype,
+                                     op, works);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
@@ -16210,14 +16245,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
                                   r, &works[r]));
     }
     return DTRAIN_OK;
-}
-
-/* With replicas this is a node's sum, and the mean is made later. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    return dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
-                             bucket->shard_first, bucket->shard_count, !strategy->kind->replicas);
 }
 
 /* End a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is also put
@@ -16231,6 +16258,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrai
     if (bucket->grad_home->put)
         return bucket->grad_home->put(strategy, bucket, result, strategy->accumulated);
     return strategy->device->ops->add(strategy->device, &add);
+}
+
+/* With replicas this is a node's sum, and the mean is made later. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
+{
+    const bool replicas = strategy->kind->replicas;
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
+                                  bucket->shard_first, bucket->shard_count, !replicas));
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (replicas && !(at_last && strategy->more)) return DTRAIN_OK;
+    return dtrain__shard_add(strategy, bucket);
 }
 
 /* ---- Replicas
@@ -16268,7 +16307,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
     float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
     DTRAIN__TRY(
         dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
-    if (!at_last || !bucket->grad_home->put) return DTRAIN_OK;
+    if (!at_last) return dtrain__shard_add(strategy, bucket);
+    if (!bucket->grad_home->put) return DTRAIN_OK;
     return bucket->grad_home->put(strategy, bucket, sum, false);
 }
 
@@ -16288,14 +16328,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
  *
  * Sharded buckets end in a reduce-scatter of the hop, and their values come back the same way. With
  * HYBRID_SHARD the levels are those of shards and of replicas: ways/shards.c. */
-
-/* The ranks that exchange a bucket: between nodes those with the same slice. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
-                                              const dtrain__bucket *bucket)
-{
-    if (strategy->layout.node_ranks > 1) return strategy->groups[DTRAIN__ACROSS];
-    return bucket->sharded ? strategy->shard_comm : strategy->comm;
-}
 
 /* NODE_SCATTER: the hop of a bucket's gradients = its sum over this node. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
@@ -16566,7 +16598,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtr
             (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
     if (sparse->dense_count + more == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->packed, sparse->packed,
+    return dtrain_all_reduce(bucket->comm, sparse->packed, sparse->packed,
                              (size_t)(sparse->dense_count + more), dtype,
                              dtrain__level_op(strategy, bucket), work);
 }
@@ -16774,9 +16806,8 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
                                     &picks, bucket->grads + at->first));
     }
     dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
-                             (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
-                             bucket->reduces);
+    return dtrain_all_reduce(bucket->comm, hop, hop, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
+                             DTRAIN_REDUCE_SUM, bucket->reduces);
 }
 
 /* ---- Exchanging ------------------------------------------------------------------------*/
@@ -16823,7 +16854,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtra
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__sparse *sparse = bucket->sparse;
-    dtrain_comm *comm = dtrain__hop_comm(strategy, bucket);
+    dtrain_comm *comm = bucket->comm;
     dtrain__plan_selection(strategy, bucket);
     DTRAIN__TRY(dtrain__dense_begin(strategy, bucket, 0, &bucket->reduces[1]));
     if (sparse->masked) return dtrain__masked_start(strategy, bucket);
@@ -17012,6 +17043,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__q_end(dtrain_strategy *strategy, dtrain__b
 
 /* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
 static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
+static const dtrain__step dtrain__by_shard_alone = {NULL, dtrain__shard_add, false};
 static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
                                                    false};
 static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
@@ -17028,7 +17060,7 @@ static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
 static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
 static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
 
-/* Choose the ways of the step that begins:
+/* Choose the ways, and the ranks that exchange each bucket:
  *
  *                    whole buckets                           sharded buckets
  *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
@@ -17038,28 +17070,55 @@ static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false}
 DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
+    const dtrain__step **whole = strategy->ways[DTRAIN__WHOLE];
+    const dtrain__step **compressed = strategy->ways[DTRAIN__COMPRESSED];
+    const dtrain__step **sharded = strategy->ways[DTRAIN__SHARDED];
     const dtrain_compression_desc *how = layout->compression;
     const bool nodes = layout->node_ranks > 1;
     const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
-    memset(strategy->ways, 0, sizeof strategy->ways);
+    strategy->compressed_from = how ? dtrain__dense_steps(how) : UINT64_MAX;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        bucket->comm = nodes             ? strategy->groups[DTRAIN__ACROSS]
+                       : bucket->sharded ? strategy->shard_comm
+                                         : strategy->comm;
+    }
     if (layout->all == 1) {
-        *whole = *sharded = &dtrain__by_nothing;
+        *whole = &dtrain__by_nothing;
+        *sharded = &dtrain__by_shard_alone;
         return;
     }
-    if (nodes) *whole++ = *sharded++ = &dtrain__by_node_scatter;
-    if (!how) *whole++ = &dtrain__by_all_reduce;
-    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        *whole++ = &dtrain__by_p;
-        *whole++ = &dtrain__by_q;
-    } else {
-        *whole++ = &dtrain__by_topk;
-        if (dtrain__is_balanced(how)) *whole++ = &dtrain__by_topk_publish;
+    if (nodes) *whole++ = *compressed++ = *sharded++ = &dtrain__by_node_scatter;
+    *whole++ = &dtrain__by_all_reduce;
+    if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD) {
+        *compressed++ = &dtrain__by_p;
+        *compressed++ = &dtrain__by_q;
+    } else if (how) {
+        *compressed++ = &dtrain__by_topk;
+        if (dtrain__is_balanced(how)) *compressed++ = &dtrain__by_topk_publish;
     }
-    if (nodes) *whole++ = &dtrain__by_node_gather;
+    if (nodes) *whole++ = *compressed++ = &dtrain__by_node_gather;
     *sharded++ = &dtrain__by_reduce_scatter;
     if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
+}
+
+/* ---- What ways add to a layout ----------------------------------------------------------------*/
+
+/* Make a layout with the tables of its ways. */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank, int all, int all_rank)
+{
+    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank, all, all_rank));
+    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+}
+
+/* Lay out all memory, that of its ways too. */
+DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
+{
+    dtrain__lay_memory(layout);
+    if (layout->compression) dtrain__lay_compression(layout);
 }
 
 /* ================================================================================================
@@ -17756,7 +17815,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_comm *shared = strategy->shard_comm;
     void *memory;
-    DTRAIN__TRY(dtrain__layout_make(
+    DTRAIN__TRY(dtrain__ways_layout(
         layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
         shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
         dtrain_comm_rank(strategy->comm)));
@@ -17773,7 +17832,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     }
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
-    dtrain__lay_memory(layout);
+    dtrain__ways_memory(layout);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = dtrain__block_bytes(layout, block);
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
@@ -17790,9 +17849,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, sizeof(double) + tally * sizeof(float), &memory));
     strategy->sum_squares = (double *)memory;
     strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
-    dtrain__lay_memory(layout);
+    dtrain__ways_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__compression_open(strategy));
+    dtrain__choose_ways(strategy);
     dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;
@@ -18034,30 +18094,6 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Check that no backward is under way: what it starts comes from each rank at its own time, and a
- * collective of another sort would get in between. */
-DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
-                                                        const char *call)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!dtrain__in_backward(strategy)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: a backward is under way; call dtrain_strategy_finish before", call);
-}
-
-/* Check that gradients are the mean of a whole step, or none at all: not the sum of a few of its
- * micro-batches, on this rank alone where they are whole. */
-DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
-                                                    const char *call)
-{
-    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    if (!strategy->accumulated) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: this step has further micro-batches, says dtrain_strategy_accumulate; "
-                       "call it after the last one's dtrain_strategy_finish",
-                       call);
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
 {
     dtrain_param whole;
@@ -18208,7 +18244,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     return dtrain__auto_limit(world, desc, comm, &plan->limit);
 }
 
-DTRAIN__PRIVATE void dtrain__plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
+DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
 {
     if (!plan->planned) return;
     dtrain__layout_free(&plan->planned->layout, &world->allocator);
@@ -18243,8 +18279,8 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
 {
     const int sharers = dtrain__plan_sharers(desc, ranks);
     DTRAIN__TRY(
-        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
-    dtrain__lay_memory(layout);
+        dtrain__ways_layout(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    dtrain__ways_memory(layout);
     return DTRAIN_OK;
 }
 
@@ -25857,7 +25893,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     plan.world = world;
     plan.desc = desc;
     const dtrain_result result = dtrain__batch_find(&plan, batch);
-    dtrain__plan_free(world, &plan.strategy);
+    dtrain__strategy_plan_free(world, &plan.strategy);
     return result;
 }
 

@@ -36,7 +36,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__wait_works(const dtrain_strategy *strategy
     return result;
 }
 
-/* ---- Failure ----------------------------------------------------------------------------------*/
+/* ---- When a call is allowed -------------------------------------------------------------------*/
 
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *strategy,
                                                       const char *call)
@@ -50,6 +50,39 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_usable(const dtrain_strategy *str
                        "checkpoint, or end",
                        call, strategy->torn);
 }
+
+/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
+ * finish. */
+DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
+{
+    return strategy->marked_count || strategy->backward != DTRAIN__NONE;
+}
+
+/* Check that no backward is under way: what it starts comes from each rank at its own time, and a
+ * collective of another sort would get in between. */
+DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
+                                                        const char *call)
+{
+    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
+    if (!dtrain__in_backward(strategy)) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: a backward is under way; call dtrain_strategy_finish before", call);
+}
+
+/* Check that gradients are the mean of a whole step, or none at all: not the sum of a few of its
+ * micro-batches, on this rank alone where they are whole. */
+DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
+                                                    const char *call)
+{
+    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
+    if (!strategy->accumulated) return DTRAIN_OK;
+    return dtrain_fail(DTRAIN_ERROR_USAGE,
+                       "%s: this step has further micro-batches, says dtrain_strategy_accumulate; "
+                       "call it after the last one's dtrain_strategy_finish",
+                       call);
+}
+
+/* ---- Failure ----------------------------------------------------------------------------------*/
 
 /* Fail all communicators, wherever other ranks may be waiting; return the error that stands. */
 DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, dtrain_result code,

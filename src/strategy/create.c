@@ -152,7 +152,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     dtrain__layout *layout = &strategy->layout;
     dtrain_comm *shared = strategy->shard_comm;
     void *memory;
-    DTRAIN__TRY(dtrain__layout_make(
+    DTRAIN__TRY(dtrain__ways_layout(
         layout, a, strategy->params, count, &strategy->desc, shared ? dtrain_comm_size(shared) : 1,
         shared ? dtrain_comm_rank(shared) : 0, dtrain_comm_size(strategy->comm),
         dtrain_comm_rank(strategy->comm)));
@@ -169,7 +169,7 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     }
     DTRAIN__TRY(dtrain__check_layout(strategy));
     DTRAIN__TRY(dtrain__offload_open(strategy));
-    dtrain__lay_memory(layout);
+    dtrain__ways_memory(layout);
     for (int block = 0; block < DTRAIN__CLASSES; block++) {
         const size_t bytes = dtrain__block_bytes(layout, block);
         if (block >= DTRAIN__BUFFERS && !layout->bytes[block]) continue;
@@ -186,9 +186,10 @@ static dtrain_result dtrain__strategy_prepare(dtrain_strategy *strategy)
     DTRAIN__TRY(dtrain_comm_alloc(strategy->comm, sizeof(double) + tally * sizeof(float), &memory));
     strategy->sum_squares = (double *)memory;
     strategy->tally = (float *)(void *)(strategy->sum_squares + 1);
-    dtrain__lay_memory(layout);
+    dtrain__ways_memory(layout);
     DTRAIN__TRY(dtrain__list_shards(strategy));
     DTRAIN__TRY(dtrain__compression_open(strategy));
+    dtrain__choose_ways(strategy);
     dtrain__rewind(strategy, true);
     strategy->slots[0] = strategy->slots[1] = strategy->position = DTRAIN__NONE;
     return DTRAIN_OK;

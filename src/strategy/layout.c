@@ -267,7 +267,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__layout_make(dtrain__layout *layout, const 
         if (!layout->owners || !layout->cuts) return DTRAIN_ERROR_MEMORY;
     }
     dtrain__lay_out(layout);
-    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+    return DTRAIN_OK;
 }
 
 /* Make a layout of owned tensors, in counts alone, that of another rank: only what is kept
@@ -424,7 +424,6 @@ DTRAIN__PRIVATE void dtrain__lay_memory(dtrain__layout *layout)
         if (entry->trainable && p->grad) layout->grad_bytes += 4 * (uint64_t)p->count;
     }
     for (int i = 0; i < 2; i++) layout->landing[i] = dtrain__carve(layout, DTRAIN__HOST, longest);
-    if (layout->compression) dtrain__lay_compression(layout);
 }
 
 /* Count the elements of parameter i that lie in [first, first + count) of a bucket; *low is where

@@ -90,6 +90,7 @@ typedef struct dtrain__bucket {
     uint32_t uses, pending;           /* as in dtrain__entry, of all gradients inside */
     uint32_t stage, presence;         /* of its gradients on their way; of its gathered values */
     dtrain_work **reduces, **gathers; /* (works_per_bucket) of what is under way */
+    dtrain_comm *comm;                /* the ranks that exchange its gradients */
     int64_t hop_first, hop_count;     /* what this rank exchanges with other nodes; without nodes
                                          everything */
     dtrain__sparse *sparse;           /* what compression keeps, or NULL */

@@ -25,8 +25,8 @@ static dtrain_result dtrain__plan_layout(const dtrain_allocator *a, const dtrain
 {
     const int sharers = dtrain__plan_sharers(desc, ranks);
     DTRAIN__TRY(
-        dtrain__layout_make(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
-    dtrain__lay_memory(layout);
+        dtrain__ways_layout(layout, a, params, count, desc, sharers, rank % sharers, ranks, rank));
+    dtrain__ways_memory(layout);
     return DTRAIN_OK;
 }
 

@@ -131,30 +131,6 @@ DTRAIN__PRIVATE void dtrain__strategy_comm_info(const dtrain_strategy *strategy,
 
 /* ---- Values -----------------------------------------------------------------------------------*/
 
-/* Check that no backward is under way: what it starts comes from each rank at its own time, and a
- * collective of another sort would get in between. */
-DTRAIN__PRIVATE dtrain_result dtrain__between_backwards(const dtrain_strategy *strategy,
-                                                        const char *call)
-{
-    DTRAIN__TRY(dtrain__strategy_usable(strategy, call));
-    if (!dtrain__in_backward(strategy)) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: a backward is under way; call dtrain_strategy_finish before", call);
-}
-
-/* Check that gradients are the mean of a whole step, or none at all: not the sum of a few of its
- * micro-batches, on this rank alone where they are whole. */
-DTRAIN__PRIVATE dtrain_result dtrain__between_steps(const dtrain_strategy *strategy,
-                                                    const char *call)
-{
-    DTRAIN__TRY(dtrain__between_backwards(strategy, call));
-    if (!strategy->accumulated) return DTRAIN_OK;
-    return dtrain_fail(DTRAIN_ERROR_USAGE,
-                       "%s: this step has further micro-batches, says dtrain_strategy_accumulate; "
-                       "call it after the last one's dtrain_strategy_finish",
-                       call);
-}
-
 DTRAIN_API dtrain_result dtrain_strategy_read(dtrain_strategy *strategy, size_t index, float *host)
 {
     dtrain_param whole;

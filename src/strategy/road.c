@@ -60,7 +60,6 @@ DTRAIN__PRIVATE void dtrain__rewind(dtrain_strategy *strategy, bool step_done)
     strategy->weight = 1;
     if (step_done) strategy->weights = 0;
     if (step_done) strategy->passes = 0;
-    if (step_done) dtrain__choose_ways(strategy);
 }
 
 /* ---- 1. Ready ---------------------------------------------------------------------------------*/
@@ -113,13 +112,6 @@ static dtrain_result dtrain__mark(dtrain_strategy *strategy, size_t index)
     if (!strategy->desc.no_overlap && !dtrain__walks(strategy))
         DTRAIN__TRY(dtrain__launch_buckets(strategy, layout->bucket_count));
     return dtrain__progress(strategy);
-}
-
-/* Tell whether this rank is in the middle of a backward: between its first gather or mark and
- * finish. */
-DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy)
-{
-    return strategy->marked_count || strategy->backward != DTRAIN__NONE;
 }
 
 /* Refuse a mark that comes twice, or while the gradient has no place: memory for one of a unit's is
@@ -188,11 +180,20 @@ static dtrain_result dtrain__launch_buckets(dtrain_strategy *strategy, size_t en
 
 /* ---- 3. Reduce --------------------------------------------------------------------------------*/
 
+/* Return the steps of a bucket's way. */
+static const dtrain__step *const *dtrain__way_of(const dtrain_strategy *strategy, bool sharded)
+{
+    const bool compressed = strategy->sync_count >= strategy->compressed_from;
+    return strategy->ways[sharded      ? DTRAIN__SHARDED
+                          : compressed ? DTRAIN__COMPRESSED
+                                       : DTRAIN__WHOLE];
+}
+
 /* Return step number `stage` of a bucket's way, from 1; NULL: it has no such step. */
 static const dtrain__step *dtrain__step_of(const dtrain_strategy *strategy,
                                            const dtrain__bucket *bucket, uint32_t stage)
 {
-    const dtrain__step *step = strategy->ways[bucket->sharded][stage - 1];
+    const dtrain__step *step = dtrain__way_of(strategy, bucket->sharded)[stage - 1];
     return step && step->last_only && strategy->more ? NULL : step;
 }
 
@@ -215,8 +216,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, si
     const dtrain__step *next = dtrain__step_of(strategy, bucket, bucket->stage + 1);
     if (done->end) DTRAIN__TRY(done->end(strategy, bucket));
     bucket->stage = next ? bucket->stage + 1 : (uint32_t)DTRAIN__REDUCED;
-    if (next) return next->begin(strategy, bucket);
-    return done->last_only ? DTRAIN_OK : dtrain__shard_add(strategy, bucket);
+    return next ? next->begin(strategy, bucket) : DTRAIN_OK;
 }
 
 /* Must a bucket's further steps start at a place in the program that is the same on every rank?
@@ -224,7 +224,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, si
  * wait for each other in a circle. */
 DTRAIN__PRIVATE bool dtrain__steps_are_placed(const dtrain_strategy *strategy)
 {
-    return strategy->comm->ops->launch_ordered && (strategy->ways[0][1] || strategy->ways[1][1]);
+    return strategy->comm->ops->launch_ordered &&
+           (dtrain__way_of(strategy, false)[1] || dtrain__way_of(strategy, true)[1]);
 }
 
 /* Give the communicator a turn at every ready: without a progress thread, buckets move only then.
@@ -238,7 +239,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__progress(dtrain_strategy *strategy)
     if (dtrain__steps_are_placed(strategy)) return DTRAIN_OK;
     for (size_t b = strategy->oldest; b < strategy->launched; b++) {
         const dtrain__bucket *bucket = &strategy->layout.buckets[b];
-        const bool chain = strategy->ways[bucket->sharded][1] != NULL;
+        const bool chain = dtrain__way_of(strategy, bucket->sharded)[1] != NULL;
         while (bucket->stage != DTRAIN__REDUCED) {
             if (bucket->stage >= most && dtrain__step_of(strategy, bucket, bucket->stage + 1))
                 break;
@@ -350,9 +351,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_all(dtrain_strategy *strategy, dtra
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_begin(dtrain_strategy *strategy,
                                                        dtrain__bucket *bucket)
 {
-    return dtrain__reduce_all(strategy, bucket, dtrain__hop_comm(strategy, bucket),
-                              bucket->grads + bucket->hop_first, bucket->hop_first,
-                              bucket->hop_count);
+    return dtrain__reduce_all(strategy, bucket, bucket->comm, bucket->grads + bucket->hop_first,
+                              bucket->hop_first, bucket->hop_count);
 }
 
 DTRAIN__PRIVATE dtrain_result dtrain__all_reduce_end(dtrain_strategy *strategy,

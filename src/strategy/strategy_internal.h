@@ -39,6 +39,9 @@ typedef struct dtrain__step {
 
 #define DTRAIN__STEPS 5 /* of the longest way, and the NULL behind it */
 
+/* The ways: of whole buckets, of the same when compression has begun, of sharded buckets. */
+enum { DTRAIN__WHOLE, DTRAIN__COMPRESSED, DTRAIN__SHARDED, DTRAIN__WAYS };
+
 /* Further communicators: one for each step that starts when another happens to be done. */
 enum {
     DTRAIN__NODE,         /* ranks of this node */
@@ -77,17 +80,18 @@ struct dtrain_strategy {
     dtrain__layout layout;
 
     /* The step under way. */
-    const dtrain__step *ways[2][DTRAIN__STEPS]; /* of whole and of sharded buckets */
-    size_t launched, oldest; /* buckets below launched are started; those below oldest are done */
-    size_t marked_count;     /* in this backward */
-    bool more;               /* micro-batches of this step follow */
-    bool accumulated;        /* shards hold the sum of earlier micro-batches */
-    float weight, weights;   /* of the next backward; of those of this step so far */
-    uint32_t passes;         /* backwards that were finished in this step */
-    int64_t unit;            /* of weights; 0: not agreed on yet */
-    bool taped;              /* a tape was made for it */
-    bool unsure;             /* the tally may hold others' samples, or gradients of absent ones */
-    bool empty;              /* the last step had no samples */
+    const dtrain__step *ways[DTRAIN__WAYS][DTRAIN__STEPS];
+    uint64_t compressed_from; /* sync_count of the first step in which COMPRESSED is taken */
+    size_t launched, oldest;  /* buckets below launched are started; those below oldest are done */
+    size_t marked_count;      /* in this backward */
+    bool more;                /* micro-batches of this step follow */
+    bool accumulated;         /* shards hold the sum of earlier micro-batches */
+    float weight, weights;    /* of the next backward; of those of this step so far */
+    uint32_t passes;          /* backwards that were finished in this step */
+    int64_t unit;             /* of weights; 0: not agreed on yet */
+    bool taped;               /* a tape was made for it */
+    bool unsure;              /* the tally may hold others' samples, or gradients of absent ones */
+    bool empty;               /* the last step had no samples */
     uint64_t sync_count;
     uint32_t working[2];   /* unit whose gradients are in the alternating buffers, or NONE */
     uint32_t slots[2];     /* unit whose values are in the slot, or NONE */
@@ -116,13 +120,12 @@ struct dtrain_strategy {
 
 /* Steps: road.c, ways/. */
 DTRAIN__PRIVATE dtrain__step_fn dtrain__all_reduce_begin, dtrain__all_reduce_end,
-    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__replicas_begin,
-    dtrain__replicas_end, dtrain__node_scatter_begin, dtrain__node_gather_begin, dtrain__topk_begin,
-    dtrain__topk_end, dtrain__topk_publish_begin, dtrain__topk_publish_end, dtrain__p_begin,
-    dtrain__p_end, dtrain__q_begin, dtrain__q_end;
+    dtrain__reduce_scatter_begin, dtrain__reduce_scatter_end, dtrain__shard_add,
+    dtrain__replicas_begin, dtrain__replicas_end, dtrain__node_scatter_begin,
+    dtrain__node_gather_begin, dtrain__topk_begin, dtrain__topk_end, dtrain__topk_publish_begin,
+    dtrain__topk_publish_end, dtrain__p_begin, dtrain__p_end, dtrain__q_begin, dtrain__q_end;
 
 /* strategy/road.c */
-DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE bool dtrain__walks(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_start(dtrain_strategy *strategy, size_t b);
 DTRAIN__PRIVATE dtrain_result dtrain__reduce_await(dtrain_strategy *strategy, size_t b);
@@ -146,6 +149,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__scale(dtrain_strategy *strategy, const dtr
 DTRAIN__PRIVATE dtrain_result dtrain__close_buckets(dtrain_strategy *strategy, size_t end);
 
 /* strategy/calls.c */
+DTRAIN__PRIVATE bool dtrain__in_backward(const dtrain_strategy *strategy);
 DTRAIN__PRIVATE void dtrain__label(const dtrain_strategy *strategy, const dtrain__bucket *bucket,
                                    const char *part);
 DTRAIN__PRIVATE dtrain_result dtrain__convert(dtrain_strategy *strategy, int64_t count,
@@ -157,15 +161,17 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_fail(dtrain_strategy *strategy, d
                                                     const char *text);
 
 /* strategy/ways.c */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank, int all, int all_rank);
+DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout);
 DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy);
 
 /* strategy/weights.c */
 DTRAIN__PRIVATE size_t dtrain__tally_count(const dtrain_strategy_desc *desc, size_t param_count);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_start(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__tally_end(dtrain_strategy *strategy);
-
-/* strategy/ways/shards.c */
-DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrain__bucket *bucket);
 
 /* strategy/params.c */
 DTRAIN__PRIVATE dtrain_result dtrain__registration_compare(dtrain_strategy *strategy,
@@ -183,10 +189,6 @@ DTRAIN__PRIVATE void dtrain__note_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__restore_units(dtrain_strategy *strategy);
 DTRAIN__PRIVATE dtrain_result dtrain__whole_param(dtrain_strategy *strategy, size_t i,
                                                   dtrain_param *whole);
-
-/* strategy/ways/hierarchy.c */
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
-                                              const dtrain__bucket *bucket);
 
 /* strategy/levels.c */
 DTRAIN__PRIVATE dtrain_result dtrain__even_nodes(const dtrain_world *world, dtrain_comm *comm,

@@ -97,7 +97,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_
     return dtrain__auto_limit(world, desc, comm, &plan->limit);
 }
 
-DTRAIN__PRIVATE void dtrain__plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
+DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan)
 {
     if (!plan->planned) return;
     dtrain__layout_free(&plan->planned->layout, &world->allocator);

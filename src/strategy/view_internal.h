@@ -140,5 +140,5 @@ typedef struct dtrain__strategy_plan {
 DTRAIN__PRIVATE dtrain_result dtrain__plan_strategy(dtrain_world *world, dtrain_param *params,
                                                     size_t count, const dtrain_strategy_desc *desc,
                                                     dtrain__strategy_plan *plan);
-DTRAIN__PRIVATE void dtrain__plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
+DTRAIN__PRIVATE void dtrain__strategy_plan_free(dtrain_world *world, dtrain__strategy_plan *plan);
 DTRAIN__PRIVATE double dtrain__mib(uint64_t bytes);

@@ -8,6 +8,7 @@
 
 /* Begin and end of each step, and whether it belongs to the last micro-batch alone. */
 static const dtrain__step dtrain__by_nothing = {NULL, NULL, false}; /* one rank has its mean */
+static const dtrain__step dtrain__by_shard_alone = {NULL, dtrain__shard_add, false};
 static const dtrain__step dtrain__by_all_reduce = {dtrain__all_reduce_begin, dtrain__all_reduce_end,
                                                    false};
 static const dtrain__step dtrain__by_reduce_scatter = {dtrain__reduce_scatter_begin,
@@ -24,7 +25,7 @@ static const dtrain__step dtrain__by_topk_publish = {dtrain__topk_publish_begin,
 static const dtrain__step dtrain__by_p = {dtrain__p_begin, dtrain__p_end, false};
 static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false};
 
-/* Choose the ways of the step that begins:
+/* Choose the ways, and the ranks that exchange each bucket:
  *
  *                    whole buckets                           sharded buckets
  *     one level      ALL_REDUCE, or what compression has     REDUCE_SCATTER
@@ -34,26 +35,53 @@ static const dtrain__step dtrain__by_q = {dtrain__q_begin, dtrain__q_end, false}
 DTRAIN__PRIVATE void dtrain__choose_ways(dtrain_strategy *strategy)
 {
     const dtrain__layout *layout = &strategy->layout;
-    const dtrain__step **whole = strategy->ways[0], **sharded = strategy->ways[1];
+    const dtrain__step **whole = strategy->ways[DTRAIN__WHOLE];
+    const dtrain__step **compressed = strategy->ways[DTRAIN__COMPRESSED];
+    const dtrain__step **sharded = strategy->ways[DTRAIN__SHARDED];
     const dtrain_compression_desc *how = layout->compression;
     const bool nodes = layout->node_ranks > 1;
     const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
-    if (how && strategy->sync_count < dtrain__dense_steps(how)) how = NULL;
-    memset(strategy->ways, 0, sizeof strategy->ways);
+    strategy->compressed_from = how ? dtrain__dense_steps(how) : UINT64_MAX;
+    for (size_t b = 0; b < layout->bucket_count; b++) {
+        dtrain__bucket *bucket = &layout->buckets[b];
+        bucket->comm = nodes             ? strategy->groups[DTRAIN__ACROSS]
+                       : bucket->sharded ? strategy->shard_comm
+                                         : strategy->comm;
+    }
     if (layout->all == 1) {
-        *whole = *sharded = &dtrain__by_nothing;
+        *whole = &dtrain__by_nothing;
+        *sharded = &dtrain__by_shard_alone;
         return;
     }
-    if (nodes) *whole++ = *sharded++ = &dtrain__by_node_scatter;
-    if (!how) *whole++ = &dtrain__by_all_reduce;
-    else if (how->kind == DTRAIN_COMPRESSION_POWERSGD) {
-        *whole++ = &dtrain__by_p;
-        *whole++ = &dtrain__by_q;
-    } else {
-        *whole++ = &dtrain__by_topk;
-        if (dtrain__is_balanced(how)) *whole++ = &dtrain__by_topk_publish;
+    if (nodes) *whole++ = *compressed++ = *sharded++ = &dtrain__by_node_scatter;
+    *whole++ = &dtrain__by_all_reduce;
+    if (how && how->kind == DTRAIN_COMPRESSION_POWERSGD) {
+        *compressed++ = &dtrain__by_p;
+        *compressed++ = &dtrain__by_q;
+    } else if (how) {
+        *compressed++ = &dtrain__by_topk;
+        if (dtrain__is_balanced(how)) *compressed++ = &dtrain__by_topk_publish;
     }
-    if (nodes) *whole++ = &dtrain__by_node_gather;
+    if (nodes) *whole++ = *compressed++ = &dtrain__by_node_gather;
     *sharded++ = &dtrain__by_reduce_scatter;
     if (strategy->kind->replicas) *sharded++ = &dtrain__by_replicas[at_last];
+}
+
+/* ---- What ways add to a layout ----------------------------------------------------------------*/
+
+/* Make a layout with the tables of its ways. */
+DTRAIN__PRIVATE dtrain_result dtrain__ways_layout(dtrain__layout *layout, const dtrain_allocator *a,
+                                                  const dtrain_param *params, size_t count,
+                                                  const dtrain_strategy_desc *desc, int ranks,
+                                                  int rank, int all, int all_rank)
+{
+    DTRAIN__TRY(dtrain__layout_make(layout, a, params, count, desc, ranks, rank, all, all_rank));
+    return layout->compression ? dtrain__layout_portions(layout, a) : DTRAIN_OK;
+}
+
+/* Lay out all memory, that of its ways too. */
+DTRAIN__PRIVATE void dtrain__ways_memory(dtrain__layout *layout)
+{
+    dtrain__lay_memory(layout);
+    if (layout->compression) dtrain__lay_compression(layout);
 }

@@ -211,7 +211,7 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     plan.world = world;
     plan.desc = desc;
     const dtrain_result result = dtrain__batch_find(&plan, batch);
-    dtrain__plan_free(world, &plan.strategy);
+    dtrain__strategy_plan_free(world, &plan.strategy);
     return result;
 }
 

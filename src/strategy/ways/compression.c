@@ -245,7 +245,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__dense_begin(dtrain_strategy *strategy, dtr
             (char *)sparse->packed + (size_t)at->at * dtrain_dtype_bytes(dtype), dtype));
     if (sparse->dense_count + more == 0) return DTRAIN_OK;
     dtrain__label(strategy, bucket, "dense part of bucket");
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), sparse->packed, sparse->packed,
+    return dtrain_all_reduce(bucket->comm, sparse->packed, sparse->packed,
                              (size_t)(sparse->dense_count + more), dtype,
                              dtrain__level_op(strategy, bucket), work);
 }

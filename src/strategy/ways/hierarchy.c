@@ -14,14 +14,6 @@
 #include "core/platform_internal.h"
 #include "strategy/strategy_internal.h"
 
-/* The ranks that exchange a bucket: between nodes those with the same slice. */
-DTRAIN__PRIVATE dtrain_comm *dtrain__hop_comm(const dtrain_strategy *strategy,
-                                              const dtrain__bucket *bucket)
-{
-    if (strategy->layout.node_ranks > 1) return strategy->groups[DTRAIN__ACROSS];
-    return bucket->sharded ? strategy->shard_comm : strategy->comm;
-}
-
 /* NODE_SCATTER: the hop of a bucket's gradients = its sum over this node. */
 DTRAIN__PRIVATE dtrain_result dtrain__node_scatter_begin(dtrain_strategy *strategy,
                                                          dtrain__bucket *bucket)

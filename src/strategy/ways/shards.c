@@ -45,8 +45,8 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
     if (dtrain__reduces_low(strategy)) own = bucket->low_grads + bucket->shard_first;
     if (!bucket->cuts) dtrain__label(strategy, bucket, "bucket");
     if (!bucket->cuts)
-        return dtrain_reduce_scatter(dtrain__hop_comm(strategy, bucket), wire, own,
-                                     (size_t)bucket->shard_count, dtype, op, works);
+        return dtrain_reduce_scatter(bucket->comm, wire, own, (size_t)bucket->shard_count, dtype,
+                                     op, works);
     for (int r = 0; r < strategy->layout.ranks; r++) {
         const int64_t first = bucket->cuts[r], count = bucket->cuts[r + 1] - first;
         if (count == 0) continue;
@@ -56,14 +56,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_begin(dtrain_strategy *stra
                                   r, &works[r]));
     }
     return DTRAIN_OK;
-}
-
-/* With replicas this is a node's sum, and the mean is made later. */
-DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
-                                                         dtrain__bucket *bucket)
-{
-    return dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
-                             bucket->shard_first, bucket->shard_count, !strategy->kind->replicas);
 }
 
 /* End a bucket's way: shard += result of a later micro-batch. A shard that is elsewhere is also put
@@ -77,6 +69,18 @@ DTRAIN__PRIVATE dtrain_result dtrain__shard_add(dtrain_strategy *strategy, dtrai
     if (bucket->grad_home->put)
         return bucket->grad_home->put(strategy, bucket, result, strategy->accumulated);
     return strategy->device->ops->add(strategy->device, &add);
+}
+
+/* With replicas this is a node's sum, and the mean is made later. */
+DTRAIN__PRIVATE dtrain_result dtrain__reduce_scatter_end(dtrain_strategy *strategy,
+                                                         dtrain__bucket *bucket)
+{
+    const bool replicas = strategy->kind->replicas;
+    DTRAIN__TRY(dtrain__from_wire(strategy, bucket, dtrain__reduce_target(strategy, bucket),
+                                  bucket->shard_first, bucket->shard_count, !replicas));
+    const bool at_last = strategy->desc.accumulation == DTRAIN_ACCUMULATION_SHARD_EVERY;
+    if (replicas && !(at_last && strategy->more)) return DTRAIN_OK;
+    return dtrain__shard_add(strategy, bucket);
 }
 
 /* ---- Replicas
@@ -114,6 +118,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__replicas_end(dtrain_strategy *strategy,
     float *sum = dtrain__replica_sum(strategy, bucket, &at_last);
     DTRAIN__TRY(
         dtrain__from_wire(strategy, bucket, sum, bucket->shard_first, bucket->shard_count, true));
-    if (!at_last || !bucket->grad_home->put) return DTRAIN_OK;
+    if (!at_last) return dtrain__shard_add(strategy, bucket);
+    if (!bucket->grad_home->put) return DTRAIN_OK;
     return bucket->grad_home->put(strategy, bucket, sum, false);
 }

@@ -124,9 +124,8 @@ static dtrain_result dtrain__masked_start(dtrain_strategy *strategy, dtrain__buc
                                     &picks, bucket->grads + at->first));
     }
     dtrain__label(strategy, bucket, "top-k of bucket");
-    return dtrain_all_reduce(dtrain__hop_comm(strategy, bucket), hop, hop,
-                             (size_t)bucket->hop_count, DTRAIN_DTYPE_F32, DTRAIN_REDUCE_SUM,
-                             bucket->reduces);
+    return dtrain_all_reduce(bucket->comm, hop, hop, (size_t)bucket->hop_count, DTRAIN_DTYPE_F32,
+                             DTRAIN_REDUCE_SUM, bucket->reduces);
 }
 
 /* ---- Exchanging ------------------------------------------------------------------------*/
@@ -173,7 +172,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__topk_begin(dtrain_strategy *strategy, dtra
 {
     const dtrain__layout *layout = &strategy->layout;
     const dtrain__sparse *sparse = bucket->sparse;
-    dtrain_comm *comm = dtrain__hop_comm(strategy, bucket);
+    dtrain_comm *comm = bucket->comm;
     dtrain__plan_selection(strategy, bucket);
     DTRAIN__TRY(dtrain__dense_begin(strategy, bucket, 0, &bucket->reduces[1]));
     if (sparse->masked) return dtrain__masked_start(strategy, bucket);
