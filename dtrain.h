@@ -90,6 +90,7 @@
        src/device/device_internal.h         What other rooms use of a device
        src/comm/engine.c                    The engine: queue, agreement, waiting, failure, split
        src/comm/links.c                     Emulated links
+       src/comm/counting.c                  The counting communicator
        src/comm/probe.c                     Measuring links
        src/comm/staged.c                    Buffers in device memory: two hooks of the engine
        src/comm/local.c                     The local transport: shared memory
@@ -1565,11 +1566,14 @@ typedef struct dtrain_strategy_info {
     uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
-    uint64_t step_bytes;   /* this rank sends in a step of one micro-batch, by the ring formula;
-                              with compression: once it is in full force */
-    uint64_t state_bytes;  /* residuals and what else compression keeps from step to step */
-    uint64_t sync_count;   /* steps that were reduced */
-    char reason[400];      /* AUTO: why this kind; empty otherwise */
+    /* This rank sends in a step of one micro-batch, by the ring formula, and the collectives that
+     * it makes; what each further micro-batch adds. Counted by running such a step without the
+     * other ranks; with compression, once it is in full force. Activation checkpointing of more
+     * than a unit gathers units again, which is not in it. */
+    uint64_t step_bytes, step_calls, micro_bytes, micro_calls;
+    uint64_t state_bytes; /* residuals and what else compression keeps from step to step */
+    uint64_t sync_count;  /* steps that were reduced */
+    char reason[400];     /* AUTO: why this kind; empty otherwise */
 } dtrain_strategy_info;
 
 /* Fill in what a strategy is and what it holds on this rank; zeros for NULL. Local. */
@@ -9128,6 +9132,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__run(dtrain_comm *comm, uint32_t kind, cons
                                           void *recv, size_t count, dtrain_dtype dtype, uint32_t op,
                                           int root, dtrain_work **work);
 
+/* comm/counting.c */
+DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
+                                                      dtrain_comm **out);
+DTRAIN__PRIVATE bool dtrain__is_counting(const dtrain_comm *comm);
+
 /* comm/reduce.c */
 DTRAIN__PRIVATE const dtrain__kind *dtrain__kind_of(uint32_t kind);
 DTRAIN__PRIVATE size_t dtrain__send_bytes(const dtrain_collective *what, int size);
@@ -9966,12 +9975,14 @@ DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now)
 
 DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now)
 {
+    if (!world->flight) return;
     dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
     dtrain__flight_beat(world, now);
 }
 
 DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now)
 {
+    if (!world->flight) return;
     dtrain__flight_beat(world, now);
     dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
 }
@@ -10236,11 +10247,11 @@ DTRAIN__PRIVATE bool dtrain__on_host(dtrain_device *device, const void *memory);
     X(pool2d_backward)
 /* clang-format on */
 
-/* The entries from stream_create to range_end of a device that has finished its work when a call
- * returns. */
-#define DTRAIN__NO_ORDER                                                                      \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-        NULL, NULL
+/* The entries of a device that has finished its work when a call returns: from stream_create to
+ * event_query, from graph_begin to range_end, and with is_device_memory between them. */
+#define DTRAIN__NO_STREAMS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_GRAPHS NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#define DTRAIN__NO_ORDER DTRAIN__NO_STREAMS, NULL, DTRAIN__NO_GRAPHS
 
 /* Call an entry of the table that may be NULL: then there is nothing to do. */
 #define DTRAIN__ORDER(device, entry, ...) \
@@ -11220,6 +11231,137 @@ DTRAIN__PRIVATE dtrain_result dtrain__emulated_turn(dtrain_world *world, dtrain_
     nap.tv_nsec = (long)(left - early < longest ? left - early : longest);
     nanosleep(&nap, NULL);
     return dtrain__wait_poll(world, wait);
+}
+
+/* ================================================================================================
+ * src/comm/counting.c
+ * ==============================================================================================*/
+
+/* The counting communicator
+ *
+ * One rank of N, and none of the others. The books that every communicator keeps (dtrain_comm_info)
+ * count operations and bytes; nothing is moved and nobody is waited for. As the plan device counts
+ * the memory of a step, this counts what it sends, by running the strategy that would send it.
+ *
+ * The other ranks are taken to do at each moment what this one does. So what they would send is what
+ * this rank sends: in host memory, where ranks compare settings and agree on results, a copy of it
+ * arrives; on the plan device there is nothing to copy. */
+
+typedef struct dtrain__counting {
+    dtrain_comm base;
+    int node_ranks;
+} dtrain__counting;
+
+static const dtrain_comm_ops *dtrain__counting_ops(void);
+
+/* Make one rank of a group: every `stride`-th rank of the world from `first` on. */
+static dtrain_result dtrain__counting_group(dtrain_world *world, int first, int stride, int size,
+                                            int rank, int node_ranks, dtrain_comm **out)
+{
+    const dtrain_allocator *a = &world->allocator;
+    dtrain__counting *self =
+        (dtrain__counting *)dtrain__alloc(a, 1, sizeof *self, "a counting communicator");
+    *out = NULL;
+    if (!self) return DTRAIN_ERROR_MEMORY;
+    self->base.ops = dtrain__counting_ops();
+    self->base.world = world;
+    self->base.rank = rank;
+    self->base.size = size;
+    self->node_ranks = node_ranks;
+    self->base.world_ranks =
+        (int *)dtrain__alloc(a, (size_t)size, sizeof *self->base.world_ranks, "a group's ranks");
+    if (!self->base.world_ranks) {
+        dtrain__free(a, self, 1, sizeof *self);
+        return DTRAIN_ERROR_MEMORY;
+    }
+    for (int i = 0; i < size; i++) self->base.world_ranks[i] = first + stride * i;
+    *out = &self->base;
+    return DTRAIN_OK;
+}
+
+/* Make a communicator of all ranks of a world, of which node_ranks in a row are a node. */
+DTRAIN__PRIVATE dtrain_result dtrain__counting_create(dtrain_world *world, int node_ranks,
+                                                      dtrain_comm **out)
+{
+    return dtrain__counting_group(world, 0, 1, world->size, world->rank, node_ranks, out);
+}
+
+DTRAIN__PRIVATE bool dtrain__is_counting(const dtrain_comm *comm)
+{
+    return comm->ops == dtrain__counting_ops();
+}
+
+/* Be done at once: no handle is needed. */
+static dtrain_result dtrain__counting_start(dtrain_comm *comm, const dtrain_collective *what,
+                                            dtrain_work **out)
+{
+    dtrain_device *device = comm->world->device;
+    const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
+    const int copies = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ? comm->size : 1;
+    *out = NULL;
+    if (!bytes || !what->send || !what->recv || !dtrain__on_host(device, what->send) ||
+        !dtrain__on_host(device, what->recv))
+        return DTRAIN_OK;
+    for (int i = 0; i < copies; i++) {
+        char *to = (char *)what->recv + (size_t)i * bytes;
+        if (to != what->send) memmove(to, what->send, bytes);
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_result dtrain__counting_alloc(dtrain_comm *comm, size_t bytes, void **out)
+{
+    return comm->world->device->ops->alloc(comm->world->device, bytes, out);
+}
+
+static void dtrain__counting_free(dtrain_comm *comm, void *memory, size_t bytes)
+{
+    comm->world->device->ops->free(comm->world->device, memory, bytes);
+}
+
+/* Others cannot be asked for their colors, but those of dtrain__split_levels say which group they
+ * mean: below node_ranks it is a place in the node, from there on a node. */
+static dtrain_result dtrain__counting_split(dtrain_comm *comm, int color, int key,
+                                            dtrain_comm **out)
+{
+    const int node = ((dtrain__counting *)(void *)comm)->node_ranks, rank = comm->rank;
+    (void)key;
+    if (color < node)
+        return dtrain__counting_group(comm->world, color, node, comm->size / node, rank / node, 1,
+                                      out);
+    return dtrain__counting_group(comm->world, (color - node) * node, 1, node, rank % node, node,
+                                  out);
+}
+
+static dtrain_result dtrain__counting_fail(dtrain_comm *comm, dtrain_result code, const char *text)
+{
+    (void)comm;
+    return dtrain_fail(code, "%s", text);
+}
+
+static dtrain_result dtrain__counting_destroy(dtrain_comm *comm)
+{
+    const dtrain_allocator a = comm->world->allocator;
+    dtrain__free(&a, comm->world_ranks, (size_t)comm->size, sizeof *comm->world_ranks);
+    dtrain__free(&a, comm, 1, sizeof(dtrain__counting));
+    return DTRAIN_OK;
+}
+
+static const dtrain_comm_ops *dtrain__counting_ops(void)
+{
+    static const dtrain_comm_ops ops = {DTRAIN_COMM_ABI,
+                                        false,
+                                        "counting",
+                                        NULL,
+                                        dtrain__counting_start,
+                                        NULL,
+                                        NULL,
+                                        dtrain__counting_alloc,
+                                        dtrain__counting_free,
+                                        dtrain__counting_split,
+                                        dtrain__counting_fail,
+                                        dtrain__counting_destroy};
+    return &ops;
 }
 
 /* ================================================================================================
@@ -13702,8 +13844,6 @@ DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
-DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
-                                                 const dtrain__bucket *bucket);
 
 /* dtrain__bucket.stage: none, then the number of the step under way, from 1, then all done. */
 enum { DTRAIN__REDUCE_IDLE = 0, DTRAIN__REDUCED = 99 };
@@ -13745,6 +13885,12 @@ typedef struct dtrain__offload {
     dtrain__bucket *landed[2]; /* whose shard the landing will be added to; NULL: it is free */
     uint32_t turn;             /* landing to be used next */
 } dtrain__offload;
+
+/* Bytes that this rank sends, and collectives that it makes: in a step of one micro-batch, and by
+ * each further one. */
+typedef struct dtrain__step_counts {
+    uint64_t bytes, calls, micro_bytes, micro_calls;
+} dtrain__step_counts;
 
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
@@ -13796,6 +13942,7 @@ struct dtrain_strategy {
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
     dtrain__offload offload;
+    dtrain__step_counts counts; /* once compression is in full force */
     char reason[400];
 };
 
@@ -13896,8 +14043,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/query.c */
-DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
-DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy);
 
 /* strategy/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,
@@ -16560,29 +16706,6 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
     }
 }
 
-/* Count the bytes that this rank sends for a bucket when compression is in full force. */
-DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
-                                                 const dtrain__bucket *bucket)
-{
-    const dtrain_compression_desc *how = layout->compression;
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int ranks = layout->hop_ranks;
-    const uint64_t dense =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
-                     layout->desc->reduce_dtype, ranks);
-    if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
-        return dense +
-               dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
-    if ((double)how->topk_ratio >= dtrain__masked_share(layout))
-        return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
-                                    DTRAIN_DTYPE_F32, ranks);
-    const int64_t selected = dtrain__selection(sparse, (double)how->topk_ratio);
-    const uint64_t once =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
-                     DTRAIN_DTYPE_F32, ranks);
-    return dense + (dtrain__is_balanced(how) ? 2 * once : once);
-}
-
 /* ---- Dense portions ---------------------------------------------------------------------------*/
 
 /* Pack the dense portions of a bucket as they travel and start their all-reduce; behind them lie
@@ -17413,7 +17536,8 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
 
 /* Decide who shares one copy of the model, and make the communicators. Each kind of step that
  * starts when another happens to be done has one of its own: in one, ranks could start them in
- * different orders. */
+ * different orders. The color alone says which group is meant (comm/counting.c): a place in the node
+ * is below its size, a node is not. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
     const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
@@ -17440,7 +17564,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
         if (groups[i].wanted)
             DTRAIN__TRY(dtrain_comm_split(strategy->comm,
-                                          groups[i].across ? rank % size : rank / size, rank,
+                                          groups[i].across ? rank % size : size + rank / size, rank,
                                           &strategy->groups[groups[i].group]));
     if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))
@@ -17866,7 +17990,9 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
-    DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
+    dtrain_result mine = dtrain__strategy_prepare(strategy);
+    if (mine == DTRAIN_OK) mine = dtrain__count_step(strategy);
+    DTRAIN__TRY(dtrain__agree(strategy->comm, mine));
     for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;
@@ -17969,74 +18095,100 @@ DTRAIN_API void dtrain_strategy_destroy(dtrain_strategy *strategy)
 
 /* ---- What a step sends ------------------------------------------------------------------------*/
 
-/* Count the bytes that this rank sends in one collective of count elements. */
-DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks)
-{
-    dtrain_collective what;
-    memset(&what, 0, sizeof what);
-    what.kind = kind;
-    what.dtype = (dtrain_dtype)dtype;
-    what.count = (size_t)count;
-    return dtrain__wire_bytes(&what, ranks);
-}
+/* A strategy's twin, which has the same parameters and settings and runs on the plan device and a
+ * counting communicator, in a world of its own: what it does is in no record of the real one. */
+typedef struct dtrain__twin {
+    dtrain_world world;
+    uint32_t here; /* what world.mine points to */
+    dtrain_param *params;
+    dtrain_strategy *strategy;
+} dtrain__twin;
 
-/* Count the bytes that this rank sends when a bucket is reduced to shards, or gathered from them:
- * one collective an owner, or one of everything, and with nodes another inside this one. */
-static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
-                                    bool reduce, uint32_t dtype)
+/* Make a twin; dtrain__twin_destroy frees what there is of it, also after an error. Values and
+ * gradients that the strategy has lent are NULL again. Compression is in full force; nothing is
+ * offloaded, which changes no collective. */
+static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain__twin *twin)
 {
-    const uint32_t kind = reduce ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_GATHER;
-    const int ranks = layout->node_ranks > 1 ? layout->hop_ranks : layout->ranks;
-    uint64_t bytes = 0;
-    if (!bucket->cuts)
-        return dtrain__wire(kind, bucket->shard_count, dtype, ranks) +
-               dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_DTYPE_F32 : dtype,
-                            layout->node_ranks);
-    for (int r = 0; r < ranks; r++)
-        bytes += dtrain__wire(reduce ? DTRAIN_COLLECTIVE_REDUCE : DTRAIN_COLLECTIVE_BROADCAST,
-                              bucket->cuts[r + 1] - bucket->cuts[r], dtype, ranks);
-    return bytes;
-}
-
-/* Tell whether a unit is still in its slot when backward comes to it. */
-static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
-{
-    if (unit == DTRAIN__NONE || layout->units[unit].kept) return true;
-    for (uint32_t later = unit + 2; later < layout->unit_count; later += 2) {
-        const dtrain__unit *u = &layout->units[later];
-        if (!u->kept && (u->trainable != DTRAIN__NONE || u->frozen != DTRAIN__NONE)) return false;
+    const size_t count = strategy->param_count;
+    dtrain_strategy_desc desc = strategy->desc;
+    const bool nodes = desc.hierarchical || strategy->kind->replicas;
+    dtrain_device_desc plan;
+    memset(&plan, 0, sizeof plan);
+    plan.allocator = strategy->allocator;
+    twin->here = 1;
+    twin->world.mine = &twin->here;
+    twin->world.allocator = strategy->allocator;
+    twin->world.rank = strategy->layout.all_rank;
+    twin->world.size = strategy->layout.all;
+    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &twin->world.device));
+    DTRAIN__TRY(
+        dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
+    twin->params = (dtrain_param *)dtrain__alloc(&strategy->allocator, count, sizeof *twin->params,
+                                                 "parameters to count with");
+    if (!twin->params) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &strategy->layout.entries[i];
+        twin->params[i] = *p;
+        twin->params[i].init = DTRAIN_INIT_ZERO;
+        if (p->alias_of) twin->params[i].alias_of = twin->params + (p->alias_of - strategy->params);
+        if (entry->lends_value) twin->params[i].value = NULL;
+        if (entry->lends_grad) twin->params[i].grad = NULL;
     }
-    return true;
+    desc.comm = NULL;
+    desc.offload = 0;
+    DTRAIN__TRY(dtrain_strategy_create(&twin->world, twin->params, count, &desc, &twin->strategy));
+    twin->strategy->sync_count = UINT64_MAX / 2;
+    dtrain__rewind(twin->strategy, true);
+    return DTRAIN_OK;
 }
 
-/* Count the bytes that this rank sends in a step of one micro-batch, by the ring formula. */
-DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
+static void dtrain__twin_destroy(const dtrain_strategy *strategy, dtrain__twin *twin)
 {
-    const uint32_t values = layout->desc->param_dtype, grads = layout->desc->reduce_dtype;
-    if (layout->all == 1) return 0;
-    const size_t tally = dtrain__tally_count(layout->desc, layout->count);
-    uint64_t bytes =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, (int64_t)tally, DTRAIN_DTYPE_F32, layout->all);
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        if (!bucket->sharded) {
-            bytes += 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
-                                      DTRAIN_DTYPE_F32, layout->node_ranks);
-            bytes += layout->compression
-                         ? dtrain__compressed_wire(layout, bucket)
-                         : dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count, grads,
-                                        layout->hop_ranks);
-            continue;
-        }
-        if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
-        if (bucket->trainable && layout->kind->replicas)
-            bytes += dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->shard_count, grads,
-                                  layout->all / layout->ranks);
-        const uint64_t gather = dtrain__sliced_wire(layout, bucket, false, values);
-        const bool twice = layout->shards.params && !dtrain__stays(layout, bucket->unit);
-        bytes += twice ? 2 * gather : gather;
+    dtrain_strategy_destroy(twin->strategy);
+    dtrain__free(&strategy->allocator, twin->params, strategy->param_count, sizeof *twin->params);
+    if (twin->world.comm) (void)twin->world.comm->ops->destroy(twin->world.comm);
+    dtrain_device_destroy(twin->world.device);
+    dtrain__free(&strategy->allocator, twin, 1, sizeof *twin);
+}
+
+/* Count what a twin sends in a step, without samples: a rank that has none takes part in all
+ * collectives of the others. */
+static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches, uint64_t *bytes,
+                                       uint64_t *calls)
+{
+    dtrain_comm_info before, after;
+    bool over;
+    dtrain__strategy_comm_info(twin, &before);
+    for (int micro = 1; micro <= micro_batches; micro++) {
+        DTRAIN__TRY(dtrain_strategy_accumulate(twin, micro < micro_batches));
+        DTRAIN__TRY(dtrain_strategy_join(twin, &over));
     }
-    return bytes;
+    DTRAIN__TRY(dtrain_strategy_publish(twin));
+    dtrain__strategy_comm_info(twin, &after);
+    *bytes = after.wire_bytes - before.wire_bytes;
+    *calls = after.operation_count - before.operation_count;
+    return DTRAIN_OK;
+}
+
+/* Count what a step sends, by running one: of one micro-batch, and of two, from which follows what
+ * each further one adds. */
+DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy)
+{
+    dtrain__step_counts *counts = &strategy->counts;
+    if (strategy->layout.all == 1 || dtrain__is_counting(strategy->comm)) return DTRAIN_OK;
+    dtrain__twin *twin =
+        (dtrain__twin *)dtrain__alloc(&strategy->allocator, 1, sizeof *twin, "a step to count");
+    if (!twin) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__twin_create(strategy, twin);
+    if (result == DTRAIN_OK)
+        result = dtrain__twin_step(twin->strategy, 1, &counts->bytes, &counts->calls);
+    if (result == DTRAIN_OK)
+        result = dtrain__twin_step(twin->strategy, 2, &counts->micro_bytes, &counts->micro_calls);
+    counts->micro_bytes -= counts->bytes;
+    counts->micro_calls -= counts->calls;
+    dtrain__twin_destroy(strategy, twin);
+    return result;
 }
 
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
@@ -18056,7 +18208,10 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->sync_count = strategy->sync_count;
     info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
     info->host_bytes = layout->bytes[DTRAIN__HOST];
-    info->step_bytes = dtrain__step_bytes(layout);
+    info->step_bytes = strategy->counts.bytes;
+    info->step_calls = strategy->counts.calls;
+    info->micro_bytes = strategy->counts.micro_bytes;
+    info->micro_calls = strategy->counts.micro_calls;
     info->state_bytes = layout->state_bytes;
     info->value_bytes = layout->value_bytes;
     info->grad_bytes = layout->grad_bytes;
@@ -18294,8 +18449,7 @@ static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const d
 }
 
 /* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
-static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory,
-                               uint64_t *step_bytes)
+static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
     int64_t stage = 0;
     uint64_t state = 0;
@@ -18315,14 +18469,13 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
     const uint64_t host = one.host > memory->host ? one.host : memory->host;
     if (one.total >= memory->total) *memory = one;
     memory->host = host;
-    *step_bytes = dtrain__step_bytes(layout);
 }
 
-/* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
- * but tables. params and *desc are resolved, and so is its kind. */
+/* Find the memory of the rank that holds most; nothing is allocated but tables. params and *desc
+ * are resolved, and so is its kind. */
 static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
                                        size_t count, const dtrain_strategy_desc *given, int ranks,
-                                       dtrain_memory *memory, uint64_t *step_bytes)
+                                       dtrain_memory *memory)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
@@ -18338,7 +18491,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     for (int rank = 0; rank < differ && result == DTRAIN_OK; rank++) {
         if (rank && kind->owners) dtrain__layout_turn(&layout, rank);
         else result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
-        if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory, step_bytes);
+        if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory);
         if (!kind->owners || result != DTRAIN_OK || rank == differ - 1)
             dtrain__layout_free(&layout, a);
     }
@@ -18369,15 +18522,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 {
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     dtrain__planned planned;
-    uint64_t step_bytes;
     if (!params || !desc || !memory || rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
                            "(%d) is below 1",
                            rank_count);
     DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, rank_count, &planned));
-    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory,
-                             &step_bytes);
+    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory);
 }
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
@@ -18425,7 +18576,6 @@ enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_ord
 typedef struct dtrain__candidates {
     dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
     dtrain_memory memory[DTRAIN__CANDIDATES];
-    uint64_t step_bytes[DTRAIN__CANDIDATES];
     int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
 } dtrain__candidates;
 
@@ -18457,8 +18607,7 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
         all->descs[i] = *given;
         all->totals[i] = INT64_MAX;
         if (!dtrain__auto_candidate(ranks, node_ranks, i, &all->descs[i])) continue;
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &all->descs[i], ranks, &all->memory[i],
-                                      &all->step_bytes[i]));
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &all->descs[i], ranks, &all->memory[i]));
         all->totals[i] = (int64_t)all->memory[i].total;
         any = true;
     }
@@ -18483,12 +18632,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__candidates all;
     dtrain_memory memory;
-    uint64_t step_bytes;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
         DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
-        DTRAIN__TRY(
-            dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory, &step_bytes));
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         *bytes = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
         return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
@@ -18541,11 +18688,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     const dtrain_memory *memory = &all.memory[i];
     snprintf(strategy->reason, sizeof strategy->reason,
              "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
-             "%.1f) of %.1f MiB, and %.1f MiB sent a step%s",
+             "%.1f) of %.1f MiB%s",
              dtrain__row_of(all.descs[i].kind)->name, dtrain__mib((uint64_t)all.totals[i]),
              dtrain__mib(memory->params), dtrain__mib(memory->grads),
              dtrain__mib(memory->optimizer), dtrain__mib(memory->buffers), dtrain__mib(limit),
-             dtrain__mib(all.step_bytes[i]), before);
+             before);
     strategy->desc.kind = all.descs[i].kind;
     strategy->desc.node_size = all.descs[i].node_size;
     return DTRAIN_OK;
@@ -35137,6 +35284,11 @@ static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
     if (memory) device->allocated_bytes -= bytes;
 }
 
+static bool dtrain__plan_is_device_memory(dtrain_device *device, const void *memory)
+{
+    return (uintptr_t)memory >= 4096 && (uintptr_t)memory < (uintptr_t)device->state;
+}
+
 static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
                                        size_t bytes, dtrain_copy_kind kind)
 {
@@ -35192,7 +35344,9 @@ DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
                                           NULL,
                                           NULL,
                                           dtrain__cpu_copy_async,
-                                          DTRAIN__NO_ORDER,
+                                          DTRAIN__NO_STREAMS,
+                                          dtrain__plan_is_device_memory,
+                                          DTRAIN__NO_GRAPHS,
                                           DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
 #undef DTRAIN__PLAN_ENTRY
     return &ops;

@@ -84,6 +84,7 @@ extern "C" {
 #include "comm/reduce.c"
 #include "comm/engine.c"
 #include "comm/links.c"
+#include "comm/counting.c"
 #include "comm/probe.c"
 #include "comm/staged.c"
 #include "comm/local.c"

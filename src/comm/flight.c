@@ -243,12 +243,14 @@ DTRAIN__PRIVATE void dtrain__flight_beat(dtrain_world *world, uint64_t now)
 
 DTRAIN__PRIVATE void dtrain__flight_enter(dtrain_world *world, uint64_t now)
 {
+    if (!world->flight) return;
     dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)1);
     dtrain__flight_beat(world, now);
 }
 
 DTRAIN__PRIVATE void dtrain__flight_leave(dtrain_world *world, uint64_t now)
 {
+    if (!world->flight) return;
     dtrain__flight_beat(world, now);
     dtrain__store(&world->control->pulses[world->rank].inside, (uint64_t)0);
 }

@@ -42,6 +42,11 @@ static void dtrain__plan_free(dtrain_device *device, void *memory, size_t bytes)
     if (memory) device->allocated_bytes -= bytes;
 }
 
+static bool dtrain__plan_is_device_memory(dtrain_device *device, const void *memory)
+{
+    return (uintptr_t)memory >= 4096 && (uintptr_t)memory < (uintptr_t)device->state;
+}
+
 static dtrain_result dtrain__plan_copy(dtrain_device *device, void *to, const void *from,
                                        size_t bytes, dtrain_copy_kind kind)
 {
@@ -97,7 +102,9 @@ DTRAIN_API const dtrain_device_ops *dtrain_plan_device_ops(void)
                                           NULL,
                                           NULL,
                                           dtrain__cpu_copy_async,
-                                          DTRAIN__NO_ORDER,
+                                          DTRAIN__NO_STREAMS,
+                                          dtrain__plan_is_device_memory,
+                                          DTRAIN__NO_GRAPHS,
                                           DTRAIN__KERNEL_LIST(DTRAIN__PLAN_ENTRY)};
 #undef DTRAIN__PLAN_ENTRY
     return &ops;

@@ -203,7 +203,9 @@ static dtrain_result dtrain__strategy_complete(dtrain_strategy *strategy)
     strategy->kind = dtrain__row_of(strategy->desc.kind);
     DTRAIN__TRY(dtrain__resolve_kind(&strategy->desc, strategy->kind));
     DTRAIN__TRY(dtrain__split_levels(strategy));
-    DTRAIN__TRY(dtrain__agree(strategy->comm, dtrain__strategy_prepare(strategy)));
+    dtrain_result mine = dtrain__strategy_prepare(strategy);
+    if (mine == DTRAIN_OK) mine = dtrain__count_step(strategy);
+    DTRAIN__TRY(dtrain__agree(strategy->comm, mine));
     for (size_t i = 0; i < strategy->param_count && strategy->layout.all > 1; i++) {
         const dtrain_param *p = &strategy->params[i];
         if (p->state.storage != p || strategy->layout.entries[i].lends_value) continue;

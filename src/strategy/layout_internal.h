@@ -231,5 +231,3 @@ DTRAIN__PRIVATE double dtrain__masked_share(const dtrain__layout *layout);
 DTRAIN__PRIVATE dtrain_result dtrain__layout_portions(dtrain__layout *layout,
                                                       const dtrain_allocator *a);
 DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout);
-DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
-                                                 const dtrain__bucket *bucket);

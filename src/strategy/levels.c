@@ -65,7 +65,8 @@ static dtrain_result dtrain__resolve_node_size(dtrain_strategy *strategy, int ra
 
 /* Decide who shares one copy of the model, and make the communicators. Each kind of step that
  * starts when another happens to be done has one of its own: in one, ranks could start them in
- * different orders. */
+ * different orders. The color alone says which group is meant (comm/counting.c): a place in the node
+ * is below its size, a node is not. */
 DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
 {
     const int ranks = dtrain_comm_size(strategy->comm), rank = dtrain_comm_rank(strategy->comm);
@@ -92,7 +93,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__split_levels(dtrain_strategy *strategy)
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++)
         if (groups[i].wanted)
             DTRAIN__TRY(dtrain_comm_split(strategy->comm,
-                                          groups[i].across ? rank % size : rank / size, rank,
+                                          groups[i].across ? rank % size : size + rank / size, rank,
                                           &strategy->groups[groups[i].group]));
     if (replicas) strategy->shard_comm = strategy->groups[DTRAIN__NODE];
     else if (sharded && (ranks > 1 || desc->offload > DTRAIN_OFFLOAD_OPTIMIZER))

@@ -40,8 +40,7 @@ static uint32_t dtrain__planned_states(const dtrain_strategy_desc *desc, const d
 }
 
 /* Make *memory that of a layout's rank, if that one holds more than the ranks before it. */
-static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory,
-                               uint64_t *step_bytes)
+static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memory)
 {
     int64_t stage = 0;
     uint64_t state = 0;
@@ -61,14 +60,13 @@ static void dtrain__plan_count(const dtrain__layout *layout, dtrain_memory *memo
     const uint64_t host = one.host > memory->host ? one.host : memory->host;
     if (one.total >= memory->total) *memory = one;
     memory->host = host;
-    *step_bytes = dtrain__step_bytes(layout);
 }
 
-/* Find the memory of the rank that holds most, and what it sends in a step; nothing is allocated
- * but tables. params and *desc are resolved, and so is its kind. */
+/* Find the memory of the rank that holds most; nothing is allocated but tables. params and *desc
+ * are resolved, and so is its kind. */
 static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_param *params,
                                        size_t count, const dtrain_strategy_desc *given, int ranks,
-                                       dtrain_memory *memory, uint64_t *step_bytes)
+                                       dtrain_memory *memory)
 {
     dtrain_strategy_desc desc = *given;
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
@@ -84,7 +82,7 @@ static dtrain_result dtrain__plan_kind(const dtrain_allocator *a, const dtrain_p
     for (int rank = 0; rank < differ && result == DTRAIN_OK; rank++) {
         if (rank && kind->owners) dtrain__layout_turn(&layout, rank);
         else result = dtrain__plan_layout(a, params, count, &desc, ranks, rank, &layout);
-        if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory, step_bytes);
+        if (result == DTRAIN_OK) dtrain__plan_count(&layout, memory);
         if (!kind->owners || result != DTRAIN_OK || rank == differ - 1)
             dtrain__layout_free(&layout, a);
     }
@@ -115,15 +113,13 @@ DTRAIN_API dtrain_result dtrain_strategy_plan(dtrain_param *params, size_t param
 {
     const dtrain_allocator a = dtrain__resolve_allocator(NULL);
     dtrain__planned planned;
-    uint64_t step_bytes;
     if (!params || !desc || !memory || rank_count < 1)
         return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
                            "dtrain_strategy_plan: params, desc or memory is NULL, or rank_count "
                            "(%d) is below 1",
                            rank_count);
     DTRAIN__TRY(dtrain__plan_resolve(params, param_count, desc, rank_count, &planned));
-    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory,
-                             &step_bytes);
+    return dtrain__plan_kind(&a, params, param_count, &planned.desc, rank_count, memory);
 }
 
 /* ---- AUTO -------------------------------------------------------------------------------------*/
@@ -171,7 +167,6 @@ enum { DTRAIN__CANDIDATES = sizeof dtrain__auto_order / sizeof *dtrain__auto_ord
 typedef struct dtrain__candidates {
     dtrain_strategy_desc descs[DTRAIN__CANDIDATES];
     dtrain_memory memory[DTRAIN__CANDIDATES];
-    uint64_t step_bytes[DTRAIN__CANDIDATES];
     int64_t totals[DTRAIN__CANDIDATES]; /* bytes a rank; INT64_MAX: excluded */
 } dtrain__candidates;
 
@@ -203,8 +198,7 @@ static dtrain_result dtrain__plan_candidates(const dtrain_allocator *a, const dt
         all->descs[i] = *given;
         all->totals[i] = INT64_MAX;
         if (!dtrain__auto_candidate(ranks, node_ranks, i, &all->descs[i])) continue;
-        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &all->descs[i], ranks, &all->memory[i],
-                                      &all->step_bytes[i]));
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &all->descs[i], ranks, &all->memory[i]));
         all->totals[i] = (int64_t)all->memory[i].total;
         any = true;
     }
@@ -229,12 +223,10 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_needs(const dtrain_allocator *a,
     const dtrain__kind_row *kind = dtrain__row_of(desc.kind);
     dtrain__candidates all;
     dtrain_memory memory;
-    uint64_t step_bytes;
     if (desc.kind != DTRAIN_STRATEGY_AUTO) {
         if (kind && kind->replicas && !desc.node_size) desc.node_size = node_ranks;
         DTRAIN__TRY(dtrain__plan_resolve(params, count, &desc, ranks, planned));
-        DTRAIN__TRY(
-            dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory, &step_bytes));
+        DTRAIN__TRY(dtrain__plan_kind(a, params, count, &planned->desc, ranks, &memory));
         *bytes = memory.total;
         dtrain__resolve_levels(&planned->desc, ranks);
         return dtrain__plan_layout(a, params, count, &planned->desc, ranks, 0, &planned->layout);
@@ -287,11 +279,11 @@ DTRAIN__PRIVATE dtrain_result dtrain__strategy_choose(dtrain_strategy *strategy)
     const dtrain_memory *memory = &all.memory[i];
     snprintf(strategy->reason, sizeof strategy->reason,
              "%s: %.1f MiB a rank (parameters %.1f, gradients %.1f, optimizer %.1f, buffers "
-             "%.1f) of %.1f MiB, and %.1f MiB sent a step%s",
+             "%.1f) of %.1f MiB%s",
              dtrain__row_of(all.descs[i].kind)->name, dtrain__mib((uint64_t)all.totals[i]),
              dtrain__mib(memory->params), dtrain__mib(memory->grads),
              dtrain__mib(memory->optimizer), dtrain__mib(memory->buffers), dtrain__mib(limit),
-             dtrain__mib(all.step_bytes[i]), before);
+             before);
     strategy->desc.kind = all.descs[i].kind;
     strategy->desc.node_size = all.descs[i].node_size;
     return DTRAIN_OK;

@@ -6,74 +6,100 @@
 
 /* ---- What a step sends ------------------------------------------------------------------------*/
 
-/* Count the bytes that this rank sends in one collective of count elements. */
-DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks)
-{
-    dtrain_collective what;
-    memset(&what, 0, sizeof what);
-    what.kind = kind;
-    what.dtype = (dtrain_dtype)dtype;
-    what.count = (size_t)count;
-    return dtrain__wire_bytes(&what, ranks);
-}
+/* A strategy's twin, which has the same parameters and settings and runs on the plan device and a
+ * counting communicator, in a world of its own: what it does is in no record of the real one. */
+typedef struct dtrain__twin {
+    dtrain_world world;
+    uint32_t here; /* what world.mine points to */
+    dtrain_param *params;
+    dtrain_strategy *strategy;
+} dtrain__twin;
 
-/* Count the bytes that this rank sends when a bucket is reduced to shards, or gathered from them:
- * one collective an owner, or one of everything, and with nodes another inside this one. */
-static uint64_t dtrain__sliced_wire(const dtrain__layout *layout, const dtrain__bucket *bucket,
-                                    bool reduce, uint32_t dtype)
+/* Make a twin; dtrain__twin_destroy frees what there is of it, also after an error. Values and
+ * gradients that the strategy has lent are NULL again. Compression is in full force; nothing is
+ * offloaded, which changes no collective. */
+static dtrain_result dtrain__twin_create(const dtrain_strategy *strategy, dtrain__twin *twin)
 {
-    const uint32_t kind = reduce ? DTRAIN_COLLECTIVE_REDUCE_SCATTER : DTRAIN_COLLECTIVE_ALL_GATHER;
-    const int ranks = layout->node_ranks > 1 ? layout->hop_ranks : layout->ranks;
-    uint64_t bytes = 0;
-    if (!bucket->cuts)
-        return dtrain__wire(kind, bucket->shard_count, dtype, ranks) +
-               dtrain__wire(kind, bucket->hop_count, reduce ? (uint32_t)DTRAIN_DTYPE_F32 : dtype,
-                            layout->node_ranks);
-    for (int r = 0; r < ranks; r++)
-        bytes += dtrain__wire(reduce ? DTRAIN_COLLECTIVE_REDUCE : DTRAIN_COLLECTIVE_BROADCAST,
-                              bucket->cuts[r + 1] - bucket->cuts[r], dtype, ranks);
-    return bytes;
-}
-
-/* Tell whether a unit is still in its slot when backward comes to it. */
-static bool dtrain__stays(const dtrain__layout *layout, uint32_t unit)
-{
-    if (unit == DTRAIN__NONE || layout->units[unit].kept) return true;
-    for (uint32_t later = unit + 2; later < layout->unit_count; later += 2) {
-        const dtrain__unit *u = &layout->units[later];
-        if (!u->kept && (u->trainable != DTRAIN__NONE || u->frozen != DTRAIN__NONE)) return false;
+    const size_t count = strategy->param_count;
+    dtrain_strategy_desc desc = strategy->desc;
+    const bool nodes = desc.hierarchical || strategy->kind->replicas;
+    dtrain_device_desc plan;
+    memset(&plan, 0, sizeof plan);
+    plan.allocator = strategy->allocator;
+    twin->here = 1;
+    twin->world.mine = &twin->here;
+    twin->world.allocator = strategy->allocator;
+    twin->world.rank = strategy->layout.all_rank;
+    twin->world.size = strategy->layout.all;
+    DTRAIN__TRY(dtrain_device_create(dtrain_plan_device_ops(), &plan, &twin->world.device));
+    DTRAIN__TRY(
+        dtrain__counting_create(&twin->world, nodes ? (int)desc.node_size : 1, &twin->world.comm));
+    twin->params = (dtrain_param *)dtrain__alloc(&strategy->allocator, count, sizeof *twin->params,
+                                                 "parameters to count with");
+    if (!twin->params) return DTRAIN_ERROR_MEMORY;
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_param *p = &strategy->params[i];
+        const dtrain__entry *entry = &strategy->layout.entries[i];
+        twin->params[i] = *p;
+        twin->params[i].init = DTRAIN_INIT_ZERO;
+        if (p->alias_of) twin->params[i].alias_of = twin->params + (p->alias_of - strategy->params);
+        if (entry->lends_value) twin->params[i].value = NULL;
+        if (entry->lends_grad) twin->params[i].grad = NULL;
     }
-    return true;
+    desc.comm = NULL;
+    desc.offload = 0;
+    DTRAIN__TRY(dtrain_strategy_create(&twin->world, twin->params, count, &desc, &twin->strategy));
+    twin->strategy->sync_count = UINT64_MAX / 2;
+    dtrain__rewind(twin->strategy, true);
+    return DTRAIN_OK;
 }
 
-/* Count the bytes that this rank sends in a step of one micro-batch, by the ring formula. */
-DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout)
+static void dtrain__twin_destroy(const dtrain_strategy *strategy, dtrain__twin *twin)
 {
-    const uint32_t values = layout->desc->param_dtype, grads = layout->desc->reduce_dtype;
-    if (layout->all == 1) return 0;
-    const size_t tally = dtrain__tally_count(layout->desc, layout->count);
-    uint64_t bytes =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, (int64_t)tally, DTRAIN_DTYPE_F32, layout->all);
-    for (size_t b = 0; b < layout->bucket_count; b++) {
-        const dtrain__bucket *bucket = &layout->buckets[b];
-        if (!bucket->sharded) {
-            bytes += 2 * dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, bucket->hop_count,
-                                      DTRAIN_DTYPE_F32, layout->node_ranks);
-            bytes += layout->compression
-                         ? dtrain__compressed_wire(layout, bucket)
-                         : dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count, grads,
-                                        layout->hop_ranks);
-            continue;
-        }
-        if (bucket->trainable) bytes += dtrain__sliced_wire(layout, bucket, true, grads);
-        if (bucket->trainable && layout->kind->replicas)
-            bytes += dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->shard_count, grads,
-                                  layout->all / layout->ranks);
-        const uint64_t gather = dtrain__sliced_wire(layout, bucket, false, values);
-        const bool twice = layout->shards.params && !dtrain__stays(layout, bucket->unit);
-        bytes += twice ? 2 * gather : gather;
+    dtrain_strategy_destroy(twin->strategy);
+    dtrain__free(&strategy->allocator, twin->params, strategy->param_count, sizeof *twin->params);
+    if (twin->world.comm) (void)twin->world.comm->ops->destroy(twin->world.comm);
+    dtrain_device_destroy(twin->world.device);
+    dtrain__free(&strategy->allocator, twin, 1, sizeof *twin);
+}
+
+/* Count what a twin sends in a step, without samples: a rank that has none takes part in all
+ * collectives of the others. */
+static dtrain_result dtrain__twin_step(dtrain_strategy *twin, int micro_batches, uint64_t *bytes,
+                                       uint64_t *calls)
+{
+    dtrain_comm_info before, after;
+    bool over;
+    dtrain__strategy_comm_info(twin, &before);
+    for (int micro = 1; micro <= micro_batches; micro++) {
+        DTRAIN__TRY(dtrain_strategy_accumulate(twin, micro < micro_batches));
+        DTRAIN__TRY(dtrain_strategy_join(twin, &over));
     }
-    return bytes;
+    DTRAIN__TRY(dtrain_strategy_publish(twin));
+    dtrain__strategy_comm_info(twin, &after);
+    *bytes = after.wire_bytes - before.wire_bytes;
+    *calls = after.operation_count - before.operation_count;
+    return DTRAIN_OK;
+}
+
+/* Count what a step sends, by running one: of one micro-batch, and of two, from which follows what
+ * each further one adds. */
+DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy)
+{
+    dtrain__step_counts *counts = &strategy->counts;
+    if (strategy->layout.all == 1 || dtrain__is_counting(strategy->comm)) return DTRAIN_OK;
+    dtrain__twin *twin =
+        (dtrain__twin *)dtrain__alloc(&strategy->allocator, 1, sizeof *twin, "a step to count");
+    if (!twin) return DTRAIN_ERROR_MEMORY;
+    dtrain_result result = dtrain__twin_create(strategy, twin);
+    if (result == DTRAIN_OK)
+        result = dtrain__twin_step(twin->strategy, 1, &counts->bytes, &counts->calls);
+    if (result == DTRAIN_OK)
+        result = dtrain__twin_step(twin->strategy, 2, &counts->micro_bytes, &counts->micro_calls);
+    counts->micro_bytes -= counts->bytes;
+    counts->micro_calls -= counts->calls;
+    dtrain__twin_destroy(strategy, twin);
+    return result;
 }
 
 DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_strategy_info *info)
@@ -93,7 +119,10 @@ DTRAIN_API void dtrain_strategy_query(const dtrain_strategy *strategy, dtrain_st
     info->sync_count = strategy->sync_count;
     info->buffer_bytes = layout->bytes[DTRAIN__BUFFERS];
     info->host_bytes = layout->bytes[DTRAIN__HOST];
-    info->step_bytes = dtrain__step_bytes(layout);
+    info->step_bytes = strategy->counts.bytes;
+    info->step_calls = strategy->counts.calls;
+    info->micro_bytes = strategy->counts.micro_bytes;
+    info->micro_calls = strategy->counts.micro_calls;
     info->state_bytes = layout->state_bytes;
     info->value_bytes = layout->value_bytes;
     info->grad_bytes = layout->grad_bytes;

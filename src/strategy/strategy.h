@@ -265,11 +265,14 @@ typedef struct dtrain_strategy_info {
     uint64_t host_bytes;              /* page-locked: shards that are offloaded, and their stages */
     uint64_t buffer_bytes; /* where units are gathered and reduced: constant over a run */
     uint64_t bucket_bytes; /* of one set of whole gradients, padding included */
-    uint64_t step_bytes;   /* this rank sends in a step of one micro-batch, by the ring formula;
-                              with compression: once it is in full force */
-    uint64_t state_bytes;  /* residuals and what else compression keeps from step to step */
-    uint64_t sync_count;   /* steps that were reduced */
-    char reason[400];      /* AUTO: why this kind; empty otherwise */
+    /* This rank sends in a step of one micro-batch, by the ring formula, and the collectives that
+     * it makes; what each further micro-batch adds. Counted by running such a step without the
+     * other ranks; with compression, once it is in full force. Activation checkpointing of more
+     * than a unit gathers units again, which is not in it. */
+    uint64_t step_bytes, step_calls, micro_bytes, micro_calls;
+    uint64_t state_bytes; /* residuals and what else compression keeps from step to step */
+    uint64_t sync_count;  /* steps that were reduced */
+    char reason[400];     /* AUTO: why this kind; empty otherwise */
 } dtrain_strategy_info;
 
 /* Fill in what a strategy is and what it holds on this rank; zeros for NULL. Local. */

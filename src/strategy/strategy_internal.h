@@ -65,6 +65,12 @@ typedef struct dtrain__offload {
     uint32_t turn;             /* landing to be used next */
 } dtrain__offload;
 
+/* Bytes that this rank sends, and collectives that it makes: in a step of one micro-batch, and by
+ * each further one. */
+typedef struct dtrain__step_counts {
+    uint64_t bytes, calls, micro_bytes, micro_calls;
+} dtrain__step_counts;
+
 struct dtrain_strategy {
     const dtrain__kind_row *kind;
     dtrain_world *world;
@@ -115,6 +121,7 @@ struct dtrain_strategy {
     dtrain_compression_state *states; /* (portion_count), state_count in use */
     size_t state_count;
     dtrain__offload offload;
+    dtrain__step_counts counts; /* once compression is in full force */
     char reason[400];
 };
 
@@ -215,8 +222,7 @@ DTRAIN__PRIVATE dtrain_result dtrain__resolve_kind(dtrain_strategy_desc *desc,
 DTRAIN__PRIVATE dtrain_result dtrain__compare_settings(dtrain_strategy *strategy);
 
 /* strategy/query.c */
-DTRAIN__PRIVATE uint64_t dtrain__wire(uint32_t kind, int64_t count, uint32_t dtype, int ranks);
-DTRAIN__PRIVATE uint64_t dtrain__step_bytes(const dtrain__layout *layout);
+DTRAIN__PRIVATE dtrain_result dtrain__count_step(dtrain_strategy *strategy);
 
 /* strategy/plan.c */
 DTRAIN__PRIVATE dtrain_result dtrain__auto_limit(dtrain_world *world,

@@ -17,6 +17,7 @@
 
 #include "test.h"
 #include "ranks.h"
+#define STRATEGY_SENT(strategy, sent) dtrain__strategy_comm_info(strategy, sent)
 #include "strategy_model.h"
 
 /* ---- the matrix ---- */
@@ -104,6 +105,22 @@ static void matrix_check_joined(const matrix *m)
     munmap(joined, sizeof *joined);
 }
 
+/* What was counted beforehand is what a step did, on every rank. */
+static void check_counts(const strategy_case *c, const strategy_outcome *out, int ranks,
+                         const char *what)
+{
+    const uint64_t more = c->micro - 1;
+    for (int r = 0; r < ranks && c->steps != 1; r++) {
+        const dtrain_strategy_info *info = &out->info[r];
+        const uint64_t bytes = info->step_bytes + more * info->micro_bytes;
+        const uint64_t calls = info->step_calls + more * info->micro_calls;
+        CHECK_MSG(out->sent[r] == bytes && out->calls[r] == calls,
+                  "%s: rank %d sent %llu bytes in %llu collectives; counted: %llu in %llu", what, r,
+                  (unsigned long long)out->sent[r], (unsigned long long)out->calls[r],
+                  (unsigned long long)bytes, (unsigned long long)calls);
+    }
+}
+
 /* Runs all cases in one launch; compares groups bit for bit, and all with the joined batch. */
 static void matrix_run(matrix *m)
 {
@@ -113,6 +130,7 @@ static void matrix_run(matrix *m)
         const strategy_name name = strategy_case_name(&m->cases[i], m->ranks);
         strategy_check_ranks(&m->out[i], m->ranks, name.text);
         strategy_check_shards(&m->cases[i], &m->out[i], m->ranks, name.text);
+        check_counts(&m->cases[i], &m->out[i], m->ranks, name.text);
         for (k = 0; k < i; k++)
             if (strcmp(m->cases[k].group, m->cases[i].group) == 0) break;
         if (k < i) strategy_check_bits(&m->out[i], &m->out[k], name.text);

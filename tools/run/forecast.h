@@ -115,7 +115,7 @@ static dtrain_result forecast_ranks(dtrain_world *world, const forecast *f, fore
     if (!j.own) return dtrain_fail(DTRAIN_ERROR_MEMORY, "no memory for a job");
     start_clock(f, r->ranks);
     r->nodes = (r->ranks + f->node_ranks - 1) / f->node_ranks;
-    TRY(sim_comm_new(world, r->ranks, r->nodes, sim_rank(r->ranks, r->nodes), &j.comm));
+    TRY(sim_comm_new(world, r->ranks, r->nodes, sim_rank(r->ranks), &j.comm));
     j.memory_limit =
         f->s->memory_limit
             ? (uint64_t)f->s->memory_limit << 20

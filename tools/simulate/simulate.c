@@ -356,8 +356,7 @@ static dtrain_result simulate(dtrain_world *world, model *m, row *r)
                            "--gpus has %ld: expected at most %ld, or whole nodes of %ld", r->gpus,
                            per_node, per_node);
     void *const first_address = device->state;
-    TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes, sim_rank((int)r->gpus, (int)r->nodes),
-                     &comm));
+    TRY(sim_comm_new(world, (int)r->gpus, (int)r->nodes, sim_rank((int)r->gpus), &comm));
     dtrain_compression_desc compression;
     dtrain_strategy_desc desc = describe(r, activations, comm, &compression);
     dtrain_result result = dtrain_strategy_create(world, m->params, m->count, &desc, &strategy);

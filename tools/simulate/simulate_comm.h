@@ -11,7 +11,7 @@
 typedef struct sim_comm {
     dtrain_comm base;
     group who;
-    bool links[LINKS], split_by_node;
+    bool links[LINKS];
     uint64_t seen; /* of base.info.wire_bytes */
 } sim_comm;
 
@@ -55,7 +55,7 @@ static dtrain_result sim_create(dtrain_world *world, dtrain_comm **out)
 /* What other ranks would send is what this one has; only host memory holds anything. */
 static void sim_deliver(const dtrain_comm *comm, const dtrain_collective *what)
 {
-    const dtrain_device *device = dtrain_world_device(comm->world);
+    dtrain_device *device = dtrain_world_device(comm->world);
     const size_t bytes = what->count * dtrain_dtype_bytes(what->dtype);
     const int copies = what->kind == DTRAIN_COLLECTIVE_ALL_GATHER ? comm->size : 1;
     if (!what->send || !what->recv || what->send == what->recv ||
@@ -127,9 +127,9 @@ static void sim_free(dtrain_comm *comm, void *memory, size_t bytes)
     device->ops->free(device, memory, bytes);
 }
 
-/* Others cannot be asked, but a strategy splits in three ways only: all again (color 0), by node (rank /
- * G) and by place in the node (rank % G). sim_rank is a rank whose three colors differ; in 2 nodes of 2
- * there is none, and nodes come first. */
+/* Others cannot be asked, but a strategy splits in three ways only: all again (color 0), by place in the
+ * node (rank % G) and by node (G + rank / G). Rank 1 is not at place 0, unless every node has one rank and
+ * both groups are everybody. */
 static dtrain_result sim_split(dtrain_comm *comm, int color, int key, dtrain_comm **out)
 {
     sim_comm *self = (sim_comm *)(void *)comm;
@@ -137,22 +137,14 @@ static dtrain_result sim_split(dtrain_comm *comm, int color, int key, dtrain_com
     const int node = comm->rank / local, place = comm->rank % local;
     (void)key;
     if (color == 0) return sim_comm_new(comm->world, comm->size, nodes, comm->rank, out);
-    if (color == node && (color != place || !self->split_by_node)) {
-        self->split_by_node = true;
-        return sim_comm_new(comm->world, local, 1, place, out);
-    }
+    if (color == local + node) return sim_comm_new(comm->world, local, 1, place, out);
     if (color == place) return sim_comm_new(comm->world, nodes, nodes, node, out);
     return dtrain_fail(DTRAIN_ERROR_UNSUPPORTED,
                        "rank %d of %d simulated nodes of %d has no group for color %d", comm->rank,
                        nodes, local, color);
 }
 
-static int sim_rank(int size, int nodes)
-{
-    const int local = size / nodes;
-    if (nodes == 1 || local == 1) return size > 1;
-    return local > 2 ? local + 2 : nodes > 2 ? 2 * local + 1 : 3;
-}
+static int sim_rank(int size) { return size > 1; }
 
 static dtrain_result sim_fail(dtrain_comm *comm, dtrain_result code, const char *text)
 {

@@ -36,14 +36,9 @@ static void work(double flops, double bytes)
     compute(most(flops / rate, bytes / (sim.machine.hbm_gbs * 1e9)));
 }
 
-static bool is_virtual(const dtrain_device *device, const void *memory)
+static bool is_virtual(dtrain_device *device, const void *memory)
 {
-    return (uintptr_t)memory >= 4096 && (uintptr_t)memory < (uintptr_t)device->state;
-}
-
-static bool sim_is_device_memory(dtrain_device *device, const void *memory)
-{
-    return is_virtual(device, memory);
+    return device->ops->is_device_memory(device, memory);
 }
 
 /* The host sees zeros. */
@@ -145,7 +140,6 @@ static const dtrain_device_ops *sim_device_ops(void)
     static dtrain_device_ops ops;
     ops = *dtrain_plan_device_ops();
     ops.name = "simulated";
-    ops.is_device_memory = sim_is_device_memory;
     ops.copy = sim_copy;
     ops.zero = sim_zero;
     ops.add = sim_add;

@@ -207,29 +207,6 @@ DTRAIN__PRIVATE void dtrain__lay_compression(dtrain__layout *layout)
     }
 }
 
-/* Count the bytes that this rank sends for a bucket when compression is in full force. */
-DTRAIN__PRIVATE uint64_t dtrain__compressed_wire(const dtrain__layout *layout,
-                                                 const dtrain__bucket *bucket)
-{
-    const dtrain_compression_desc *how = layout->compression;
-    const dtrain__sparse *sparse = bucket->sparse;
-    const int ranks = layout->hop_ranks;
-    const uint64_t dense =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->dense_count + sparse->p_count,
-                     layout->desc->reduce_dtype, ranks);
-    if (how->kind == DTRAIN_COMPRESSION_POWERSGD)
-        return dense +
-               dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, sparse->q_count, DTRAIN_DTYPE_F32, ranks);
-    if ((double)how->topk_ratio >= dtrain__masked_share(layout))
-        return dense + dtrain__wire(DTRAIN_COLLECTIVE_ALL_REDUCE, bucket->hop_count,
-                                    DTRAIN_DTYPE_F32, ranks);
-    const int64_t selected = dtrain__selection(sparse, (double)how->topk_ratio);
-    const uint64_t once =
-        dtrain__wire(DTRAIN_COLLECTIVE_ALL_GATHER, dtrain__block_words(layout, selected),
-                     DTRAIN_DTYPE_F32, ranks);
-    return dense + (dtrain__is_balanced(how) ? 2 * once : once);
-}
-
 /* ---- Dense portions ---------------------------------------------------------------------------*/
 
 /* Pack the dense portions of a bucket as they travel and start their all-reduce; behind them lie
