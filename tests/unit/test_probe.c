@@ -3,21 +3,19 @@
  * times longer, never shorter, so a link that looks slower than it is is asked again. */
 #include "test.h"
 #include "dtrain.h"
+#include "tools/run/probe.h"
 #include "ranks.h"
 
 typedef struct probed {
-    dtrain_probe_info info[8];
+    probe_info info[8];
     uint32_t budget_ms;
 } probed;
 
 static int rank_probes(dtrain_world *world, void *user)
 {
     probed *shared = (probed *)user;
-    dtrain_probe_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.budget_ms = shared->budget_ms;
     const dtrain_result result =
-        dtrain_probe_links(world, &desc, &shared->info[dtrain_world_rank(world)]);
+        measure_links(world, shared->budget_ms / 1e3, &shared->info[dtrain_world_rank(world)]);
     return CHECK_MSG(result == DTRAIN_OK, "%s", dtrain_last_error()) ? 0 : 1;
 }
 
@@ -62,7 +60,7 @@ static void test_emulated(void)
             if (test_full() || cases[i].latency_us > 10000) budget = 2;
             shared->budget_ms = (uint32_t)(1000 * budget);
             probe(&desc, shared);
-            const dtrain_probe_info *info = &shared->info[0];
+            const probe_info *info = &shared->info[0];
             CHECK(info->size == cases[i].ranks && info->node_count == nodes &&
                   info->node_ranks == cases[i].node_ranks);
             CHECK((int)info->inside.pair_count <= cases[i].ranks - nodes);
@@ -96,7 +94,7 @@ static void test_sizes(void)
             const dtrain_launch_desc desc = ranks_desc(ranks, mode);
             shared->budget_ms = 100;
             probe(&desc, shared);
-            const dtrain_probe_info *info = &shared->info[0];
+            const probe_info *info = &shared->info[0];
             const int pairs = ranks == 1 ? 0 : ranks == 2 ? 1 : ranks;
             CHECK(info->node_count == 1 && info->between.pair_count == 0);
             CHECK_MSG(info->inside.pair_count <= (uint32_t)pairs, "%u", info->inside.pair_count);
@@ -105,44 +103,32 @@ static void test_sizes(void)
         }
 }
 
-static int rank_calls_badly(dtrain_world *world, void *user)
-{
-    dtrain_probe_info info;
-    (void)user;
-    CHECK(dtrain_probe_links(NULL, NULL, &info) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_probe_links(world, NULL, NULL) == DTRAIN_ERROR_ARGUMENT);
-    return 0;
-}
-
 /* A rank that dies meanwhile is named, and nobody waits for ever. */
 static int rank_dies(dtrain_world *world, void *user)
 {
-    dtrain_probe_info info;
+    probe_info info;
     (void)user;
     if (dtrain_world_rank(world) == 1) _exit(3);
-    const dtrain_result result = dtrain_probe_links(world, NULL, &info);
+    const dtrain_result result = measure_links(world, 2, &info);
     CHECK_MSG(result == DTRAIN_ERROR_PEER && strstr(dtrain_last_error(), "rank 1"), "%s",
               dtrain_last_error());
     return 0;
 }
 
-static void test_errors(void)
+static void test_death(void)
 {
-    dtrain_launch_desc desc = ranks_desc(2, DTRAIN_LAUNCH_PROCESSES);
-    CHECK(ranks_launch(&desc, rank_calls_badly, NULL, NULL) == DTRAIN_OK);
-    desc = ranks_desc(3, DTRAIN_LAUNCH_PROCESSES);
+    const dtrain_launch_desc desc = ranks_desc(3, DTRAIN_LAUNCH_PROCESSES);
     CHECK(ranks_launch(&desc, rank_dies, NULL, NULL) == DTRAIN_ERROR_RANK_FAILED);
 }
 
 /* 2 nodes of 4: 8 pieces of 1 GB in all at 5 GB/s. */
 static void test_forecast(void)
 {
-    dtrain_probe_info info;
-    dtrain_probe_step step;
-    dtrain_probe_forecast f;
+    probe_info info;
+    probe_step step;
+    probe_forecast f;
     memset(&info, 0, sizeof info);
     memset(&step, 0, sizeof step);
-    CHECK(dtrain_probe_predict(&info, &step, &f) == DTRAIN_ERROR_ARGUMENT);
     info.size = 8;
     info.node_count = 2;
     info.node_ranks = 4;
@@ -155,11 +141,10 @@ static void test_forecast(void)
     info.between.worst_bytes_per_second = 4e9;
     info.reduce_us = 100;
     info.reduce_bytes_per_second = 2.5e9;
-    CHECK(dtrain_probe_predict(&info, &step, &f) == DTRAIN_ERROR_ARGUMENT);
     step.compute_seconds = 0.3;
     step.wire_bytes = 1000000000;
-    step.collective_count = 8;
-    CHECK(dtrain_probe_predict(&info, &step, &f) == DTRAIN_OK);
+    step.call_count = 8;
+    predict_step(&info, &step, &f);
     /* X = 8 * 100 us + 0.4 s; T = 0.3 + X - 0.2; alone: 8 * 6 * 10 us + 6/7 / 50 s, all but an
      * eighth hidden */
     const double x = 0.0008 + 0.4, alone = 8 * 6 * 10e-6 + 0.75 / 0.875 / 50;
@@ -172,10 +157,11 @@ static void test_forecast(void)
                   strstr(f.text, "rank 3 to rank 4 (4 GB/s)") && strstr(f.text, "try "),
               "%s", f.text);
     step.compute_seconds = 3; /* all hidden but the last piece */
-    CHECK(dtrain_probe_predict(&info, &step, &f) == DTRAIN_OK && !f.limited &&
-          near(f.step_seconds, 3 + x / 8, 1e-9) && !strstr(f.text, "try "));
+    predict_step(&info, &step, &f);
+    CHECK(!f.limited && near(f.step_seconds, 3 + x / 8, 1e-9) && !strstr(f.text, "try "));
     info.size = info.node_count = info.node_ranks = 1;
-    CHECK(dtrain_probe_predict(&info, &step, &f) == DTRAIN_OK && near(f.gain, 1, 1e-9));
+    predict_step(&info, &step, &f);
+    CHECK(near(f.gain, 1, 1e-9));
 }
 
 int main(int argc, char **argv)
@@ -183,7 +169,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     RUN(test_emulated);
     RUN(test_sizes);
-    RUN(test_errors);
+    RUN(test_death);
     RUN(test_forecast);
     return test_summary();
 }

@@ -73,21 +73,6 @@ static void test_groups(void)
     toy_run(3, rank_two_comms, &crossed);
 }
 
-/* The link probe knows a transport by its calls alone. */
-static int rank_probes(dtrain_world *world, void *user)
-{
-    dtrain_probe_desc desc = {.budget_ms = 100};
-    dtrain_probe_info info;
-    (void)user;
-    CHECK_MSG(dtrain_probe_links(world, &desc, &info) == DTRAIN_OK, "%s", dtrain_last_error());
-    CHECK(info.inside.pair_count > 0 && info.inside.latency_us > 0 && info.reduce_us > 0);
-    return 0;
-}
-static void test_probe(void)
-{
-    for (int n = 2; n <= 5; n++) toy_run(n, rank_probes, NULL);
-}
-
 /* ---- failures: every rank returns the wanted code and sentence ---- */
 
 typedef struct failure {
@@ -183,7 +168,6 @@ int main(int argc, char **argv)
     RUN(test_many_at_once);
     RUN(test_letters);
     RUN(test_groups);
-    RUN(test_probe);
     RUN(test_failures);
     RUN(test_naps);
     return test_summary();

@@ -4,6 +4,7 @@
 #define RUN_JOB_H
 
 #include "tools/run/monitor.h"
+#include "tools/run/probe.h"
 #include "tools/run/recorded.h"
 #include "tools/run/settings.h"
 
@@ -68,7 +69,7 @@ struct run_job {
     int64_t rolled_back;           /* the step of the last roll-back, or -1 */
     dtrain_memory memory;          /* its total with the snapshot */
     uint64_t snapshot_bytes;       /* of checkpoints, where the device's memory is the host's */
-    dtrain_probe_info links;       /* with --probe-links */
+    probe_info links;              /* with --probe-links */
 };
 
 /* Make a job of the switches with a program's part of it, zeroed, for this rank. */

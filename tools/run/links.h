@@ -9,7 +9,7 @@ enum {
 }; /* the step whose time the forecast uses: the first ones touch cold memory */
 
 /* Print what pairs of one kind have measured. */
-static void show_link(const char *where, const dtrain_probe_link *link)
+static void show_link(const char *where, const probe_link *link)
 {
     if (!link->pair_count) return;
     printf("links   %s: %.3g GB/s, %.3g us; slowest from rank %d to rank %d, %.3g GB/s\n", where,
@@ -20,7 +20,7 @@ static void show_link(const char *where, const dtrain_probe_link *link)
 /* Measure the links and print them. */
 static dtrain_result probe_links(dtrain_world *world, run_job *j)
 {
-    const dtrain_result result = dtrain_probe_links(world, NULL, &j->links);
+    const dtrain_result result = measure_links(world, 2, &j->links);
     if (result != DTRAIN_OK || dtrain_world_rank(world)) return result;
     show_link("inside of a node", &j->links.inside);
     show_link("between nodes", &j->links.between);
@@ -34,16 +34,16 @@ static void forecast_links(dtrain_world *world, const run_job *j, const dtrain_s
 {
     const double compute_ms = record->step_ms - record->exposed_comm_ms - record->data_ms;
     dtrain_strategy_info info;
-    dtrain_probe_step step = {0};
-    dtrain_probe_forecast forecast;
+    probe_step step = {0};
+    probe_forecast forecast;
     if (record->step != LINKS_STEP || dtrain_world_rank(world)) return;
     dtrain_strategy_query(j->strategy, &info);
     step.compute_seconds = compute_ms / 1e3;
     step.wire_bytes = record->comm_bytes;
-    step.collective_count = (uint32_t)info.bucket_count;
-    if (dtrain_probe_predict(&j->links, &step, &forecast) == DTRAIN_OK)
-        dtrain_log(world, forecast.limited ? DTRAIN_LOG_WARNING : DTRAIN_LOG_INFO, "%s",
-                   forecast.text);
+    step.call_count = info.step_calls + (j->accum - 1) * info.micro_calls;
+    if (!(compute_ms > 0)) return;
+    predict_step(&j->links, &step, &forecast);
+    dtrain_log(world, forecast.limited ? DTRAIN_LOG_WARNING : DTRAIN_LOG_INFO, "%s", forecast.text);
 }
 
 #endif /* RUN_LINKS_H */
