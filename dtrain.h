@@ -2484,13 +2484,6 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
 
-/* Split a global batch into micro-batches: *batch_each, at most `batch` and as large as possible,
- * and *micro_batches make *batch_each * *micro_batches * ranks = global_batch. A global batch that
- * ranks does not divide is an error that names the nearest. Local. */
-DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *batch_each,
-                                                    uint32_t *micro_batches);
-
 /* ================================================================================================
  * src/state/state.h
  * ==============================================================================================*/
@@ -25577,37 +25570,6 @@ DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
     const dtrain_result result = dtrain__batch_find(&plan, batch);
     dtrain__strategy_plan_free(world, &plan.strategy);
     return result;
-}
-
-/* Divide twice: the global batch among ranks, and a rank's share into the largest equal parts that
- * `batch` allows. Counting down ends at 1, which divides everything. */
-DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *batch_each,
-                                                    uint32_t *micro_batches)
-{
-    if (!global_batch || !batch || ranks < 1 || !batch_each || !micro_batches)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_split_batch: global_batch (%llu), batch (%u) or ranks "
-                           "(%d) is below 1, or a result's address is NULL",
-                           (unsigned long long)global_batch, batch, ranks);
-    const uint64_t r = (uint64_t)ranks, own = global_batch / r;
-    const uint64_t nearest = (global_batch + (r - 1) / 2) / r * r;
-    if (own * r != global_batch)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_split_batch: a global batch of %llu cannot be shared by "
-                           "%d ranks; the nearest that can is %llu",
-                           (unsigned long long)global_batch, ranks,
-                           (unsigned long long)(nearest ? nearest : r));
-    uint64_t micro = own < batch ? own : batch;
-    while (own % micro) micro--;
-    if (own / micro > UINT32_MAX)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_trainer_split_batch: %llu micro-batches of %llu samples are "
-                           "more than a step can have",
-                           (unsigned long long)(own / micro), (unsigned long long)micro);
-    *batch_each = (uint32_t)micro;
-    *micro_batches = (uint32_t)(own / micro);
-    return DTRAIN_OK;
 }
 
 /* ================================================================================================

@@ -205,10 +205,3 @@ typedef struct dtrain_plan_batch_desc {
 DTRAIN_API dtrain_result dtrain_trainer_plan_batch(dtrain_world *world,
                                                    const dtrain_plan_batch_desc *desc,
                                                    uint32_t *batch);
-
-/* Split a global batch into micro-batches: *batch_each, at most `batch` and as large as possible,
- * and *micro_batches make *batch_each * *micro_batches * ranks = global_batch. A global batch that
- * ranks does not divide is an error that names the nearest. Local. */
-DTRAIN_API dtrain_result dtrain_trainer_split_batch(uint64_t global_batch, uint32_t batch,
-                                                    int ranks, uint32_t *batch_each,
-                                                    uint32_t *micro_batches);

@@ -4,6 +4,7 @@
  *     make build/tests/test_memory && build/tests/test_memory */
 #include "test.h"
 #include "dtrain.h"
+#include "tools/run/split.h"
 #include "ranks.h"
 
 enum { BLOCKS = 5, VOCAB = 200, MOST_BATCH = 1 << 12, PARAMS = 2 + 4 * BLOCKS, STEPS = 3 };
@@ -569,14 +570,14 @@ static void test_batch_that_cannot_be(void)
     }
 }
 
-static void test_accumulation_for(void)
+static void test_split_global_batch(void)
 {
     for (uint32_t global = 1; global <= 60; global++)
         for (int ranks = 1; ranks <= 5; ranks++)
             for (uint32_t batch = 1; batch <= 12; batch++) {
                 uint32_t micro = 0, accumulation = 0, expected = 0;
                 const dtrain_result result =
-                    dtrain_trainer_split_batch(global, batch, ranks, &micro, &accumulation);
+                    split_global_batch(global, batch, ranks, &micro, &accumulation);
                 for (uint32_t b = 1; b <= batch; b++)
                     if (global % ((uint32_t)ranks * b) == 0) expected = b;
                 CHECK((result == DTRAIN_OK) == (expected > 0));
@@ -590,13 +591,13 @@ static void test_accumulation_for(void)
         const char *nearest;
     } cases[] = {{9, 4, " 8"}, {11, 4, " 12"}, {1, 4, " 4"}, {10, 4, " 8"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        CHECK(dtrain_trainer_split_batch(cases[i].global, 3, cases[i].ranks, &a, &b) ==
+        CHECK(split_global_batch(cases[i].global, 3, cases[i].ranks, &a, &b) ==
               DTRAIN_ERROR_ARGUMENT);
         CHECK_MSG(strstr(dtrain_last_error(), cases[i].nearest), "%s", dtrain_last_error());
     }
-    CHECK(dtrain_trainer_split_batch(0, 1, 1, &a, &b) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_trainer_split_batch(UINT64_C(1) << 40, 1, 1, &a, &b) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(dtrain_trainer_split_batch(UINT64_C(1) << 40, 1 << 20, 1, &a, &b) == DTRAIN_OK);
+    CHECK(split_global_batch(0, 1, 1, &a, &b) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(split_global_batch(UINT64_C(1) << 40, 1, 1, &a, &b) == DTRAIN_ERROR_ARGUMENT);
+    CHECK(split_global_batch(UINT64_C(1) << 40, 1 << 20, 1, &a, &b) == DTRAIN_OK);
     CHECK(a == 1 << 20 && b == 1 << 20);
 }
 
@@ -616,6 +617,6 @@ int main(int argc, char **argv)
     RUN(test_batch_at_most);
     RUN(test_batch_of_a_failing_trial);
     RUN(test_batch_that_cannot_be);
-    RUN(test_accumulation_for);
+    RUN(test_split_global_batch);
     return test_summary();
 }

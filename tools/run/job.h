@@ -7,6 +7,7 @@
 #include "tools/run/probe.h"
 #include "tools/run/recorded.h"
 #include "tools/run/settings.h"
+#include "tools/run/split.h"
 
 /* Leave a function that has a result and a label for what it must free. */
 #define TRY(call)                              \
@@ -248,7 +249,7 @@ static dtrain_result choose_batch(dtrain_world *world, run_job *j,
     j->batch = (uint32_t)s->batch;
     j->accum = s->accum ? (uint32_t)s->accum : 1;
     if (global) /* before a search, so that what cannot be shared is an error at once */
-        TRY(name_flag(dtrain_trainer_split_batch(global, j->batch, ranks, &j->batch, &j->accum),
+        TRY(name_flag(split_global_batch(global, j->batch, ranks, &j->batch, &j->accum),
                       "--global-batch", ""));
     if (s->auto_batch) {
         dtrain_plan_batch_desc desc;
@@ -261,7 +262,7 @@ static dtrain_result choose_batch(dtrain_world *world, run_job *j,
         desc.strategy = strategy;
         TRY(dtrain_trainer_plan_batch(world, &desc, &j->batch));
     }
-    if (global) TRY(dtrain_trainer_split_batch(global, j->batch, ranks, &j->batch, &j->accum));
+    if (global) TRY(split_global_batch(global, j->batch, ranks, &j->batch, &j->accum));
     TRY(j->program->set_batch(j->own, j->batch));
 cleanup:
     return result;

@@ -206,8 +206,8 @@ static bool splits(const tuner *t, long batch)
 {
     uint32_t each, accum;
     if (!t->s->global_batch) return true;
-    return dtrain_trainer_split_batch((uint64_t)t->s->global_batch, (uint32_t)batch, t->plan.ranks,
-                                      &each, &accum) == DTRAIN_OK &&
+    return split_global_batch((uint64_t)t->s->global_batch, (uint32_t)batch, t->plan.ranks, &each,
+                              &accum) == DTRAIN_OK &&
            each == (uint32_t)batch;
 }
 
@@ -358,8 +358,8 @@ static int tune(run_settings *s, const run_program *program)
     t.shared->begun = dtrain_seconds();
     if (choose_machine(&t.plan)) return 2;
     uint32_t each, accum;
-    if (s->global_batch && dtrain_trainer_split_batch((uint64_t)s->global_batch, 1, t.plan.ranks,
-                                                      &each, &accum) != DTRAIN_OK)
+    if (s->global_batch &&
+        split_global_batch((uint64_t)s->global_batch, 1, t.plan.ranks, &each, &accum) != DTRAIN_OK)
         return BAD("--global-batch: %s", run_error());
     search_worlds(&t);
     const bool first = t.plan.place.first_rank == 0; /* else another process tells */
