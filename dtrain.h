@@ -42,7 +42,7 @@
        src/tape/ops.h                       Operations
        src/optim/scaler.h                   Loss scaling and clipping
        src/optim/optimizer.h                Optimizers and learning rates
-       src/train/data.h                     Data: samplers, datasets, loaders
+       src/train/data.h                     Data: datasets, loaders
        src/train/trainer.h                  Trainer
        src/state/state.h                    State
        src/state/storage.h                  Storage
@@ -141,7 +141,7 @@
        src/optim/groups.c                   Parameter groups: defaults, checks, who is in which
        src/optim/muon.c                     Muon
        src/optim/schedule.c                 Learning rates
-       src/train/sampler.c                  Samplers
+       src/train/shuffle.c                  The shuffle
        src/train/data_internal.h            An open dataset, its files, and a loader of one
        src/train/dataset.c                  Datasets
        src/train/loader.c                   Loaders
@@ -2151,24 +2151,10 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * src/train/data.h
  * ==============================================================================================*/
 
-/* Data: samplers, datasets, loaders
+/* Data: datasets, loaders
  *
- * A sampler says which index comes when, a dataset what files or a source of the host's own hold, a
- * loader which of it makes a batch. Nothing here communicates: every rank reads its own share. */
-
-/* Says which of item_count items one rank gets: number by number those of
- * torch.utils.data.DistributedSampler. */
-typedef struct dtrain_sampler_desc {
-    uint32_t rank, rank_count; /* rank_count 0 = 1 */
-    int64_t item_count;
-    uint64_t seed; /* low 32 bits of seed + epoch are used */
-    bool shuffle, drop_last;
-} dtrain_sampler_desc;
-/* Write the indices of one epoch: indices (*count), in the order of torch.randperm when shuffling.
- * With indices NULL only *count is written: it is the same on every rank and in every epoch.
- * scratch (item_count) is used when shuffling, which takes fewer than 2^32 / 20 items. */
-DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
-                                                int64_t *scratch, int64_t *indices, int64_t *count);
+ * A dataset is what files, or a source of the host's own, hold; a loader deals it out in batches.
+ * Nothing here communicates: every rank reads its own share. */
 
 typedef struct dtrain_dataset dtrain_dataset;
 
@@ -2242,7 +2228,7 @@ typedef struct dtrain_sample {
  * time. */
 typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
 
-/* A loader deals samples out. Of tokens it cuts n = item_count from first_item on into windows of
+/* A loader deals samples out, in the order of torch.randperm(seed + epoch). Of tokens it cuts n = item_count from first_item on into windows of
  * sequence + 1: (n - 1) / sequence of them an epoch in order, or max(1, n / sequence - 1) shuffled
  * ones, whose borders move from epoch to epoch. The whole state is one number: samples handed out
  * so far by all ranks together. Sample k is the same for every world size and number of workers, so
@@ -22927,19 +22913,13 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
 }
 
 /* ================================================================================================
- * src/train/sampler.c
+ * src/train/shuffle.c
  * ==============================================================================================*/
 
-/* Samplers
+/* The shuffle
  *
- * The shuffle is Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of
- * torch.randperm, its modulo bias included: the order is PyTorch's, number by number. Ranks deal
- * the order like cards, and its beginning is dealt again until all have the same number:
- *
- *     ten items, four ranks     order   9 4 1 6 0 2 3 8 5 7 | 9 4
- *                               rank    0 1 2 3 0 1 2 3 0 1 | 2 3      three each
- *
- * with drop_last the last two, 5 and 7, are left out instead: two each. */
+ * Mersenne Twister (Matsumoto and Nishimura, 1998) plus the swap loop of torch.randperm, its modulo
+ * bias included: the order is PyTorch's, number by number. */
 
 /* ================================================================================================
  * src/train/data_internal.h
@@ -22951,7 +22931,7 @@ DTRAIN_API float dtrain_lr_for_ranks(float lr, int ranks, dtrain_lr_scaling rule
  * algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
 
-/* train/sampler.c */
+/* train/shuffle.c */
 DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
 /* A file, and what it was when it was opened: it must stay that. */
@@ -23077,43 +23057,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__idx_read(void *user, int64_t first, int64_
                                                void *items, int32_t *labels);
 
 #define DTRAIN__MT_COUNT 624 /* words of the generator's state */
-
-/* Count what a rank gets, and deal it. The desc is checked on the way to the count: a program that
- * asks for the number first learns everything there. */
-DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
-                                                int64_t *scratch, int64_t *indices, int64_t *count)
-{
-    if (!desc || !count || (indices && desc->shuffle && !scratch))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT, "dtrain_sampler_indices: %s is NULL",
-                           !desc    ? "desc"
-                           : !count ? "count"
-                                    : "scratch, which shuffling needs,");
-    const int64_t items = desc->item_count, ranks = desc->rank_count ? desc->rank_count : 1;
-    if (desc->rank >= ranks)
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_sampler_indices: rank is %u, expected 0 to %lld",
-                           (unsigned)desc->rank, (long long)(ranks - 1));
-    if (items < 0 || (desc->shuffle && items >= DTRAIN__RANDPERM_LIMIT))
-        return dtrain_fail(DTRAIN_ERROR_ARGUMENT,
-                           "dtrain_sampler_indices: item_count is %lld, expected 0 or more, and "
-                           "fewer than %lld to be shuffled",
-                           (long long)items, (long long)DTRAIN__RANDPERM_LIMIT);
-
-    /* ceil(items / ranks). Division first: items + ranks - 1 could overflow. */
-    *count = items / ranks + (items % ranks != 0 && !desc->drop_last);
-    if (!indices) return DTRAIN_OK;
-    if (desc->shuffle) dtrain__randperm(desc->seed + epoch, items, scratch);
-
-    /* Padding repeats the order from its start, as often as it takes: position p is p mod n.
-     * Unsigned, because the padded end may lie past INT64_MAX. */
-    for (int64_t i = 0; i < *count; i++) {
-        uint64_t place = ((uint64_t)i * (uint64_t)ranks + desc->rank) % (uint64_t)items;
-        indices[i] = desc->shuffle ? scratch[place] : (int64_t)place;
-    }
-    return DTRAIN_OK;
-}
-
-/* ---- the shuffle ------------------------------------------------------------------------------*/
 
 /* Make the next 624 words. Word i becomes a mix of words i, i + 1 and i + 397, all modulo 624 and
  * in place: the words that wrap around are the ones renewed in this same pass, as the definition

@@ -129,7 +129,7 @@ extern "C" {
 #include "optim/groups.c"
 #include "optim/muon.c"
 #include "optim/schedule.c"
-#include "train/sampler.c"
+#include "train/shuffle.c"
 #include "train/dataset.c"
 #include "train/loader.c"
 #include "train/prefetch.c"

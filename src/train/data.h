@@ -1,27 +1,13 @@
-/* Data: samplers, datasets, loaders
+/* Data: datasets, loaders
  *
- * A sampler says which index comes when, a dataset what files or a source of the host's own hold, a
- * loader which of it makes a batch. Nothing here communicates: every rank reads its own share. */
+ * A dataset is what files, or a source of the host's own, hold; a loader deals it out in batches.
+ * Nothing here communicates: every rank reads its own share. */
 
 #pragma once
 
 #include "core/api.h"
 #include "core/result.h"
 #include "world/world.h"
-
-/* Says which of item_count items one rank gets: number by number those of
- * torch.utils.data.DistributedSampler. */
-typedef struct dtrain_sampler_desc {
-    uint32_t rank, rank_count; /* rank_count 0 = 1 */
-    int64_t item_count;
-    uint64_t seed; /* low 32 bits of seed + epoch are used */
-    bool shuffle, drop_last;
-} dtrain_sampler_desc;
-/* Write the indices of one epoch: indices (*count), in the order of torch.randperm when shuffling.
- * With indices NULL only *count is written: it is the same on every rank and in every epoch.
- * scratch (item_count) is used when shuffling, which takes fewer than 2^32 / 20 items. */
-DTRAIN_API dtrain_result dtrain_sampler_indices(const dtrain_sampler_desc *desc, uint64_t epoch,
-                                                int64_t *scratch, int64_t *indices, int64_t *count);
 
 typedef struct dtrain_dataset dtrain_dataset;
 
@@ -95,7 +81,7 @@ typedef struct dtrain_sample {
  * time. */
 typedef dtrain_result (*dtrain_transform_fn)(void *user, const dtrain_sample *sample, void *output);
 
-/* A loader deals samples out. Of tokens it cuts n = item_count from first_item on into windows of
+/* A loader deals samples out, in the order of torch.randperm(seed + epoch). Of tokens it cuts n = item_count from first_item on into windows of
  * sequence + 1: (n - 1) / sequence of them an epoch in order, or max(1, n / sequence - 1) shuffled
  * ones, whose borders move from epoch to epoch. The whole state is one number: samples handed out
  * so far by all ranks together. Sample k is the same for every world size and number of workers, so

@@ -11,7 +11,7 @@
  * algorithm. */
 #define DTRAIN__RANDPERM_LIMIT (INT64_C(0xffffffff) / 20)
 
-/* train/sampler.c */
+/* train/shuffle.c */
 DTRAIN__PRIVATE void dtrain__randperm(uint64_t seed, int64_t n, int64_t *out);
 
 /* A file, and what it was when it was opened: it must stay that. */

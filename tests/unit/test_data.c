@@ -1,4 +1,4 @@
-/* test_data.c: samplers, datasets, loaders: golden numbers of PyTorch, the same samples for
+/* test_data.c: datasets, loaders: golden numbers of PyTorch, the same samples for
  * every number of ranks, and one sentence for every file that is not what it should be.
  *
  *     make build/tests/test_data && build/tests/test_data */
@@ -6,6 +6,7 @@
 #include "dtrain.h"
 #include "allocator.h"
 #include "files.h"
+#include "shuffled.h"
 
 static dtrain_result open_file(const char *path, uint32_t format, int64_t vocab,
                                dtrain_dataset **out)
@@ -44,37 +45,18 @@ static void check_refused(const char *name, uint32_t format, dtrain_result code,
     CHECK_MSG(strstr(text, path) && strstr(text, words), "\"%s\" has no \"%s\"", text, words);
 }
 
-/* ---- permutations, samplers ---- */
-
-/* Write the order in which a sampler of one rank shuffles n items: torch.randperm's. */
-static void randperm(uint64_t seed, int64_t n, int64_t *out)
-{
-    static int64_t scratch[100000];
-    dtrain_sampler_desc desc;
-    int64_t count;
-    memset(&desc, 0, sizeof desc);
-    desc.item_count = n;
-    desc.seed = seed;
-    desc.shuffle = true;
-    CHECK(dtrain_sampler_indices(&desc, 0, scratch, out, &count) == DTRAIN_OK && count == n);
-}
-
-/* Ask for the number of indices alone. */
-static dtrain_result count_of(const dtrain_sampler_desc *desc, int64_t *count)
-{
-    return dtrain_sampler_indices(desc, 0, NULL, NULL, count);
-}
+/* ---- shuffles ---- */
 
 static void test_randperm_golden(void)
 {
     static const int64_t seed0[10] = {4, 1, 7, 5, 3, 9, 0, 8, 6, 2};
     static const int64_t seed5[10] = {1, 4, 9, 6, 3, 5, 0, 2, 8, 7};
     int64_t got[10];
-    randperm(0, 10, got);
+    shuffled(0, 10, got);
     CHECK(memcmp(got, seed0, sizeof got) == 0);
-    randperm(5, 10, got);
+    shuffled(5, 10, got);
     CHECK(memcmp(got, seed5, sizeof got) == 0);
-    randperm(5 + (UINT64_C(7) << 32), 10, got); /* low 32 bits */
+    shuffled(5 + (UINT64_C(7) << 32), 10, got); /* low 32 bits */
     CHECK(memcmp(got, seed5, sizeof got) == 0);
 }
 
@@ -96,7 +78,7 @@ static void test_randperm_long(void)
     for (size_t g = 0; g < sizeof golden / sizeof golden[0]; g++) {
         uint64_t hash = UINT64_C(0xcbf29ce484222325);
         memset(seen, 0, sizeof seen);
-        randperm(golden[g].seed, golden[g].n, got);
+        shuffled(golden[g].seed, golden[g].n, got);
         for (int64_t i = 0; i < golden[g].n; i++) {
             CHECK(got[i] >= 0 && got[i] < golden[g].n && !seen[got[i]]++);
             hash = (hash ^ (uint64_t)got[i]) * UINT64_C(0x100000001b3);
@@ -104,75 +86,6 @@ static void test_randperm_long(void)
         CHECK_MSG(hash == golden[g].hash, "randperm(%d) of seed %d differs from torch",
                   (int)golden[g].n, (int)golden[g].seed);
     }
-}
-
-/* The indices of all ranks as text: "0 4 8 | 1 5 9 | ...". */
-static const char *dealt(uint32_t ranks, int64_t items, uint64_t seed, uint64_t epoch, bool shuffle,
-                         bool drop_last)
-{
-    static char text[512];
-    size_t used = 0;
-    int64_t scratch[64], indices[64];
-    text[0] = 0;
-    for (uint32_t rank = 0; rank < ranks; rank++) {
-        dtrain_sampler_desc desc;
-        memset(&desc, 0, sizeof desc);
-        desc.rank = rank, desc.rank_count = ranks, desc.item_count = items;
-        desc.seed = seed, desc.shuffle = shuffle, desc.drop_last = drop_last;
-        int64_t count = 0, again = 0;
-        CHECK(count_of(&desc, &again) == DTRAIN_OK && again <= 64);
-        CHECK(dtrain_sampler_indices(&desc, epoch, scratch, indices, &count) == DTRAIN_OK);
-        CHECK(count == again);
-        if (rank) used += (size_t)snprintf(text + used, sizeof text - used, "| ");
-        for (int64_t i = 0; i < count; i++)
-            used += (size_t)snprintf(text + used, sizeof text - used, "%d ", (int)indices[i]);
-    }
-    return text;
-}
-
-static void check_dealt(const char *got, const char *expected)
-{
-    CHECK_MSG(strcmp(got, expected) == 0, "\"%s\", expected \"%s\"", got, expected);
-}
-
-static void test_sampler_golden(void)
-{
-    check_dealt(dealt(4, 10, 0, 0, false, false), "0 4 8 | 1 5 9 | 2 6 0 | 3 7 1 ");
-    check_dealt(dealt(4, 10, 0, 0, false, true), "0 4 | 1 5 | 2 6 | 3 7 ");
-    check_dealt(dealt(5, 2, 0, 0, false, false), "0 | 1 | 0 | 1 | 0 ");
-    check_dealt(dealt(4, 3, 0, 0, false, true), "| | | ");
-    check_dealt(dealt(4, 3, 9, 1, true, true), "| | | ");
-    check_dealt(dealt(3, 0, 0, 0, true, false), "| | ");
-    check_dealt(dealt(1, 3, 0, 0, false, true), "0 1 2 ");
-    check_dealt(dealt(4, 10, 3, 2, true, false), "1 3 8 | 4 5 7 | 9 0 1 | 6 2 4 ");
-}
-
-static void test_sampler_arguments(void)
-{
-    dtrain_sampler_desc desc;
-    int64_t scratch[4], indices[4], count;
-    memset(&desc, 0, sizeof desc);
-    CHECK(count_of(&desc, &count) == DTRAIN_OK && count == 0);
-    desc.item_count = 4; /* rank_count 0 = one rank */
-    CHECK(count_of(&desc, &count) == DTRAIN_OK && count == 4);
-    CHECK(dtrain_sampler_indices(&desc, 0, NULL, indices, &count) == DTRAIN_OK && indices[3] == 3);
-    CHECK(dtrain_sampler_indices(&desc, 0, scratch, indices, NULL) == DTRAIN_ERROR_ARGUMENT);
-    desc.shuffle = true;
-    CHECK(dtrain_sampler_indices(&desc, 0, NULL, indices, &count) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "scratch") != NULL);
-    CHECK(dtrain_sampler_indices(&desc, 0, scratch, NULL, &count) == DTRAIN_OK && count == 4);
-    desc.item_count = INT64_C(0xffffffff) / 20;
-    CHECK(count_of(&desc, &count) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "214748364") != NULL);
-    desc.item_count = 4, desc.rank = 1;
-    CHECK(dtrain_sampler_indices(&desc, 0, scratch, indices, &count) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(strstr(dtrain_last_error(), "rank is 1") != NULL);
-    desc.rank = 0, desc.item_count = -1;
-    CHECK(count_of(&desc, &count) == DTRAIN_ERROR_ARGUMENT);
-    CHECK(count_of(NULL, &count) == DTRAIN_ERROR_ARGUMENT);
-    desc.item_count = INT64_MAX, desc.rank_count = 4; /* the padded end does not fit in int64 */
-    desc.shuffle = false;
-    CHECK(count_of(&desc, &count) == DTRAIN_OK && count == INT64_MAX / 4 + 1);
 }
 
 /* ---- files ---- */
@@ -488,7 +401,7 @@ static void test_loader_epochs(void)
     for (int epoch = 0; (epoch + 1) * WINDOWS <= STEPS * GLOBAL_BATCH; epoch++) {
         int shift = c.firsts[epoch * WINDOWS] % SEQUENCE;
         different += !shifts_seen[shift]++;
-        randperm(42 + (uint64_t)epoch, WINDOWS, order);
+        shuffled(42 + (uint64_t)epoch, WINDOWS, order);
         for (int k = 0; k < WINDOWS; k++)
             CHECK(c.firsts[epoch * WINDOWS + k] == shift + order[k] * SEQUENCE);
     }
@@ -846,8 +759,6 @@ int main(int argc, char **argv)
     if (!files_begin("test_data")) return 1;
     RUN(test_randperm_golden);
     RUN(test_randperm_long);
-    RUN(test_sampler_golden);
-    RUN(test_sampler_arguments);
     RUN(test_dataset_formats);
     RUN(test_dataset_guesses);
     RUN(test_dataset_bad_files);

@@ -6,6 +6,7 @@
 #include "dtrain.h"
 #include "allocator.h"
 #include "files.h"
+#include "shuffled.h"
 
 enum { IMAGES = 60, PIXELS = 3072, SMALL = 6 * 5 };
 
@@ -279,18 +280,15 @@ static dtrain_loader_desc samples_desc(dtrain_dataset *dataset, uint32_t batch)
     return desc;
 }
 
-/* The item of sample k by the sampler: what loaders of every kind must deal. */
+/* The item of sample k: what loaders of every kind must deal. */
 static int64_t item_of(uint64_t k, int64_t items, int64_t per_epoch)
 {
-    static __thread int64_t order[IMAGES], scratch[IMAGES];
-    int64_t count;
-    dtrain_sampler_desc sampler;
-    memset(&sampler, 0, sizeof sampler);
-    sampler.item_count = items;
-    sampler.seed = 21;
-    sampler.shuffle = true;
-    CHECK(dtrain_sampler_indices(&sampler, k / (uint64_t)per_epoch, scratch, order, &count) ==
-          DTRAIN_OK);
+    static __thread int64_t order[IMAGES], count;
+    static __thread uint64_t entered;
+    const uint64_t epoch = k / (uint64_t)per_epoch;
+    if (count != items || entered != epoch) shuffled(21 + epoch, items, order);
+    count = items;
+    entered = epoch;
     return order[k % (uint64_t)per_epoch];
 }
 

@@ -8,6 +8,7 @@
 #include "allocator.h"
 #include "files.h"
 #include "ranks.h"
+#include "shuffled.h"
 
 #include <sys/resource.h>
 
@@ -80,18 +81,16 @@ static uint64_t position_of(const dtrain_loader *loader)
     return info.position;
 }
 
-/* The item of sample k, by the sampler. */
+/* The item of sample k. */
 static int64_t item_of(uint64_t seed, bool in_order, int64_t items, int64_t per_epoch, uint64_t k)
 {
-    int64_t order[MOST_ITEMS], scratch[MOST_ITEMS], count;
-    dtrain_sampler_desc sampler;
+    static __thread int64_t order[MOST_ITEMS], count;
+    static __thread uint64_t entered;
+    const uint64_t begin = seed + k / (uint64_t)per_epoch;
     if (in_order) return (int64_t)(k % (uint64_t)per_epoch);
-    memset(&sampler, 0, sizeof sampler);
-    sampler.item_count = items;
-    sampler.seed = seed;
-    sampler.shuffle = true;
-    CHECK(dtrain_sampler_indices(&sampler, k / (uint64_t)per_epoch, scratch, order, &count) ==
-          DTRAIN_OK);
+    if (count != items || entered != begin) shuffled(begin, items, order);
+    count = items;
+    entered = begin;
     return order[k % (uint64_t)per_epoch];
 }
 
