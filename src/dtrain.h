@@ -152,7 +152,6 @@ extern "C" {
 #include "state/json.c"
 #include "state/crc32c.c"
 #include "state/storage.c"
-#include "state/kept.c"
 #include "monitor/metrics.c"
 #include "monitor/table.c"
 #include "monitor/file.c"

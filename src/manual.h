@@ -107,7 +107,6 @@
    autocast     matrix products and attention in bf16 or fp16; norms, losses, weights stay fp32.
    checkpoint   everything of a run that must survive it, on the disk (state/checkpoint.h); to
                 resume is to go on from one, to reshard is to do so on other ranks.
-   snapshot     a checkpoint in the launcher's memory, which a restart finds (state/storage.h).
    compression  to send less than a gradient; what is left out stays in the residual.
    residual     what this rank has not sent yet; error feedback adds it to the next gradient.
    loss scaling a factor on the loss that keeps fp16 gradients from vanishing; see optim/scaler.h.

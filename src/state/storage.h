@@ -7,7 +7,6 @@
 
 #include "core/api.h"
 #include "core/result.h"
-#include "world/world.h"
 
 typedef enum dtrain_storage_mode {
     DTRAIN_STORAGE_READ = 0,
@@ -37,14 +36,6 @@ typedef struct dtrain_storage {
                 void *list);
 } dtrain_storage;
 
-/* Return the table of the file system. */
+/* Return the table of the file system. A directory below /dev/shm keeps checkpoints in memory: they
+ * outlive ranks that dtrain_launch or dtrain-run starts again, and not the machine. */
 DTRAIN_API const dtrain_storage *dtrain_file_storage(void);
-/* Get the table of files in the launcher's memory, at most desc.kept_bytes of them, manifest and
- * all; more is ENOSPC. They are there until dtrain_launch returns: ranks that it starts again after
- * a failure find what those before them have saved, without a disk. So a run can save to memory
- * every few steps, and to the disk, which a machine's failure does not take with it, now and then.
- *
- * Local; *out is valid as long as the world. What is removed while somebody reads it may come out
- * as other bytes, which checkpoints notice. Errors: DTRAIN_ERROR_UNSUPPORTED when kept_bytes is 0,
- * or another launcher has started the ranks: it starts them anew without their memory. */
-DTRAIN_API dtrain_result dtrain_kept_storage(dtrain_world *world, const dtrain_storage **out);

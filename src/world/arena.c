@@ -117,35 +117,6 @@ DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, v
     }
 }
 
-/* Map memory that outlives the ranks of an attempt; none for 0 bytes. More than is free would have
- * them killed one day. The mutex needs no end. */
-DTRAIN__PRIVATE dtrain_result dtrain__map_kept(uint64_t bytes, dtrain__kept **out)
-{
-    const uint64_t free_bytes = dtrain__free_memory();
-    const size_t page = dtrain__page_bytes();
-    pthread_mutexattr_t shared;
-    void *memory = MAP_FAILED;
-    *out = NULL;
-    if (!bytes) return DTRAIN_OK;
-    errno = ENOMEM;
-    if (bytes <= free_bytes && bytes <= SIZE_MAX / 2)
-        memory = dtrain__map_bytes(NULL, dtrain__round_up((size_t)bytes, page), -1);
-    if (memory == MAP_FAILED)
-        return dtrain_fail(
-            DTRAIN_ERROR_MEMORY, "dtrain_launch: kept_bytes is %llu, and %llu bytes are free: %s",
-            (unsigned long long)bytes, (unsigned long long)free_bytes, strerror(errno));
-    dtrain__kept *kept = (dtrain__kept *)memory;
-    pthread_mutexattr_init(&shared);
-    pthread_mutexattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
-    pthread_mutexattr_setrobust(&shared, PTHREAD_MUTEX_ROBUST);
-    pthread_mutex_init(&kept->mutex, &shared);
-    pthread_mutexattr_destroy(&shared);
-    kept->bytes = dtrain__round_up((size_t)bytes, page);
-    kept->free_at_start = free_bytes;
-    *out = kept;
-    return DTRAIN_OK;
-}
-
 DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank)
 {
     return control->arenas + (size_t)rank * control->arena_bytes;

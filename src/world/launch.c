@@ -100,7 +100,6 @@ static dtrain_result dtrain__world_create(const dtrain__launch *launch, int rank
     world->timeout_ns = (uint64_t)desc->timeout_ms * 1000000u;
     world->join_ns = (uint64_t)desc->join_ms * 1000000u;
     world->control = launch->region.control;
-    world->kept = launch->kept;
     world->allocator = desc->allocator;
     world->log.write = desc->log;
     world->log.user = desc->log_user;
@@ -544,11 +543,6 @@ static dtrain_result dtrain__attempt(dtrain__launch *launch, dtrain_launch_info 
         dtrain__map_region(launch->desc.reserve_bytes, arenas, NULL, -1, &launch->region);
     if (result != DTRAIN_OK) return result;
     dtrain__control *control = launch->region.control;
-    if (launch->kept) {
-        launch->kept->attempt = launch->restart_count;
-        control->promised = launch->kept->bytes;
-        control->free_at_start = launch->kept->free_at_start;
-    }
     info->rank_count = (uint32_t)launch->place.size;
     if (launch->here) (void)dtrain__rank_run(launch, 0);
     else if (launch->launcher) result = dtrain__fork_all(launch);
@@ -620,14 +614,11 @@ DTRAIN_API dtrain_result dtrain_launch(const dtrain_launch_desc *desc, dtrain_ra
     dtrain_result result = dtrain__resolve_launch(&launch, desc);
     dtrain__explain_launch(&launch, result);
     launch.job = dtrain__job_number(&launch);
-    if (result == DTRAIN_OK && !launch.joins)
-        result = dtrain__map_kept(launch.desc.kept_bytes, &launch.kept);
     if (result == DTRAIN_OK) {
         result = dtrain__run_attempts(&launch, info);
         info->seconds = 1e-9 * (double)(dtrain__now_ns() - launch.start_ns);
         info->restart_count = launch.place.restart_count + launch.restart_count;
     }
-    if (launch.kept) munmap(launch.kept, launch.kept->bytes);
     if (result != DTRAIN_OK) dtrain__write_error_file(dtrain_last_error());
     return result;
 }

@@ -19,7 +19,6 @@ typedef struct dtrain__launch {
     bool here;               /* ... of which this process is one rank */
     dtrain_result joined;    /* here: how that went */
     dtrain__region region;
-    dtrain__kept *kept; /* or NULL */
     uint32_t cores;
     uint64_t job;                 /* see dtrain_world */
     uint64_t start_ns, kill_ns;   /* kill_ns: the end of the grace period, 0 = no failure yet */

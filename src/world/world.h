@@ -113,8 +113,6 @@ typedef struct dtrain_launch_desc {
                             no progress; see Restarts. 0 = never */
     uint32_t backoff_ms; /* before a restart; doubled for each in a row, up to 64 times as long;
                             0 = 1000 */
-    uint64_t kept_bytes; /* memory that the launcher keeps over restarts, see
-                            dtrain_kept_storage; committed when touched. 0 = none */
     uint32_t min_ranks;  /* a restart in which the system refuses to start some ranks goes on with
                             those that it has started, if they are as many; 0 = all are needed */
     bool catch_signals; /* SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask ranks to stop, instead of killing

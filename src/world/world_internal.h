@@ -109,15 +109,6 @@ typedef struct dtrain__region {
     size_t bytes;
 } dtrain__region;
 
-/* The start of the memory that the launcher keeps over restarts: mapped before the first rank is
- * forked, so it has the same address in all of them. */
-typedef struct dtrain__kept {
-    pthread_mutex_t mutex;  /* shared by processes, and robust: its holder may be killed */
-    uint32_t attempt;       /* of the run, from 0 */
-    size_t bytes;           /* of all of it, this included */
-    uint64_t free_at_start; /* before any of it was touched */
-} dtrain__kept;
-
 /* Memory handed out by an arena. What lies between two of these is free: nothing to coalesce. */
 typedef struct dtrain__range {
     size_t begin, end; /* whole pages, from the start of the arena */
@@ -141,7 +132,6 @@ struct dtrain_world {
     uint64_t timeout_ns, join_ns;
     uint64_t *progress; /* where dtrain-run reads it, see restart.c; or NULL */
     dtrain__control *control;
-    dtrain__kept *kept;        /* or NULL */
     struct dtrain__link *link; /* to ranks that a launcher has started, see world/link.c; or NULL */
     dtrain__region page;       /* with a link: where control is */
     char no_region[200];       /* with a link: why the ranks of one host share no memory */
@@ -226,7 +216,6 @@ DTRAIN__PRIVATE uint64_t dtrain__free_memory(void);
 DTRAIN__PRIVATE void *dtrain__map_bytes(void *hint, size_t bytes, int file);
 DTRAIN__PRIVATE dtrain_result dtrain__map_region(size_t given, uint32_t ranks, void *hint, int file,
                                                  dtrain__region *region);
-DTRAIN__PRIVATE dtrain_result dtrain__map_kept(uint64_t bytes, dtrain__kept **out);
 DTRAIN__PRIVATE char *dtrain__arena(const dtrain__control *control, int rank);
 DTRAIN__PRIVATE bool dtrain__is_shared(const dtrain_world *world, const void *memory, size_t bytes);
 DTRAIN__PRIVATE dtrain_result dtrain__promise(dtrain__control *control, size_t bytes);

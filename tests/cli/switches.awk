@@ -50,7 +50,6 @@ BEGIN {
         maybe(0.5, "--save-every 1")
         maybe(0.3, "--save-blocking")
         maybe(0.3, "--restarts 1")
-        maybe(0.3, "--snapshot-every 1")
         maybe(0.4, "--resume auto")
         maybe(0.2, "--keep 1")
         maybe(0.2, "--keep-best 1")

@@ -648,7 +648,7 @@ static int die_in_step_5(dtrain_world *world, saved_run *r, int64_t step)
     dtrain_world_query(world, &info);
     return info.restart_count || step != 5 || info.rank != r->ranks - 1 ? 0 : raise(SIGKILL);
 }
-/* A rank dies, and all are started again with a new communicator: they go on from the last snapshot, of state in
+/* A rank dies, and all are started again with a new communicator: they go on from the last checkpoint, of state in
  * device memory, to the bits of a run to which nothing happened. */
 static void test_started_again(void)
 {
@@ -657,7 +657,7 @@ static void test_started_again(void)
     start_test();
     for (int i = 0; i < 4; i++) {
         saved_run *runs[2];
-        char what[40];
+        char what[40], directories[2][64], command[80];
         snprintf(what, sizeof what, "strategy %u over NCCL", kinds[i]);
         for (int hit = 0; hit < 2; hit++) {
             const dtrain_launch_desc desc = nccl_desc(2 + i % 2);
@@ -665,9 +665,10 @@ static void test_started_again(void)
             r->mode = desc.mode;
             r->device = desc.device_ops;
             r->comm = desc.comm_ops;
-            r->load = r->save = "snapshots";
+            snprintf(directories[hit], sizeof directories[0], "/tmp/dtrain_nccl_XXXXXX");
+            CHECK(mkdtemp(directories[hit]) != NULL);
+            r->load = r->save = directories[hit];
             r->save_every = 2;
-            r->kept_bytes = (uint64_t)64 << 20;
             r->restarts = 1;
             if (hit) r->during = die_in_step_5;
         }
@@ -676,7 +677,11 @@ static void test_started_again(void)
                       (long long)runs[1]->from[0]);
             saved_compare(runs[0], runs[1], 5, what);
         }
-        for (int hit = 0; hit < 2; hit++) munmap(runs[hit], sizeof *runs[hit]);
+        for (int hit = 0; hit < 2; hit++) {
+            snprintf(command, sizeof command, "rm -rf %s", directories[hit]);
+            CHECK(system(command) == 0);
+            munmap(runs[hit], sizeof *runs[hit]);
+        }
     }
 }
 

@@ -43,8 +43,7 @@ typedef struct saved_run {
     dtrain_allocator allocator;
     const dtrain_device_ops *device;
     const dtrain_comm_ops *comm;
-    uint64_t kept_bytes; /* not 0: saved to the launcher's memory; loaded from there in a restart */
-    uint32_t restarts;
+    uint32_t restarts; /* not 0: `load` is what this run has saved, and only a restart reads it */
     int (*during)(dtrain_world *world, struct saved_run *r,
                   int64_t step); /* before a step; not 0 ends the rank */
 
@@ -284,24 +283,20 @@ static inline dtrain_result saved_train(dtrain_world *world, saved_rank *s)
     saved_run *r = s->r;
     SAVED_TRY(saved_create(world, s));
     for (int i = 0; i < 3; i++) s->mine[i] = (float)(s->rank * 10 + i);
-    const dtrain_storage *memory = NULL;
     dtrain_load_desc how = r->how; /* ranks may be threads */
     dtrain_world_info info;
     dtrain_world_query(world, &info);
     if (s->rank == 0) r->attempts = info.restart_count + 1;
-    if (r->kept_bytes) SAVED_TRY(dtrain_kept_storage(world, &memory));
-    if (memory) how.storage = memory;
-    if (r->load && (!memory || info.restart_count)) {
+    if (r->load && (!r->restarts || info.restart_count)) {
         dtrain_load_info *loaded = &r->loaded[s->rank];
         const dtrain_result result = dtrain_checkpoint_load(s->state, r->load, &how, loaded);
-        if (!memory || result != DTRAIN_ERROR_NOT_FOUND)
+        if (!r->restarts || result != DTRAIN_ERROR_NOT_FOUND)
             SAVED_TRY(result); /* an attempt may end before its first save */
         s->step = loaded->step < 0 ? 0 : loaded->step;
     }
     r->from[s->rank] = s->step;
     if (r->save) {
         dtrain_checkpoint_desc keep = r->keep;
-        if (memory) keep.storage = memory;
         keep.directory = r->save;
         keep.state = s->state;
         keep.background = r->background;
@@ -381,7 +376,6 @@ static inline dtrain_result saved_launch(saved_run *r)
     desc.device_ops = r->device;
     desc.comm_ops = r->comm;
     desc.allocator = r->allocator;
-    desc.kept_bytes = r->kept_bytes;
     desc.restarts = r->restarts;
     desc.backoff_ms = r->restarts ? 1 : 0;
     memset(r->image, 0, sizeof r->image); /* pieces that nobody has are equal */

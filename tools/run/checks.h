@@ -161,13 +161,10 @@ static int check_memory(const run_settings *s, const run_program *program, bool 
 static int check_checkpoints(const run_settings *s)
 {
     static const char *const needing[] = {"--save-every",    "--keep",     "--keep-best",
-                                          "--save-blocking", "--restarts", "--snapshot-every",
-                                          "--set-aside"};
+                                          "--save-blocking", "--restarts", "--set-aside"};
     for (size_t i = 0; i < sizeof needing / sizeof needing[0]; i++)
         if (given(needing[i]) && !s->checkpoints)
             return BAD("%s does nothing without --checkpoint DIR", needing[i]);
-    if (s->snapshot_every && !s->restarts)
-        return BAD("--snapshot-every does nothing without --restarts");
     if (s->resume && strcmp(s->resume, "auto") == 0 && !s->checkpoints)
         return BAD(
             "--resume auto looks into --checkpoint DIR, which is not given; or name a checkpoint");

@@ -63,7 +63,6 @@ struct run_job {
     dtrain_metrics *metrics;
     dtrain_state *state;
     dtrain_checkpoint *checkpoint; /* NULL without --checkpoint */
-    dtrain_checkpoint *snapshots;  /* in the launcher's memory; NULL without --snapshot-every */
     dtrain_load_info resumed;      /* step -1: the run begins */
     bool stopped;                  /* by a signal, before its last step */
     bool saved;                    /* the state behind the last step, on the disk */
@@ -326,30 +325,15 @@ cleanup:
     return result;
 }
 
-#define SNAPSHOTS "snapshots" /* their directory, in the launcher's memory */
-
-/* Load what was saved last: to memory, if there is a snapshot that can be read, because what goes to the disk goes
- * there too; or to the disk. *from has step -1 when there is nothing yet. */
-static dtrain_result load_newest(dtrain_world *world, const run_job *j, bool this_job,
-                                 dtrain_load_info *from)
+/* Load the newest checkpoint; *from has step -1 when there is none yet. */
+static dtrain_result load_newest(const run_job *j, bool this_job, dtrain_load_info *from)
 {
-    dtrain_load_desc memory, disk;
-    dtrain_result result = DTRAIN_OK;
-    memset(&memory, 0, sizeof memory);
-    memory.this_job = this_job;
-    disk = memory;
+    dtrain_load_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.this_job = this_job;
     from->step = -1;
-    if (j->s->snapshot_every) {
-        TRY(dtrain_kept_storage(world, &memory.storage));
-        result = dtrain_checkpoint_load(j->state, SNAPSHOTS, &memory, from);
-        if (result != DTRAIN_ERROR_NOT_FOUND && result != DTRAIN_ERROR_FILE &&
-            result != DTRAIN_ERROR_DATA)
-            return result;
-    }
-    result = dtrain_checkpoint_load(j->state, j->s->checkpoints, &disk, from);
-    if (result == DTRAIN_ERROR_NOT_FOUND) result = DTRAIN_OK;
-cleanup:
-    return result;
+    const dtrain_result result = dtrain_checkpoint_load(j->state, j->s->checkpoints, &desc, from);
+    return result == DTRAIN_ERROR_NOT_FOUND ? DTRAIN_OK : result;
 }
 
 /* Go on from a checkpoint, if the flags or a restart ask for it. `auto` in an empty directory begins. */
@@ -373,8 +357,8 @@ static dtrain_result resume_job(dtrain_world *world, run_job *j)
     dtrain_world_query(world, &info);
     const bool newest = s->resume && strcmp(s->resume, "auto") == 0;
     if (s->checkpoints && info.restart_count && !newest)
-        TRY(load_newest(world, j, true, &j->resumed)); /* an attempt may have ended before a save */
-    if (newest) result = load_newest(world, j, false, &j->resumed);
+        TRY(load_newest(j, true, &j->resumed)); /* an attempt may have ended before a save */
+    if (newest) result = load_newest(j, false, &j->resumed);
     else if (s->resume && j->resumed.step < 0)
         result = dtrain_checkpoint_load(j->state, s->resume, NULL, &j->resumed);
     if (result != DTRAIN_OK && s->resume) result = name_error(result, "--resume", s->resume);
@@ -418,13 +402,6 @@ static dtrain_result open_checkpoints(dtrain_world *world, run_job *j)
     }
     TRY(result);
     if (dtrain_world_rank(world) == 0) TRY(write_configs(world, j));
-    if (!s->snapshot_every) return DTRAIN_OK;
-    TRY(dtrain_kept_storage(world, &desc.storage));
-    desc.directory = SNAPSHOTS;
-    desc.keep = 1;
-    desc.keep_best = 0;
-    desc.background = false;
-    TRY(dtrain_checkpoint_open(world, &desc, &j->snapshots));
 cleanup:
     return result;
 }
@@ -469,7 +446,6 @@ static void close_job(run_job *j)
     snprintf(first, sizeof first, "%s", dtrain_last_error());
     (void)sscanf(first, "rank %*d: %n", &prefix);
     dtrain_metrics_destroy(j->metrics);
-    dtrain_checkpoint_close(j->snapshots);
     dtrain_checkpoint_close(j->checkpoint);
     dtrain_state_destroy(j->state);
     dtrain_trainer_destroy(j->trainer);

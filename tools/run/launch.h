@@ -28,30 +28,6 @@ static int choose_backends(const run_settings *s, dtrain_launch_desc *launch)
     return 0;
 }
 
-/* How much the launcher may keep for snapshots: an old one and a new one, of values and two moments, of two arrays a
- * rank that compression keeps, and of what is in no tensor. It is committed when it is used. */
-static int reserve_snapshots(const run_settings *s, const run_program *program,
-                             dtrain_launch_desc *launch)
-{
-    const uint64_t ranks = launch->rank_count ? launch->rank_count : launch->default_rank_count;
-    uint64_t elements = 0;
-    if (!s->snapshot_every) return 0;
-    run_job j = new_job(s, program, calloc(1, program->own_bytes));
-    if (!j.own) return BAD("no memory for a job");
-    const dtrain_result result = program->open_model(NULL, &j);
-    for (size_t i = 0; result == DTRAIN_OK && i < j.param_count; i++) {
-        int64_t product = 1;
-        for (int d = 0; d < 4 && j.params[i].shape[d]; d++) product *= j.params[i].shape[d];
-        elements += (uint64_t)product;
-    }
-    program->close(&j);
-    free(j.own);
-    if (result != DTRAIN_OK) return BAD("--snapshot-every: no memory for a model's names");
-    launch->kept_bytes = 2 * sizeof(float) * elements * (3 + (s->compression ? 2 * ranks : 0)) +
-                         ((uint64_t)16 << 20) + ((uint64_t)4 << 20) * ranks;
-    return 0;
-}
-
 /* Print a message as the library would; the launcher's begins a line, where "^C" may stand in one. */
 static void print_message(void *user, dtrain_log_level level, int rank, const char *text)
 {

@@ -15,30 +15,23 @@ static bool save_due(const run_job *j, int64_t done, bool validated, bool stoppi
            (s->keep_best && validated);
 }
 
-/* Save the state after `done` steps where that is due. What goes to the disk goes to memory as well, so that the newest
- * snapshot is never older than the newest checkpoint. */
+/* Save the state after `done` steps where that is due. */
 static dtrain_result save(run_job *j, int64_t done, const dtrain_step_record *record, bool stopping)
 {
-    const long every = j->s->snapshot_every;
-    const bool due = save_due(j, done, !isnan(record->val_loss), stopping);
-    dtrain_result result = DTRAIN_OK;
-    if (due) TRY(dtrain_checkpoint_save(j->checkpoint, done, record->val_loss));
-    if (every && (due || done % every == 0))
-        TRY(dtrain_checkpoint_save(j->snapshots, done, record->val_loss));
-cleanup:
-    return result;
+    if (!save_due(j, done, !isnan(record->val_loss), stopping)) return DTRAIN_OK;
+    return dtrain_checkpoint_save(j->checkpoint, done, record->val_loss);
 }
 
 /* After a NaN: load the last checkpoint and go on behind the batch that led to it. Twice from the same checkpoint
  * would be a crash loop. */
-static dtrain_result roll_back(dtrain_world *world, run_job *j, int64_t *step)
+static dtrain_result roll_back(run_job *j, int64_t *step)
 {
     dtrain_loader_info data;
     dtrain_load_info from;
     dtrain_result result = DTRAIN_OK;
     (void)dtrain_checkpoint_wait(j->checkpoint); /* not saved: an older one is loaded */
     dtrain_loader_query(j->loader, &data);
-    TRY(load_newest(world, j, false, &from));
+    TRY(load_newest(j, false, &from));
     if (from.step < 0)
         TRY(dtrain_fail(DTRAIN_ERROR_NUMERIC, "step %lld is not finite, and nothing is saved yet",
                         (long long)*step + 1));
@@ -65,7 +58,7 @@ static dtrain_result train_steps(dtrain_world *world, run_job *j)
         dtrain_step_record record;
         result = dtrain_trainer_step(j->trainer, &record);
         if (result == DTRAIN_ERROR_NUMERIC && j->s->nonfinite == ROLLBACK) {
-            TRY(roll_back(world, j, &step));
+            TRY(roll_back(j, &step));
             continue;
         }
         TRY(result);

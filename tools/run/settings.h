@@ -31,8 +31,8 @@ typedef struct run_settings {
     long compression, exchange, powersgd_rank, dense_below, dense_steps, warmup_steps, no_feedback,
         hierarchical;
     double topk_ratio, topk_momentum, warmup_ratio;
-    long save_every, snapshot_every, keep, keep_best, save_blocking, set_aside, restarts,
-        stop_status, nonfinite, verify_every;
+    long save_every, keep, keep_best, save_blocking, set_aside, restarts, stop_status, nonfinite,
+        verify_every;
     dtrain_emulation emulation; /* what --emulate says */
 } run_settings;
 
@@ -270,10 +270,6 @@ static const flag checkpoint_flags[] = {
     {"--stop-status", 'i', &run_flags.stop_status, 0, 255,
      "exit status of a run that a signal has stopped before its end, for schedulers that start "
      "again what has failed; default 0",
-     NULL},
-    {"--snapshot-every", 'i', &run_flags.snapshot_every, 0, 1e12,
-     "steps between two snapshots in the launcher's memory, from which --restarts goes on; 0 = "
-     "none",
      NULL},
     {"--nonfinite", 'w', &run_flags.nonfinite, 0, 0,
      "after a NaN: stop, skip the step, or roll back to the last checkpoint and go on behind the "
